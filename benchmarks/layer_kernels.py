@@ -5,7 +5,7 @@
     python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
 
 Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval. What is
-off in finetune/model/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
+off in finetune/layers/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
 16-bit copies of all adapters would have to be kept from step to step.
 """
 
@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.interleaved_runs import ratio_text  # noqa: E402
-from finetune.model import lean_functions as functions  # noqa: E402
-from finetune.model import lean_layers  # noqa: E402
-from finetune.model.rotary import rotary_forward  # noqa: E402
+from finetune.layers import lean_functions as functions  # noqa: E402
+from finetune.layers import lean_layers  # noqa: E402
+from finetune.layers.rotary import rotary_forward  # noqa: E402
 
 #: Operators that compute nothing: views, and memory that is taken but not written.
 FREE = {

@@ -59,7 +59,8 @@ def started(start: str, folder: Path, device: str) -> dict[str, object]:
     from finetune.model.build import build_base
     from finetune.model.quantised_cache import base_from, open_store
     from finetune.model.transformers_config import load_config
-    from finetune.recipe import plainest, recipe_from
+    from finetune.recipe import recipe_from
+    from finetune.settings import plainest
 
     def settings(name: str) -> object:
         return plainest(recipe_from({"model_name_or_path": name, "dataset": "rows.jsonl", **SETTINGS}))

@@ -37,7 +37,7 @@ from finetune.planner.shape import shape_of  # noqa: E402
 from finetune.planner.speed import Batches, Job, Timing, time_step  # noqa: E402
 from finetune.planner.strategy import Strategy  # noqa: E402
 from finetune.recipe import recipe_from  # noqa: E402
-from finetune.recipe.base_formats import BITS_16, NF4, BaseFormat  # noqa: E402
+from finetune.settings.base_formats import BITS_16, NF4, BaseFormat  # noqa: E402
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 #: Published fp32 rates without tensor cores in FLOP/s: torch computes fp32 matrix products so unless TF32 is switched on.

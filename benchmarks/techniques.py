@@ -22,15 +22,15 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.layers.host_memory import is_forecast
 from finetune.memory.fake_model import materialise
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.host_memory import is_forecast
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context, training_arguments
 from finetune.model.transformers_config import load_config
-from finetune.recipe import Recipe, Settings, plainest
+from finetune.settings import Recipe, Settings, plainest
 from finetune.units import KIB, format_bytes
 
 TECHNIQUES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import read_json, write_json
-from finetune.recipe import Recipe, write_recipe
+from finetune.recipe import write_recipe
+from finetune.settings import Recipe
 from finetune.system import is_locked, rename
 
 from ..process import detach

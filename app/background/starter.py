@@ -15,10 +15,11 @@ from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.privacy import keep_private
-from finetune.recipe import AUTO, load_recipe
+from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
+from finetune.settings import AUTO
 from finetune.system import take_lock
 
 from ..process import command, environment

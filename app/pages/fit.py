@@ -19,7 +19,8 @@ import gradio as gr
 
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Plan, Verdict
-from finetune.recipe import Recipe, shipped_recipes, write_recipe
+from finetune.recipe import shipped_recipes, write_recipe
+from finetune.settings import Recipe
 
 from ..context import Context
 from ..planning.blocker import Blocker, blocker_of

@@ -11,7 +11,7 @@ from finetune.card.device_selection import cards_here
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 from finetune.planner.plan import Plan
-from finetune.recipe import AUTO, Recipe
+from finetune.settings import AUTO, Recipe
 
 _SETTING = re.compile(r"dataset\.\w+=\S+")
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import write_text
-from finetune.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
+from finetune.recipe import find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
+from finetune.settings import Recipe
 from finetune.system import shell_join
 
 from ..workspace import Workspace
@@ -205,7 +206,7 @@ def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
 
 
 def _default(prefix: str, key: str) -> Any:
-    from finetune.recipe import DatasetRecipe
+    from finetune.settings import DatasetRecipe
 
     model: Any = DatasetRecipe if prefix == "dataset." else Recipe
     return model.model_fields[key].get_default(call_default_factory=True)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from finetune.recipe import Recipe, resolved
+from finetune.settings import Recipe, resolved
 
 #: Usual values by setting.
 USUAL = {

@@ -28,9 +28,10 @@ from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.planner.plan import Plan, Verdict
 from finetune.privacy import keep_private
-from finetune.recipe import Recipe, Settings, parse_recipe
-from finetune.recipe.base_formats import base_format_of
-from finetune.recipe.schema import Decides, settings_that_decide
+from finetune.recipe import parse_recipe
+from finetune.settings import Recipe, Settings
+from finetune.settings.base_formats import base_format_of
+from finetune.settings.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
 from ..views.words import plan_in_words

@@ -18,7 +18,8 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Plan
-from finetune.recipe import Recipe, resolved, write_recipe
+from finetune.recipe import write_recipe
+from finetune.settings import Recipe, resolved
 
 from .prefetch import USUAL
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.planner.plan import Plan
-from finetune.recipe.methods import METRICS
+from finetune.settings.methods import METRICS
 from finetune.units import GIB
 
 from ..live import Digest, LiveRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe import AUTO, Recipe
+from finetune.settings import AUTO, Recipe
 from finetune.units import format_count
 
 from .charts import histogram

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.recipe.base_formats import base_format_of
+from finetune.settings.base_formats import base_format_of
 from finetune.units import GIB, format_bytes
 
 from .markup import inert, note

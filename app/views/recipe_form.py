@@ -8,8 +8,8 @@ import gradio as gr
 
 from finetune.errors import RecipeError
 from finetune.recipe import yaml as recipe_yaml
-from finetune.recipe.reference import Setting, settings_reference
-from finetune.recipe.schema import GROUPS
+from finetune.settings.reference import Setting, settings_reference
+from finetune.settings.schema import GROUPS
 
 from ..planning.draft import Edited
 

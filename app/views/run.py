@@ -10,9 +10,9 @@ from typing import Any
 from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
 from finetune.memory.forecast import PARTS, PhaseForecast
 from finetune.planner.plan import Plan
-from finetune.recipe.methods import METRICS
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
+from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes, format_count, format_seconds
 
 from ..live import Digest, LiveRun

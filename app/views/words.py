@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.memory.forecast import PARTS
-from finetune.recipe import Settings
-from finetune.recipe.base_formats import base_format_of
-from finetune.recipe.optimizers import EIGHT_BIT, FUSED
+from finetune.settings import Settings
+from finetune.settings.base_formats import base_format_of
+from finetune.settings.optimizers import EIGHT_BIT, FUSED
 from finetune.units import GIB, MIB
 
 _OPTIMIZERS = {FUSED: "AdamW, fused", EIGHT_BIT: "8-bit AdamW"}

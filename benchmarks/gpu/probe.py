@@ -158,7 +158,7 @@ def varlen() -> dict[str, Any]:
     """Variable-length attention over 8 packed rows, with fewer heads for the keys."""
     import torch
 
-    from finetune.model.varlen_attention import varlen_attention
+    from finetune.layers.varlen_attention import varlen_attention
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = torch.arange(0, 9 * 64, 64, device=device, dtype=torch.int32)

@@ -11,13 +11,13 @@ import typing
 
 from blocks.page import GIB, ROOT, markdown
 
-from finetune.recipe.reference import Setting
+from finetune.settings.reference import Setting
 
 
 def settings() -> str:
     """Every setting of the schema, by group."""
-    from finetune.recipe.reference import settings_reference
-    from finetune.recipe.schema import GROUPS
+    from finetune.settings.reference import settings_reference
+    from finetune.settings.schema import GROUPS
 
     rows = settings_reference()
     shown = ""

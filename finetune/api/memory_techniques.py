@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from finetune.errors import RecipeError
-from finetune.model.checkpointing import decoder_layers, outside_layers
-from finetune.model.layer_offloading import LayerOffloading, offload_loaded
-from finetune.model.lean_layers import lean_summary, make_lean, undo_lean
+from finetune.layers.checkpointing import decoder_layers, outside_layers
+from finetune.layers.layer_offloading import LayerOffloading, offload_loaded
+from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
 
 
 def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from finetune.data.preparation import PreparedData
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Settings that hooks around each step or several processes do; plain TRL's trainer has neither.
 _NOT_IN_PLAIN_TRL = ("activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile")

@@ -17,7 +17,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     if verb not in ("list", "clear"):
         raise CommandError(f"finetune cache {verb}: unknown", "Use: finetune cache, or finetune cache clear.")
     from finetune.data.token_cache import cache_folder
-    from finetune.model import quantised_files
+    from finetune.layers import quantised_files
 
     root, models = cache_folder(), quantised_files.folder()
     entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []

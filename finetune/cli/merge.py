@@ -11,8 +11,8 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
-from finetune.recipe.base_formats import requested_formats
 from finetune.run.directory import open_run
+from finetune.settings.base_formats import requested_formats
 from finetune.units import parse_bytes
 
 

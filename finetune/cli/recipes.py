@@ -13,7 +13,7 @@ from finetune.cli.render import out, print_text, table
 from finetune.errors import CommandError
 from finetune.files import write_output
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
-from finetune.recipe.reference import settings_reference
+from finetune.settings.reference import settings_reference
 
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:

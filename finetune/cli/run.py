@@ -33,13 +33,13 @@ from finetune.events import (
     event_json,
 )
 from finetune.printable import printable
-from finetune.recipe.base_formats import base_format_of
-from finetune.recipe.methods import MAIN_METRICS, METRICS
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import read_state
+from finetune.settings.base_formats import base_format_of
+from finetune.settings.methods import MAIN_METRICS, METRICS
 from finetune.system import shell_join
 from finetune.units import format_bytes, format_count, format_seconds
 

@@ -9,8 +9,9 @@ from rich.markup import escape
 
 from finetune.errors import CommandError, RecipeError
 from finetune.hub import REPO_ID
-from finetune.recipe import Recipe, find_recipe, load_source, parse_recipe
+from finetune.recipe import find_recipe, load_source, parse_recipe
 from finetune.recipe.load import NO_DATASET
+from finetune.settings import Recipe
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:

@@ -16,8 +16,8 @@ from finetune.data.report import Refused, printable
 from finetune.data.row_parser import RowParser, choose_parser
 from finetune.data.unused_columns import ColumnUse
 from finetune.errors import DataError
-from finetune.recipe import DatasetRecipe
-from finetune.recipe.methods import METHOD_FORMATS
+from finetune.settings import DatasetRecipe
+from finetune.settings.methods import METHOD_FORMATS
 
 #: Names of questions and of answers, the usual ones first.
 _QUESTIONS = re.findall(

@@ -18,7 +18,7 @@ from finetune.data.shards import prompt_digest
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
 from finetune.data.unused_columns import UnusedValues, fixes_of
 from finetune.errors import DataError, RecipeError
-from finetune.recipe import DatasetRecipe
+from finetune.settings import DatasetRecipe
 
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000

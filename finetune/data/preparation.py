@@ -22,8 +22,8 @@ from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
-from finetune.recipe import DatasetRecipe, Recipe
-from finetune.recipe.methods import METHODS
+from finetune.settings import DatasetRecipe, Recipe
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from datasets import Dataset

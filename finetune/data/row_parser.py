@@ -21,8 +21,8 @@ from finetune.data.formats import (
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.unused_columns import UnusedColumns, UnusedValues
-from finetune.recipe import DatasetRecipe
-from finetune.recipe.methods import METHOD_FORMATS
+from finetune.settings import DatasetRecipe
+from finetune.settings.methods import METHOD_FORMATS
 
 _MESSAGE_COLUMNS = {
     "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),

@@ -36,7 +36,7 @@ from finetune.system import replace, take_lock
 if TYPE_CHECKING:
     from finetune.data.sources import Source
     from finetune.data.tokens import Encoder
-    from finetune.recipe import DatasetRecipe
+    from finetune.settings import DatasetRecipe
 
 #: Called with the number of tokenised rows.
 Progress = Callable[[int], None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetune import hub
 from finetune.data.report import printable
 from finetune.errors import ModelError, RecipeError
-from finetune.recipe import Recipe
+from finetune.settings import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from finetune.system import WINDOWS
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
-    from finetune.recipe import Recipe, Settings
+    from finetune.settings import Recipe, Settings
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 

@@ -8,7 +8,7 @@ from finetune.doctor.downloads import check_data, check_hub, check_login, check_
 from finetune.doctor.findings import Check, Finding, run_checks, worst
 from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_port, check_spill
 from finetune.doctor.packages import check_compiler, check_packages, check_stack
-from finetune.recipe import Recipe
+from finetune.settings import Recipe
 
 __all__ = ["Finding", "examine", "worst"]
 

@@ -22,7 +22,7 @@ from finetune.files import read_json, read_safetensors_header
 from finetune.hub import is_switched_off
 from finetune.model.configuration import resolve_model_path
 from finetune.model.weights import INDEX
-from finetune.recipe import Recipe
+from finetune.settings import Recipe
 
 #: Seconds to wait for the hub.
 TIMEOUT_S = 4.0

@@ -23,10 +23,10 @@ from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
-from finetune.recipe.base_formats import base_format_of
 from finetune.run.directory import require_data
 from finetune.run.fingerprint import require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
+from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan

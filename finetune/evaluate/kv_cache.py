@@ -13,7 +13,7 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: A CPU is slower with more tokens than its caches hold, and a small batch ends early.
 _MAX_TOKENS = {"cpu": 8_192, "cuda": 131_072}

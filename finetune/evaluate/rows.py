@@ -14,15 +14,15 @@ from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
-from finetune.recipe import DatasetRecipe
-from finetune.recipe.methods import METHOD_FORMATS, METHODS
 from finetune.run.base_adapter import HELD_OUT
+from finetune.settings import DatasetRecipe
+from finetune.settings.methods import METHOD_FORMATS, METHODS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.recipe import Settings
     from finetune.run.directory import RunDirectory
+    from finetune.settings import Settings
 
 
 #: Columns of the tokenised held-out rows; the last two of pairs only.

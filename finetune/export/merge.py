@@ -13,10 +13,10 @@ from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes
 from finetune.planner.plan import read_plan
-from finetune.recipe import resolved
-from finetune.recipe.base_formats import BITS_16, switches
 from finetune.run.failures import is_disk_full
 from finetune.run.fingerprint import require_own_adapter
+from finetune.settings import resolved
+from finetune.settings.base_formats import BITS_16, switches
 from finetune.system import rename
 from finetune.units import format_bytes
 

@@ -14,8 +14,8 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, 
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
-from finetune.recipe import resolved
-from finetune.recipe.base_formats import BITS_16, switches
+from finetune.settings import resolved
+from finetune.settings.base_formats import BITS_16, switches
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory

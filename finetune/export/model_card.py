@@ -22,10 +22,10 @@ from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
-from finetune.recipe.base_formats import base_format_of
 from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.seal import MANIFEST
+from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:

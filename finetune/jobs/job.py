@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from finetune.errors import DataError, Diverged, DoesNotFit, OutOfMemory, RecipeError
-from finetune.recipe import AUTO, Recipe, write_recipe
+from finetune.recipe import write_recipe
+from finetune.settings import AUTO, Recipe
 
 #: Seconds between the engine's SIGTERM and the end of the job, for the run to finish its step, save and seal.
 GRACE_S = 300

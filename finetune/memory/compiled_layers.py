@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from finetune.compat.torch import activation_budget, split_by_compiler, without_modes
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: (dictionary, key) of a tensor of a module.
 _Slot = tuple[dict[str, Any], str]

@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.errors import RecipeError
+from finetune.layers.checkpointing import decoder_layers
 from finetune.memory.tracker import Peak
 from finetune.model.build import build_on_meta
-from finetune.model.checkpointing import decoder_layers
 from finetune.model.language_model import text_config
 
 if TYPE_CHECKING:

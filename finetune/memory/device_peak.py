@@ -14,7 +14,7 @@ from finetune.memory.forecast import DRY_RUN_ERROR, AtLimit, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
 from finetune.memory.sharding import shard
-from finetune.recipe.compatibility import BUFFERS
+from finetune.settings.compatibility import BUFFERS
 from finetune.units import MIB
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.memory.allocator_replay import Replay
     from finetune.memory.ledger import DryRun
     from finetune.memory.row_shape import RowShape
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
 #: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on

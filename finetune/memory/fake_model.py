@@ -12,13 +12,13 @@ import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import names_in_checkpoint
+from finetune.layers.layer_offloading import offloading_of
 from finetune.memory.tracker import OFFLOADED
 from finetune.model.adapters import trainable_parameters
-from finetune.model.layer_offloading import offloading_of
 
 if TYPE_CHECKING:
+    from finetune.layers.layer_offloading import LayerOffloading
     from finetune.memory.tracker import StorageTracker
-    from finetune.model.layer_offloading import LayerOffloading
 
 
 #: Phases in which adapters are created and cast; in a run they are parts of loading.

@@ -16,7 +16,7 @@ from finetune.model.techniques import optimizer_class
 
 if TYPE_CHECKING:
     from finetune.memory.tracker import StorageTracker
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:

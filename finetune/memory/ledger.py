@@ -17,11 +17,11 @@ from finetune.memory.caching_allocator import OutOfMemory
 from finetune.memory.forecast import PARTS
 from finetune.memory.trace import NotRepeated
 from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
-from finetune.recipe import resolved
-from finetune.recipe.compatibility import is_zero3, padding_multiple
-from finetune.recipe.methods import METHODS
-from finetune.recipe.optimizers import OPTIMIZERS
-from finetune.recipe.schema import Decides, settings_that_decide
+from finetune.settings import resolved
+from finetune.settings.compatibility import is_zero3, padding_multiple
+from finetune.settings.methods import METHODS
+from finetune.settings.optimizers import OPTIMIZERS
+from finetune.settings.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finetune.memory.row_shape import RowShape
     from finetune.memory.simulate import Batch, Simulation
     from finetune.memory.tracker import Peak
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: How settings that decide bytes enter the cache key where not by their value. None: the key has them already, as the batch's
 #: shape, the card's capability or the configuration.
@@ -341,7 +341,7 @@ def _simulated(
     layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
     is_partial = settings.offloaded_layers < layers
     if is_partial and has_identical_layers(config):
-        from finetune.model.layer_offloading import offloaded_numbers
+        from finetune.layers.layer_offloading import offloaded_numbers
 
         offloaded, method = _simulated(config, resolved(settings, offloaded_layers=layers), batch, capability)
         resident, _ = _simulated(config, resolved(settings, layer_offloading=False, offloaded_layers=0), batch, capability)

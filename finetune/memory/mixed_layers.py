@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from finetune.memory.simulate import AUXILIARY, Simulation
 from finetune.memory.tracker import OFFLOADED, Peak
-from finetune.recipe.compatibility import is_zero3
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings.compatibility import is_zero3
+from finetune.settings.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.memory.tracker import PhaseKey, Tag
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Phases in which it matters whether a layer is checkpointed.
 _MIXED = ("forward", "loss", AUXILIARY, "loss backward", "backward")

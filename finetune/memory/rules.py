@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Rule, StorageTracker
-from finetune.model.varlen_attention import flash_supports_backward
 from finetune.units import KIB, MIB
 
 Capability = tuple[int, int]

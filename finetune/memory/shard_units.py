@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
-from finetune.recipe.compatibility import shards_weights
-from finetune.recipe.schema import Decides, settings_that_decide
+from finetune.settings.compatibility import shards_weights
+from finetune.settings.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Units besides the layers: the input embedding, the output layer (with an embedding tied to it), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.memory.shard_units import EMBEDDING, HEAD, REST
-from finetune.recipe.compatibility import reads_own_rows
+from finetune.settings.compatibility import reads_own_rows
 
 if TYPE_CHECKING:
     from finetune.memory.ledger import DryRun
     from finetune.memory.shard_units import Parameter, Unit
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 #: Up to 1e9 parameters stay gathered: the defaults of `stage3_max_live_parameters` and `stage3_max_reuse_distance`.

@@ -25,6 +25,12 @@ from finetune.compat.transformers import (
     wrap_checkpoint,
 )
 from finetune.errors import FinetuneError, RecipeError
+from finetune.layers.checkpointing import base_of, decoder_layers
+from finetune.layers.host_embedding import offload_table
+from finetune.layers.layer_offloading import offloading_of
+from finetune.layers.lean_layers import lean_summary
+from finetune.layers.loss import add_loss
+from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, materialise, state_dict_copies
@@ -35,24 +41,18 @@ from finetune.memory.tracker import StorageTracker
 from finetune.methods import method_of
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.checkpointing import base_of, decoder_layers
-from finetune.model.host_embedding import offload_table
 from finetune.model.language_model import text_config
-from finetune.model.layer_offloading import offloading_of
-from finetune.model.lean_layers import lean_summary
-from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
-from finetune.model.varlen_attention import forecast_for
-from finetune.recipe.base_formats import requested_formats
+from finetune.settings.base_formats import requested_formats
 
 if TYPE_CHECKING:
     from finetune.memory.depth import Depth
     from finetune.memory.rules import Capability
     from finetune.memory.trace import Recording, Trace
     from finetune.memory.tracker import Peak, PhaseKey
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 #: The phase of the router's auxiliary loss of a mixture, after the loss.

@@ -1,6 +1,6 @@
 """What a training method computes: its batches, the loss that the worker and the dry run call, and its metrics.
 
-finetune/recipe/methods.py has what data, forecast and planner must know of each.
+finetune/settings/methods.py has what data, forecast and planner must know of each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from finetune.methods.method import TrainingMethod
 from finetune.methods.sft import Sft
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 _METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "dpo": Dpo}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Rows of the dataset -> a batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]

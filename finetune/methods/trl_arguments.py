@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.model.techniques import training_arguments
-from finetune.recipe.compatibility import padding_multiple
-from finetune.recipe.methods import METHODS
+from finetune.settings.compatibility import padding_multiple
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 def _warmup_steps(settings: Settings, total_steps: int) -> int:

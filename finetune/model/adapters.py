@@ -15,11 +15,11 @@ from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
-from finetune.model.experts import name_experts_for_trl, split_targets
+from finetune.layers.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
@@ -43,7 +43,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
             raise RecipeError(
                 f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
             )
-    from finetune.model.layer_offloading import weights_for_magnitudes
+    from finetune.layers.layer_offloading import weights_for_magnitudes
 
     try:
         with warnings.catch_warnings(), weights_for_magnitudes(model):

@@ -14,14 +14,14 @@ from transformers.utils import is_flash_attn_2_available
 
 from finetune.compat.transformers import build_modules, loading_with, repeat_keys, replace_with_quantised_layers
 from finetune.errors import RecipeError
-from finetune.model import varlen_attention
+from finetune.layers import varlen_attention
+from finetune.layers.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
-from finetune.model.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: The attention of the package flash-attn, which a forecast doesn't need.
 FLASH = "flash_attention_2"

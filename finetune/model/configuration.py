@@ -16,7 +16,7 @@ from finetune.model.names import resolve, suggestions
 from finetune.model.unknown_names import why_unknown
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 
 #: Seconds to wait for the hub before the catalogue is used.
@@ -101,7 +101,7 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
 
     What is a folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
     """
-    from finetune.recipe import resolved
+    from finetune.settings import resolved
 
     typed, revision = recipe.model_name_or_path, recipe.model_revision
     if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111

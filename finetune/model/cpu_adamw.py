@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from finetune.model.host_memory import host_empty
+from finetune.layers.host_memory import host_empty
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

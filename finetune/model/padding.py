@@ -16,8 +16,8 @@ from transformers.masking_utils import sdpa_mask
 
 from finetune.compat.torch import fake_tensor_mode
 from finetune.compat.transformers import fake_experts
+from finetune.layers.loss import add_loss
 from finetune.model.build import build_on_meta
-from finetune.model.loss import add_loss
 
 _NAME = "padding_probe"
 _ROWS, _TOKENS = 2, 8

@@ -9,10 +9,10 @@ from finetune.errors import RecipeError
 from finetune.hub import REPO_ID
 from finetune.model.configuration import read_text, resolve_model_path
 from finetune.model.names import resolve
-from finetune.recipe.base_formats import BITS_16, INT8, NF4, BaseFormat
+from finetune.settings.base_formats import BITS_16, INT8, NF4, BaseFormat
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 BITSANDBYTES = "bitsandbytes"
 #: Methods that transformers can undo while loading.

@@ -8,14 +8,14 @@ import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from finetune.errors import RecipeError
-from finetune.model.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
+from finetune.layers.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_format, stored_quantisation
-from finetune.recipe.base_formats import INT8, NF4, base_format_of, requested_formats
-from finetune.recipe.compatibility import shards_weights
+from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
+from finetune.settings.compatibility import shards_weights
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 def model_dtype(settings: Settings) -> torch.dtype:

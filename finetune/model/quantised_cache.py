@@ -21,12 +21,9 @@ import torch
 from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
-from finetune.model import build
-from finetune.model.configuration import resolve_model_path
-from finetune.model.layer_offloading import offload_layers
-from finetune.model.quantisation import quantization_config
-from finetune.model.quantised_files import delete, folder, lock_of, remove_unfinished
-from finetune.model.quantised_store import (
+from finetune.layers.layer_offloading import offload_layers
+from finetune.layers.quantised_files import delete, folder, lock_of, remove_unfinished
+from finetune.layers.quantised_store import (
     BOOKS,
     FORMAT,
     OUTSIDE,
@@ -38,15 +35,18 @@ from finetune.model.quantised_store import (
     file_bytes,
     parts_of,
 )
+from finetune.model import build
+from finetune.model.configuration import resolve_model_path
+from finetune.model.quantisation import quantization_config
 from finetune.model.weights import weights_fingerprint
-from finetune.recipe.base_formats import base_format_of
+from finetune.settings.base_formats import base_format_of
 from finetune.system import return_freed_memory, take_lock
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Called with messages for the user.
 Log = Callable[[str], None]

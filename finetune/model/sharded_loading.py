@@ -16,15 +16,15 @@ import torch
 
 from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
+from finetune.layers.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
 from finetune.model.build import build_base
 from finetune.model.quantised_cache import as_loaded, code_books, open_store, parameter_uses, set_value
-from finetune.model.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.model.quantised_cache import Log
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.transformers import checkpointing_name
-from finetune.model.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
-from finetune.model.compiled import compile_layers
+from finetune.layers.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
+from finetune.layers.compiled import compile_layers
+from finetune.layers.host_embedding import offload_table
+from finetune.layers.host_memory import is_forecast
+from finetune.layers.layer_offloading import offloading_of
+from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
+from finetune.layers.offload import offload_beside
+from finetune.layers.saved_activations import SavedActivations
 from finetune.model.cpu_adamw import CpuAdamW
-from finetune.model.host_embedding import offload_table
-from finetune.model.host_memory import is_forecast
-from finetune.model.layer_offloading import offloading_of
-from finetune.model.lean_layers import make_lean, tile_mlps, undo_lean
-from finetune.model.offload import offload_beside
-from finetune.model.saved_activations import SavedActivations
-from finetune.recipe.compatibility import is_zero3
+from finetune.settings.compatibility import is_zero3
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: This project's optimizers, by their names in a recipe; all others are transformers' names.
 _OWN = {"adamw_cpu_offload": CpuAdamW}

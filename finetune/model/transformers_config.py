@@ -13,7 +13,7 @@ from finetune.model.configuration import read_config, resolve_model_path
 from finetune.model.language_model import model_class, text_config
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -14,7 +14,7 @@ from finetune.files import cache_dir, read_json, read_safetensors_header, sha256
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 #: Files of a checkpoint in several parts, and of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from finetune.recipe.methods import METHODS
+from finetune.settings.methods import METHODS
 from finetune.units import format_count
 
 if TYPE_CHECKING:
     from finetune.planner.plan import DataStatistics
     from finetune.planner.shape import ModelShape
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): rate = 5e-5 x 10 x (2000 / hidden)^power, by family.
 BASE_RATE, LORA_FACTOR, HIDDEN_UNIT = 5e-5, 10.0, 2000

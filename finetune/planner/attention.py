@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.model.configuration import default_attention
-from finetune.recipe.methods import METHODS
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card

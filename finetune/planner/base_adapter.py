@@ -11,11 +11,11 @@ from finetune.files import read_json
 from finetune.model.adapter_files import config_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
-from finetune.recipe import AUTO, resolved
-from finetune.recipe.base_formats import requested_formats
+from finetune.settings import AUTO, resolved
+from finetune.settings.base_formats import requested_formats
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Settings that an adapter's parameters and their scale follow from.
 _SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora")

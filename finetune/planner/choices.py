@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.recipe import AUTO, Recipe, Settings, resolve
+from finetune.settings import AUTO, Recipe, Settings, resolve
 
 #: The reason of a setting that the recipe decides itself.
 AS_SET = "as the recipe sets it"

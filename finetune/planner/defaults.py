@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import RecipeError
 from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.planner.attention import PACKED_LENGTH, choose_packing
-from finetune.recipe import AUTO, write_recipe
-from finetune.recipe.compatibility import lean_layers_conflict
+from finetune.recipe import write_recipe
+from finetune.settings import AUTO
+from finetune.settings.compatibility import lean_layers_conflict
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.planner.choices import Choices
     from finetune.planner.plan import DataStatistics
     from finetune.planner.shape import ModelShape
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Verdict, verdict_of
 from finetune.planner.speed import knows_rates
-from finetune.recipe.base_formats import BITS_16, NF4, QUANTISED
-from finetune.recipe.compatibility import BUFFERS, layer_offloading_conflict
-from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
+from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
+from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
+from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finetune.planner.search import EvaluatedStrategy, Search
     from finetune.planner.speed import Job
     from finetune.planner.strategy import Strategy
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Held-out prompts answered at each evaluation when the recipe doesn't say.
 USUAL_SAMPLES = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.files import cache_dir, parse_json, write_text
-from finetune.recipe.base_formats import base_format_of
+from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan

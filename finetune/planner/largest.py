@@ -11,14 +11,14 @@ from finetune.model.configuration import read_config
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.planning import RowsRead, prepared
 from finetune.planner.shape import shape_of
-from finetune.recipe import resolved
+from finetune.settings import resolved
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
     from finetune.planner.plan import DataStatistics, Plan
     from finetune.planner.planner import MakeForecast, Progress
     from finetune.planner.shape import ModelShape
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Where a model's configuration names no limit.
 MOST_TOKENS = 2**20

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.planner.plan import CardNeeds, ManyCards, verdict_of
-from finetune.recipe import AUTO, resolved
-from finetune.recipe.base_formats import NF4, base_format_of, switches
-from finetune.recipe.compatibility import NOT_REENTRANT
-from finetune.recipe.optimizers import FUSED, OPTIMIZERS
+from finetune.settings import AUTO, resolved
+from finetune.settings.base_formats import NF4, base_format_of, switches
+from finetune.settings.compatibility import NOT_REENTRANT
+from finetune.settings.optimizers import FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
-    from finetune.recipe import Recipe, Settings
+    from finetune.settings import Recipe, Settings
 
 #: The strategies compared: the name shown, and its `launch` settings.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -6,15 +6,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from finetune.planner.speed import Job, knows_rates, time_step
-from finetune.recipe import resolved
-from finetune.recipe.methods import METHODS
+from finetune.settings import resolved
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.memory.forecast import Forecast
     from finetune.planner.strategy import Strategy
-    from finetune.recipe import Settings
+    from finetune.settings import Settings
 
 
 def price_beside_sft(

@@ -19,8 +19,8 @@ from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
-from finetune.recipe import Settings
 from finetune.serialise import from_json, to_json
+from finetune.settings import Settings
 from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.

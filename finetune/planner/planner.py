@@ -39,10 +39,10 @@ from finetune.planner.shape import shape_of
 from finetune.planner.speed import Job, knows_rates
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
-from finetune.recipe import AUTO
-from finetune.recipe.base_formats import NF4
-from finetune.recipe.compatibility import is_sharded
-from finetune.recipe.methods import METHODS
+from finetune.settings import AUTO
+from finetune.settings.base_formats import NF4
+from finetune.settings.compatibility import is_sharded
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from finetune.planner.search import EvaluatedStrategy
     from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
-    from finetune.recipe import Recipe, Settings
+    from finetune.settings import Recipe, Settings
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.

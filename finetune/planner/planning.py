@@ -17,9 +17,9 @@ from finetune.planner.base_adapter import inherit_settings
 from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.planner.speed import Batches
-from finetune.recipe import AUTO, Recipe
-from finetune.recipe.compatibility import address_problems
 from finetune.requirements import refuse_other_versions
+from finetune.settings import AUTO, Recipe
+from finetune.settings.compatibility import address_problems
 
 if TYPE_CHECKING:
     import numpy as np

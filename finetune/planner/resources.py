@@ -12,8 +12,8 @@ from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.planner.plan import LayerCopies, ResourceCheck
 from finetune.planner.speed import knows_rates
-from finetune.recipe.base_formats import BITS_16, NF4
-from finetune.recipe.schema import AUTO
+from finetune.settings.base_formats import BITS_16, NF4
+from finetune.settings.schema import AUTO
 from finetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from finetune.planner.shape import ModelShape
     from finetune.planner.speed import Job, Timing
     from finetune.planner.strategy import Strategy
-    from finetune.recipe import Recipe, Settings
+    from finetune.settings import Recipe, Settings
 
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from finetune.memory.forecast import Forecast
 from finetune.planner.speed import SAVED_BYTES, saved_bytes, time_step
 from finetune.planner.strategy import Strategy
-from finetune.recipe.compatibility import BUFFERS
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings.compatibility import BUFFERS
+from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import GIB
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
-from finetune.recipe import AUTO, plainest, resolved
-from finetune.recipe.base_formats import BaseFormat
+from finetune.settings import AUTO, plainest, resolved
+from finetune.settings.base_formats import BaseFormat
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 #: Names of the number of experts of a token in configurations.
 _USED = ("num_experts_per_tok", "top_k_experts")
@@ -106,9 +106,9 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     from finetune.compat.bitsandbytes import import_without_compiler
 
     import_without_compiler()
+    from finetune.layers.experts import adapts_experts, fused_experts, packable_experts
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta
-    from finetune.model.experts import adapts_experts, fused_experts, packable_experts
     from finetune.model.language_model import text_config
     from finetune.model.transformers_config import config_from
 
@@ -146,7 +146,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
 
 
 def _table(model: Any) -> int:
-    from finetune.model.host_embedding import input_table
+    from finetune.layers.host_embedding import input_table
 
     model.requires_grad_(False)
     table = input_table(model)
@@ -162,7 +162,7 @@ def _attention_layers(model: Any) -> list[str]:
 
 
 def _widths(text: Any) -> dict[str, Any]:
-    from finetune.model.experts import EXPERT_COUNTS
+    from finetune.layers.experts import EXPERT_COUNTS
 
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     experts = max(_first(layer, EXPERT_COUNTS) for layer in layers)

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from finetune.recipe.base_formats import BaseFormat
-from finetune.recipe.compatibility import BUFFERS
-from finetune.recipe.methods import METHODS, Method
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings.base_formats import BaseFormat
+from finetune.settings.compatibility import BUFFERS
+from finetune.settings.methods import METHODS, Method
+from finetune.settings.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card

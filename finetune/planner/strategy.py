@@ -9,10 +9,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import RecipeError
-from finetune.recipe import AUTO
-from finetune.recipe.base_formats import BITS_16, BITS_32, QUANTISED, BaseFormat, is_open, requested_formats, smallest, switches
-from finetune.recipe.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
-from finetune.recipe.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
+from finetune.settings import AUTO
+from finetune.settings.base_formats import (
+    BITS_16,
+    BITS_32,
+    QUANTISED,
+    BaseFormat,
+    is_open,
+    requested_formats,
+    smallest,
+    switches,
+)
+from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
+from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card

@@ -10,14 +10,14 @@ from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
-from finetune.recipe import AUTO, Settings, resolved
-from finetune.recipe.base_formats import BITS_16, BITS_32, NF4, QUANTISED, base_format_of, is_open, switches
-from finetune.recipe.optimizers import EIGHT_BIT, OPTIMIZERS
+from finetune.settings import AUTO, Settings, resolved
+from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, base_format_of, is_open, switches
+from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
 
 if TYPE_CHECKING:
     from finetune.planner.plan import DataStatistics
-    from finetune.recipe import Recipe
+    from finetune.settings import Recipe
 
 Forecasts = Callable[[Settings], Forecast]
 #: At most this many catalogue models are forecast, from the largest down.

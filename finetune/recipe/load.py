@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.errors import SECRET, RecipeError
 from finetune.recipe import yaml
-from finetune.recipe.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
+from finetune.settings.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
 
 if TYPE_CHECKING:
     from finetune.recipe import foreign

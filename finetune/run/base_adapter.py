@@ -18,8 +18,8 @@ from finetune.run.directory import open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe, Settings
     from finetune.run.directory import RunDirectory
+    from finetune.settings import Recipe, Settings
 
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"

@@ -17,7 +17,7 @@ from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
 from finetune.events import Compiled, RunWarning, Step
-from finetune.model.compiled import Compilations
+from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch

@@ -9,17 +9,17 @@ from finetune.errors import CommandError
 from finetune.files import read_json, sha256_of
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import ADAPTER_WEIGHTS, configuration_fingerprint, weights_fingerprint
-from finetune.recipe.base_formats import base_format_of
-from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
+from finetune.settings.base_formats import base_format_of
+from finetune.settings.schema import Decides, settings_that_decide
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.planner.plan import Plan
-    from finetune.recipe import Settings
     from finetune.run.directory import RunDirectory
+    from finetune.settings import Settings
 
 _HASHES = {"data", "base", "base_config", "origin"}
 #: The hashes of the base model say what it is, wherever it is; the rows' hash is `data`.

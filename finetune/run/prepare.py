@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from finetune.card import Card
     from finetune.data import PreparedData, SelectedRows
     from finetune.planner.plan import Plan
-    from finetune.recipe import Recipe, Settings
     from finetune.run.directory import RunDirectory
+    from finetune.settings import Recipe, Settings
 
 Progress = Callable[[str], None]
 

@@ -15,11 +15,11 @@ from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
 from finetune.planner.plan import read_plan
-from finetune.recipe import resolved
-from finetune.recipe.base_formats import NF4, base_format_of
-from finetune.recipe.compatibility import is_zero3
-from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.serialise import from_json, to_json
+from finetune.settings import resolved
+from finetune.settings.base_formats import NF4, base_format_of
+from finetune.settings.compatibility import is_zero3
+from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 from finetune.errors import RecipeError
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_changes, recipe_from
-from finetune.recipe.schema import AUTO, Decides, decided_by
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjust
+from finetune.settings.schema import AUTO, Decides, decided_by
 
 #: Settings that do not affect the result, but are fixed once a run exists.
 _FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}

@@ -20,8 +20,6 @@ from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError,
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.printable import printable
 from finetune.privacy import keep_private
-from finetune.recipe.compatibility import reads_own_rows, shards_weights
-from finetune.recipe.schema import Decides, settings_that_decide
 from finetune.run.accuracy import compare_at_end, record_measurements
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
@@ -34,6 +32,8 @@ from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjuste
 from finetune.run.seal import facts_differ, newest_verified
 from finetune.run.snapshot import MemoryHistory
 from finetune.run.trackers import Trackers
+from finetune.settings.compatibility import reads_own_rows, shards_weights
+from finetune.settings.schema import Decides, settings_that_decide
 from finetune.system import ignore_hangup, take_lock
 from finetune.units import format_bytes
 
@@ -110,7 +110,7 @@ class Worker:
         trainer, callback = self._build()
         self.trainer = trainer
         if self.plan.settings.packing and not shards_weights(self.plan.settings.launch):
-            from finetune.model.packed_rows import require_isolated_rows
+            from finetune.layers.packed_rows import require_isolated_rows
 
             require_isolated_rows(trainer.model, trainer.data_collator)
         checkpoint, skipped = self._checkpoint()

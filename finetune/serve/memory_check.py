@@ -10,12 +10,12 @@ import torch
 
 from finetune.errors import OutOfMemory
 from finetune.evaluate.kv_cache import token_bytes
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.layer_offloading import layout_bytes, offloaded_numbers, tensor_layout
 from finetune.model.build import build_base, build_on_meta
-from finetune.model.checkpointing import decoder_layers
 from finetune.model.language_model import text_config
-from finetune.model.layer_offloading import layout_bytes, offloaded_numbers, tensor_layout
 from finetune.model.quantisation import model_dtype
-from finetune.recipe.compatibility import BUFFERS
+from finetune.settings.compatibility import BUFFERS
 from finetune.units import format_bytes
 
 #: GPU or host memory for activations and the CUDA context; weights and cache get the other bytes.

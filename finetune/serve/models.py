@@ -11,8 +11,8 @@ from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer, adapter_folder
 from finetune.model.generate import Sampling, Streamed
 from finetune.planner.plan import read_plan
-from finetune.recipe.base_formats import SWITCHES
 from finetune.run.directory import require_data
+from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory

@@ -10,8 +10,8 @@ from app.views.recipe_form import as_settings, fields
 from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe, shipped_recipes
-from finetune.recipe.reference import settings_reference
 from finetune.run.directory import RunDirectory
+from finetune.settings.reference import settings_reference
 
 
 @pytest.fixture

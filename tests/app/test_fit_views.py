@@ -10,7 +10,8 @@ from app.views.words import gib, in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
-from finetune.recipe import load_recipe, resolved
+from finetune.recipe import load_recipe
+from finetune.settings import resolved
 from finetune.units import GIB
 
 SETTINGS = SimpleNamespace(lora_r=16, max_length=2048, per_device_train_batch_size=1, load_in_4bit=True, load_in_8bit=False,

@@ -9,7 +9,8 @@ from app.planning.planner import Planner
 from app.planning.prefetch import USUAL, PlanPrefetcher, neighbours
 from app.planning.process import Questions, _data_key
 from app.workspace import Workspace
-from finetune.recipe import load_recipe, resolved
+from finetune.recipe import load_recipe
+from finetune.settings import resolved
 
 RECIPE = load_recipe("tiny-cpu")
 SETTINGS = resolved(RECIPE, gradient_accumulation_steps=1)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune.cli import main
-from finetune.recipe.reference import settings_reference
+from finetune.settings.reference import settings_reference
 
 pytestmark = pytest.mark.slow
 

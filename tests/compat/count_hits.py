@@ -122,7 +122,8 @@ def training(folder):
 
 
 if __name__ == "__main__":
-    from finetune.recipe import plainest, recipe_from
+    from finetune.recipe import recipe_from
+    from finetune.settings import plainest
 
     out = Path(sys.argv[1])
     patch_registry._set = put

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers import trainer
 
 from finetune.compat.transformers import keep_fsdp_wrap_policy
+from finetune.layers.checkpointing import decoder_layers
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.checkpointing import decoder_layers
 from finetune.model.transformers_config import load_config
-from finetune.recipe import load_recipe, resolved
+from finetune.recipe import load_recipe
+from finetune.settings import resolved
 
 strategy, out = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo")

@@ -1,6 +1,7 @@
 """Settings as a plan resolves them, with a `launch` section."""
 
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 DEEPSPEED = [
     {"zero_stage": 2},

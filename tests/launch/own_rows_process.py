@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from transformers import trainer
 
 from finetune.compat.transformers import keep_fsdp_wrap_policy
+from finetune.layers.quantised_files import complete_files
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.quantised_files import complete_files
 from finetune.model.sharded_loading import sharded_base
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
-from finetune.recipe import load_recipe, resolved
+from finetune.recipe import load_recipe
+from finetune.settings import resolved
 
 
 class PeakMemory:

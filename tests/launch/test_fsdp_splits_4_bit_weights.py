@@ -39,7 +39,8 @@ def test_each_process_keeps_and_gathers_what_the_forecast_says(tmp_path):
     from finetune.memory.shard_units import units_of
     from finetune.memory.sharding import gathered_by_fsdp
     from finetune.model.configuration import read_config
-    from finetune.recipe import load_recipe, resolved
+    from finetune.recipe import load_recipe
+    from finetune.settings import resolved
 
     recipe = load_recipe(
         "tiny-cpu", ["gpu=auto", "per_device_train_batch_size=1", "launch.num_processes=2", "launch.strategy=fsdp"]

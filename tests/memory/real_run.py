@@ -14,18 +14,18 @@ from tiny_models import config_values
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
+import finetune.layers.host_memory
+import finetune.layers.lean_layers
+import finetune.layers.offload
 import finetune.model.build
 import finetune.model.cpu_adamw
-import finetune.model.host_memory
-import finetune.model.lean_layers
-import finetune.model.offload
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
 from finetune.memory.tracker import StorageTracker
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
-from finetune.recipe.methods import METHODS
+from finetune.settings.methods import METHODS
 
 #: Tokens of the longest rows and of a pack.
 TOKENS = 128
@@ -170,9 +170,9 @@ def host_memory_apart(tracker: RealTracker):
 
     with pytest.MonkeyPatch.context() as patch:
         for home, name in (
-            (finetune.model.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
-            (finetune.model.host_memory, "host_empty"), (finetune.model.host_memory, "host_buffer"),
-            (finetune.model.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
+            (finetune.layers.offload, "host_empty"), (finetune.model.cpu_adamw, "host_empty"),
+            (finetune.layers.host_memory, "host_empty"), (finetune.layers.host_memory, "host_buffer"),
+            (finetune.layers.lean_layers, "_computes_norm"), (bitsandbytes.functional, "pack_dict_to_tensor"),
             (bitsandbytes.nn.Linear8bitLt, "_save_to_state_dict"),
         ):  # fmt: skip
             patch.setattr(home, name, on_host(getattr(home, name)))

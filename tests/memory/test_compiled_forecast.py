@@ -8,6 +8,8 @@ from tiny_models import config_values, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.compiled import Compilations, compile_layers
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import materialise
 from finetune.memory.ledger import dry_run
@@ -15,8 +17,6 @@ from finetune.memory.row_shape import RowShape
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.compiled import Compilations, compile_layers
 from finetune.model.transformers_config import config_from
 
 TOKENS = 192

@@ -7,12 +7,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import BITS, FAMILIES, PHASES, bundled_tokenizer, config_values, table, trained
 from finetune.errors import RecipeError
+from finetune.layers.packed_rows import MOST_CHANGE, change_with_other_row
+from finetune.layers.varlen_attention import register
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
 from finetune.model.language_model import attention_by_part, model_class
-from finetune.model.packed_rows import MOST_CHANGE, change_with_other_row
 from finetune.model.transformers_config import config_from
-from finetune.model.varlen_attention import register
 from finetune.planner.attention import KEPT_APART, VARLEN
 from finetune.recipe import recipe_from
 from finetune.run.worker import Worker

@@ -13,7 +13,7 @@ from finetune.memory.ledger import dry_run
 from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
-from finetune.recipe.compatibility import BUFFERS
+from finetune.settings.compatibility import BUFFERS
 
 KINDS = {"16-bit": {"load_in_4bit": False}, "nf4": {}}
 #: Tensors of a layer of 4-bit weights that leave the card: codes and three of their scales for each of 7 matrices.

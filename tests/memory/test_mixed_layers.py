@@ -8,7 +8,7 @@ from finetune.memory.depth import has_identical_layers, simulate_deep
 from finetune.memory.mixed_layers import can_mix, mix_layers
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
-from finetune.recipe import resolved
+from finetune.settings import resolved
 
 ONE_ROW = Batch(rows=1, tokens=192, trained_tokens=100)
 PADDED = Batch(rows=4, tokens=192, trained_tokens=400, padded=True, eval_rows=2)

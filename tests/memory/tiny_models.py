@@ -3,7 +3,8 @@
 from typing import Any
 
 from finetune.model.configuration import default_attention
-from finetune.recipe import Settings, plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import Settings, plainest
 
 TINY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,

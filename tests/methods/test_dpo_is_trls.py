@@ -11,10 +11,11 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods.dpo import PREFERENCE_LOSSES, Dpo
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.lean_layers import make_lean, undo_lean
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 VOCABULARY = 64
 #: Prompt, chosen and rejected answer as vocabulary, of uneven lengths.

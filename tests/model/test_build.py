@@ -15,7 +15,8 @@ from finetune.model.adapters import attach_adapters, cast_adapters, prepare_for_
 from finetune.model.build import build_base
 from finetune.model.configuration import resolve_model_path
 from finetune.model.transformers_config import config_from, load_config
-from finetune.recipe import Settings, plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import Settings, plainest
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

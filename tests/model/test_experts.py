@@ -13,7 +13,8 @@ from finetune.model.adapters import attach_adapters, trainable_parameters
 from finetune.model.build import build_base, build_on_meta
 from finetune.model.quantisation import why_experts_stay_16_bit
 from finetune.model.transformers_config import config_from, load_config
-from finetune.recipe import plainest, recipe_from, resolved
+from finetune.recipe import recipe_from
+from finetune.settings import plainest, resolved
 
 MIXTURE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,

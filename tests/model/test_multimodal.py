@@ -13,7 +13,8 @@ from finetune.export.whole_checkpoint import write_merged_checkpoint
 from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 IDS = torch.arange(16, 64).reshape(2, 24)
 

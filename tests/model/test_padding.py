@@ -5,8 +5,8 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import FAMILIES, config_values
+from finetune.layers.loss import add_loss
 from finetune.model.language_model import attention_by_part, model_class
-from finetune.model.loss import add_loss
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from

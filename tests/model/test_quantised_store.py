@@ -10,11 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.errors import DiskFull
-from finetune.model import quantised_cache, quantised_store
-from finetune.model.build import build_base
-from finetune.model.quantised_cache import base_from, open_store
-from finetune.model.quantised_files import clear, complete_files, folder, lock_of, size_bytes
-from finetune.model.quantised_store import (
+from finetune.layers import quantised_store
+from finetune.layers.quantised_files import clear, complete_files, folder, lock_of, size_bytes
+from finetune.layers.quantised_store import (
     Damaged,
     Entry,
     LayoutMismatch,
@@ -25,8 +23,12 @@ from finetune.model.quantised_store import (
     parts_of,
     view,
 )
+from finetune.model import quantised_cache
+from finetune.model.build import build_base
+from finetune.model.quantised_cache import base_from, open_store
 from finetune.model.transformers_config import load_config
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 from finetune.system import take_lock
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}

@@ -11,7 +11,8 @@ from finetune.errors import RecipeError
 from finetune.model.build import build_base
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.model.transformers_config import load_config
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -12,7 +12,8 @@ from finetune.errors import RecipeError
 from finetune.model.build import build_base
 from finetune.model.transformers_config import config_from, load_config
 from finetune.model.weights import check_weights
-from finetune.recipe import plainest, recipe_from
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from finetune.card import Card
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.planner.shape import shape_of
-from finetune.recipe import Recipe
-from finetune.recipe.base_formats import base_format_of
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings import Recipe
+from finetune.settings.base_formats import base_format_of
+from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import GIB, MIB
 
 SAVED_BYTES = 47.6  # eager layers with 16-bit adapters, per hidden element, layer and token

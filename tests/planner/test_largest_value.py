@@ -9,7 +9,8 @@ from finetune.cli.plan import show_plan
 from finetune.errors import RecipeError
 from finetune.planner.largest import find_largest
 from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from, resolved
+from finetune.recipe import recipe_from
+from finetune.settings import resolved
 from finetune.units import GIB
 
 QWEN_8B = "Qwen/Qwen3-8B"

@@ -8,7 +8,8 @@ from finetune.card import find_card
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import CardNeeds, ManyCards, Plan, Verdict
 from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from, resolved
+from finetune.recipe import recipe_from
+from finetune.settings import resolved
 from finetune.units import GIB
 
 CARD = find_card("rtx-4090")

@@ -15,8 +15,8 @@ from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches, Job, time_step
 from finetune.planner.strategy import Strategy
 from finetune.recipe import parse_recipe
-from finetune.recipe.base_formats import NF4, base_format_of
-from finetune.recipe.compatibility import BUFFERS
+from finetune.settings.base_formats import NF4, base_format_of
+from finetune.settings.compatibility import BUFFERS
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"

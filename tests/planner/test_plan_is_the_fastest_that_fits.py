@@ -9,7 +9,8 @@ from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.planner.plan import DataStatistics, Plan, Verdict
 from finetune.planner.planner import make_plan
-from finetune.recipe import parse_recipe, unresolved
+from finetune.recipe import parse_recipe
+from finetune.settings import unresolved
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"

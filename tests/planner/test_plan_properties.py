@@ -8,7 +8,8 @@ from finetune.card import catalogue, find_card
 from finetune.errors import RecipeError
 from finetune.planner.plan import DataStatistics
 from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from, unresolved
+from finetune.recipe import recipe_from
+from finetune.settings import unresolved
 from finetune.units import GIB
 
 MODELS = ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "google/gemma-2-2b-it"]

@@ -6,7 +6,7 @@ from finetune.errors import RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.shape import shape_of
 from finetune.recipe import parse_recipe
-from finetune.recipe.base_formats import BITS_16, NF4
+from finetune.settings.base_formats import BITS_16, NF4
 
 
 def shape(model, *overrides):

@@ -10,8 +10,8 @@ from finetune.planner.plan import DataStatistics
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches, Job, knows_rates, time_step
 from finetune.planner.strategy import CHECKPOINTING, Strategy
-from finetune.recipe.base_formats import BITS_16, NF4
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings.base_formats import BITS_16, NF4
+from finetune.settings.optimizers import OPTIMIZERS
 
 LLAMA_8B = ModelShape(
     family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,

@@ -6,8 +6,9 @@ import pytest
 
 from finetune.card import find_card
 from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from, resolved
+from finetune.recipe import recipe_from
 from finetune.run.retry import next_smaller
+from finetune.settings import resolved
 
 QWEN_8B = "Qwen/Qwen3-8B"
 TWO = {"num_processes": 2}

@@ -12,7 +12,7 @@ from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, load_source, parse_recipe, write_recipe
 from finetune.recipe.foreign import TOOLS
 from finetune.recipe.load import parse_source
-from finetune.recipe.schema import Recipe
+from finetune.settings.schema import Recipe
 
 HERE = Path(__file__).parent / "foreign"
 #: file: effective batch, peak learning rate, rank, alpha, epochs, steps, length, steps and share of warmup, 4 bit; by hand.

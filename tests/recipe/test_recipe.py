@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import RecipeError
-from finetune.recipe import AUTO, load_recipe, parse_recipe, shipped_recipes, unresolved, write_recipe
+from finetune.recipe import load_recipe, parse_recipe, shipped_recipes, write_recipe
+from finetune.settings import AUTO, unresolved
 
 SHORT = "model_name_or_path: some/model\ndataset: {path: rows.jsonl}\n"
 

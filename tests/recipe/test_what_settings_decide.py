@@ -7,9 +7,10 @@ import pytest
 from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.row_shape import RowShape
-from finetune.recipe import AUTO, plainest, recipe_from
-from finetune.recipe.reference import settings_reference
-from finetune.recipe.schema import DatasetRecipe, Decides, LaunchRecipe, Recipe, decided_by
+from finetune.recipe import recipe_from
+from finetune.settings import AUTO, plainest
+from finetune.settings.reference import settings_reference
+from finetune.settings.schema import DatasetRecipe, Decides, LaunchRecipe, Recipe, decided_by
 
 ROWS = {row.name for row in settings_reference()}
 SECTIONS = {"dataset": DatasetRecipe, "launch": LaunchRecipe}

@@ -98,7 +98,7 @@ def test_what_is_no_adapter_is_named(foreign, tmp_path):
 
 
 def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_another_machine_is_not(foreign):
-    from finetune.recipe import plainest
+    from finetune.settings import plainest
 
     folder = foreign()
     save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
@@ -111,7 +111,7 @@ def test_without_a_hash_another_name_on_the_hub_is_refused_and_a_folder_of_anoth
 
 @pytest.mark.parametrize("recorded", ["tinybase", "./tinybase", "tinybase/"])
 def test_a_folder_is_the_same_base_model_however_it_is_spelt(foreign, recorded, tmp_path, monkeypatch):
-    from finetune.recipe import plainest
+    from finetune.settings import plainest
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_path("tiny"), tmp_path / "tinybase")

@@ -10,9 +10,9 @@ from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
 from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
-from finetune.model import quantised_files
+from finetune.layers import quantised_files
+from finetune.layers.quantised_store import Damaged, Store
 from finetune.model.configuration import read_config
-from finetune.model.quantised_store import Damaged, Store
 from finetune.model.weights import check_weights
 from finetune.planner.base_adapter import read_base_adapter
 from finetune.planner.plan import read_plan

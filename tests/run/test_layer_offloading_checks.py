@@ -10,9 +10,10 @@ from finetune.card import find_card
 from finetune.errors import DiskFull, MachineError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, Plan, Verdict
-from finetune.recipe import parse_recipe, plainest
+from finetune.recipe import parse_recipe
 from finetune.run.disk_speed import measure_read_rate
 from finetune.run.offloading_checks import check_host_memory, check_layer_offloading
+from finetune.settings import plainest
 from finetune.units import GIB, MIB
 
 COPIES = LayerCopies("nvme", 80, 80, GIB, GIB // 8, 2**40, 3e9, 40.0, 180.0, 80.0, 180.0, 240.0)

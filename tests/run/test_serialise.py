@@ -11,8 +11,8 @@ import pytest
 from finetune.card.card import Card
 from finetune.memory.forecast import Forecast
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Recipe
 from finetune.serialise import from_json, readable, to_json
+from finetune.settings.schema import Recipe
 
 
 @dataclass(frozen=True)

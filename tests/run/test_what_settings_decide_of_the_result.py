@@ -3,8 +3,8 @@
 import pytest
 from conftest import adapter_hash
 
-from finetune.recipe.reference import settings_reference
-from finetune.recipe.schema import DatasetRecipe, Decides, Recipe, decided_by
+from finetune.settings.reference import settings_reference
+from finetune.settings.schema import DatasetRecipe, Decides, Recipe, decided_by
 
 pytestmark = pytest.mark.slow
 BASE = (

@@ -10,9 +10,9 @@ from tiny_training import settings_for
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.model.adapters import attach_adapters, prepare_for_training
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.lean_layers import make_lean, undo_lean
 
 ALL = "1 RoPE, 4 linear layers, 1 MLP, 2 norms"
 #: Each family: what its configuration needs beside the common part, and what of a decoder layer is lean.

@@ -9,7 +9,7 @@ from lean_models import fill_adapters
 from tiny_training import adapted, autocast, batch, optimizer_of, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.model import layer_offloading
+from finetune.layers import layer_offloading
 from finetune.model.techniques import apply_techniques, step_context
 
 #: Every layer is recomputed.

@@ -5,7 +5,7 @@ import torch
 from tiny_training import BASES, KINDS, adapted, batch, forecast_saved_bytes, losses, plain_losses, saved_bytes, settings_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.model.checkpointing import decoder_layers
+from finetune.layers.checkpointing import decoder_layers
 from finetune.model.techniques import apply_techniques
 
 FORMS = {

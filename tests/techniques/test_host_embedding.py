@@ -8,7 +8,7 @@ from lean_models import gradients, model_of, tokens
 from tiny_training import BASES, adapted, settings_for
 
 from finetune.errors import RecipeError
-from finetune.model.host_embedding import input_table, offload_table
+from finetune.layers.host_embedding import input_table, offload_table
 from finetune.model.techniques import apply_techniques
 
 

@@ -10,14 +10,14 @@ from offloaded import RECOMPUTED, Careless, Late, Threaded, built, equal_traces,
 from tiny_training import batch, settings_for
 
 from finetune.errors import RecipeError
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.layer_offloading import layout_bytes, offloaded_numbers, offloading_of, tensor_layout
+from finetune.layers.offload import InOrder, SideStream
 from finetune.model.build import build_base
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.layer_offloading import layout_bytes, offloaded_numbers, offloading_of, tensor_layout
-from finetune.model.offload import InOrder, SideStream
 from finetune.model.techniques import apply_techniques
 from finetune.model.transformers_config import load_config
-from finetune.recipe.compatibility import BUFFERS
-from finetune.recipe.schema import LaunchRecipe
+from finetune.settings.compatibility import BUFFERS
+from finetune.settings.schema import LaunchRecipe
 
 KINDS = {"16-bit": {"dtype": "bfloat16"}, "nf4": {"dtype": "bfloat16", "load_in_4bit": True}}
 TECHNIQUES = {

@@ -5,10 +5,10 @@ import tiny_training
 from offloaded import RECOMPUTED, Late, built, equal_traces, save_base, trace_of
 from tiny_training import settings_for
 
+from finetune.layers.layer_offloading import QuantisedFileStorage, layout_bytes, offloading_of, tensor_layout
+from finetune.layers.quantised_files import complete_files, folder
 from finetune.model import quantised_cache
-from finetune.model.layer_offloading import QuantisedFileStorage, layout_bytes, offloading_of, tensor_layout
 from finetune.model.quantised_cache import load_base
-from finetune.model.quantised_files import complete_files, folder
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from tiny_training import BASES, adapted, autocast, batch, forecast_saved_bytes,
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.model import lean_functions as functions
-from finetune.model import rotary
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.lean_layers import gated_parts, lean_summary, make_lean, norm_form, undo_lean
+from finetune.layers import lean_functions as functions
+from finetune.layers import rotary
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.lean_layers import gated_parts, lean_summary, make_lean, norm_form, undo_lean
 from finetune.model.techniques import apply_techniques, step_context
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

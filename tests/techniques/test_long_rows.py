@@ -6,9 +6,9 @@ from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters,
 from tiny_training import BASES, adapted, saved_bytes, settings_for
 from torch.utils.flop_counter import FlopCounterMode
 
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.lean_functions import RmsNorm, in_tiles
 from finetune.memory.tracker import StorageTracker
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.lean_functions import RmsNorm, in_tiles
 from finetune.model.techniques import apply_techniques
 
 RECOMPUTED = {"lean_layers": True, "activation_checkpointing": True}
@@ -76,8 +76,8 @@ def test_layers_that_are_not_recomputed_have_no_tiles(base):
 
 
 def test_a_norms_backward_over_tiles_gives_the_same_digits(monkeypatch):
-    from finetune.model import lean_functions
-    from finetune.model.lean_functions import NormForm
+    from finetune.layers import lean_functions
+    from finetune.layers.lean_functions import NormForm
 
     x, weight = torch.randn(2, 33, 64).requires_grad_(), torch.rand(64)
     grads = []

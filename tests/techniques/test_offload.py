@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_training import adapted, autocast, batch, settings_for, trained
 
-from finetune.model.offload import WINDOW, InOrder, Offload, SideStream
-from finetune.model.saved_activations import SavedActivations
+from finetune.layers.offload import WINDOW, InOrder, Offload, SideStream
+from finetune.layers.saved_activations import SavedActivations
 
 
 class LateCopies:

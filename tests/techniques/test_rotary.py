@@ -9,8 +9,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.phi3 import modeling_phi3
 
-from finetune.model import rotary
-from finetune.model.rotary import rotary_forward
+from finetune.layers import rotary
+from finetune.layers.rotary import rotary_forward
 
 ATTENTIONS = {
     "a pair of tensors": modeling_llama.LlamaAttention,

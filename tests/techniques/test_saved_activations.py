@@ -17,9 +17,9 @@ from tiny_training import (
     trained,
 )
 
-from finetune.model.int8_activations import BLOCK, dequantise, is_compressible, quantise
-from finetune.model.offload import WINDOW, InOrder, Offload
-from finetune.model.saved_activations import SavedActivations
+from finetune.layers.int8_activations import BLOCK, dequantise, is_compressible, quantise
+from finetune.layers.offload import WINDOW, InOrder, Offload
+from finetune.layers.saved_activations import SavedActivations
 from finetune.model.techniques import step_context
 
 #: The logits of tiny_training's batch in fp32.

@@ -9,7 +9,7 @@ import torch
 from tiny_training import BASES, settings_for
 from trainer_runs import adapter, logged_losses, make_trainer, state_bytes
 
-from finetune.model.checkpointing import decoder_layers
+from finetune.layers.checkpointing import decoder_layers
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.techniques import training_arguments
 

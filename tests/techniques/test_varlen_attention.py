@@ -9,7 +9,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.model.varlen_attention import flash_supports_backward, register, varlen_attention
+from finetune.layers.varlen_attention import flash_supports_backward, register, varlen_attention
 
 LENGTHS = [5, 17, 1, 30, 12]  # 65 tokens, unlike any dimension of the model
 
@@ -144,7 +144,7 @@ NEWER = pytest.mark.skipif(not varlen_shares_keys(), reason="needs torch 2.12")
 
 @pytest.mark.parametrize("shares_keys", [pytest.param(True, marks=NEWER), False], ids=["torch 2.12", "torch 2.11"])
 def test_on_a_card_packed_rows_take_the_kernel_and_make_no_mask(shares_keys, monkeypatch):
-    monkeypatch.setattr("finetune.model.varlen_attention.varlen_shares_keys", lambda: shares_keys)
+    monkeypatch.setattr("finetune.layers.varlen_attention.varlen_shares_keys", lambda: shares_keys)
     inputs = packed()
     with FakeTensorMode() as mode, Operators() as seen:
         model = model_for("torch_varlen", dtype=torch.bfloat16)

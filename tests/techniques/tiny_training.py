@@ -18,7 +18,7 @@ from finetune.model.build import build_base
 from finetune.model.quantisation import model_dtype
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context
 from finetune.model.transformers_config import load_config
-from finetune.recipe import Recipe, Settings, plainest
+from finetune.settings import Recipe, Settings, plainest
 
 VOCABULARY = 320
 #: The two kinds of base that every technique has to work on.

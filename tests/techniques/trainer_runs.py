@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from finetune.model.adapters import prepare_for_training
 from finetune.model.techniques import apply_techniques, optimizer_class, step_context, training_arguments
-from finetune.recipe import Recipe
+from finetune.settings import Recipe
 
 
 class TechniqueTrainer(SFTTrainer):

@@ -6,8 +6,8 @@ from typing import get_args
 
 from finetune.recipe.foreign.rules import ConfigReader, Refuse, Rule, is_off
 from finetune.recipe.foreign.shared import PREFERENCE
-from finetune.recipe.methods import METHODS
-from finetune.recipe.schema import PreferenceLoss
+from finetune.settings.methods import METHODS
+from finetune.settings.schema import PreferenceLoss
 
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
 _NO_REFERENCE = "the nearest is method dpo, which compares with the model before the training; {} has no such reference"

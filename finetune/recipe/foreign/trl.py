@@ -27,7 +27,7 @@ from finetune.recipe.foreign.shared import (
     read_targets,
     read_training_arguments,
 )  # fmt: skip
-from finetune.recipe.schema import ALIASES, SWITCHES, Recipe
+from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
 _REWARDS = (
     "reward_funcs", "reward_weights", "num_generations", "max_completion_length", "log_completions", "temperature",

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from finetune.recipe.schema import ALIASES, AUTO, Recipe
+from finetune.settings.schema import ALIASES, AUTO, Recipe
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from finetune.recipe.base_formats import BITS_16, switches
-from finetune.recipe.schema import Recipe, unresolved
+from finetune.settings.base_formats import BITS_16, switches
+from finetune.settings.schema import Recipe, unresolved
 
 #: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
-from finetune.recipe import compatibility
-from finetune.recipe.methods import METHODS
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings import compatibility
+from finetune.settings.methods import METHODS
+from finetune.settings.optimizers import OPTIMIZERS
 
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")

@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.recipe.base_formats import NF4, base_format_of, requested_formats
-from finetune.recipe.methods import METHODS, methods_reading
-from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.settings.base_formats import NF4, base_format_of, requested_formats
+from finetune.settings.methods import METHODS, methods_reading
+from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import LaunchRecipe, Recipe
-    from finetune.recipe.settings import Settings
+    from finetune.settings.resolve import Settings
+    from finetune.settings.schema import LaunchRecipe, Recipe
 
 AUTO = "auto"
 #: Kinds of gradient checkpointing that are not reentrant, as DeepSpeed ZeRO-3 needs it.

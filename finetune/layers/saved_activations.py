@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from finetune.model.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
-from finetune.model.offload import Offload, OffloadedTensor
+from finetune.layers.int8_activations import Int8Blocks, dequantise, is_compressible, quantise
+from finetune.layers.offload import Offload, OffloadedTensor
 
 #: Smaller tensors are not moved: a copy would cost more than it frees.
 _MIN_BYTES = 4096

@@ -23,9 +23,9 @@ from peft.tuners.lora import Linear4bit as Lora4bit
 from peft.tuners.lora import LoraLayer
 
 from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
-from finetune.model import lean_functions as functions
-from finetune.model.lean_functions import Activation, Linear, Mlp, NormForm
-from finetune.model.rotary import rotary_forward
+from finetune.layers import lean_functions as functions
+from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
+from finetune.layers.rotary import rotary_forward
 
 _ADAPTED = (LoraPlain, Lora4bit)
 _FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+    from finetune.settings.schema import Recipe
 
 
 @dataclass(frozen=True)

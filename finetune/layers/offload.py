@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from finetune.model.host_memory import host_empty
+from finetune.layers.host_memory import host_empty
 
 #: Bytes in flight, in units of the largest tensor moved so far: one being copied and one being computed.
 WINDOW = 2

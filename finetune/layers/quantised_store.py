@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from finetune.files import parse_json, read_safetensors_header
-from finetune.model.checkpointing import decoder_layers
-from finetune.model.host_memory import PAGE, round_up, tensor_offsets
-from finetune.model.quantised_files import unfinished
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.host_memory import PAGE, round_up, tensor_offsets
+from finetune.layers.quantised_files import unfinished
 from finetune.system import read_at, replace, sync_folder
 
 #: Raised when the layout changes: files of other versions are not read.

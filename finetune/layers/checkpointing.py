@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.compat.transformers import disable_checkpointing, enable_checkpointing, wrap_checkpoint
 from finetune.errors import RecipeError
-from finetune.model.offload import offload_in_order
-from finetune.model.saved_activations import SavedActivations
+from finetune.layers.offload import offload_in_order
+from finetune.layers.saved_activations import SavedActivations
 
 
 def base_of(model: torch.nn.Module) -> PreTrainedModel:

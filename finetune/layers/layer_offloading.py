@@ -24,14 +24,14 @@ from finetune.compat.torch import without_modes
 from finetune.compat.transformers import checkpointing_name, sequential_loading, wrap_checkpoint
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
-from finetune.model import host_memory
-from finetune.model.checkpointing import base_of, decoder_layers
-from finetune.model.offload import Copies, InOrder, SideStream
-from finetune.recipe.compatibility import BUFFERS
+from finetune.layers import host_memory
+from finetune.layers.checkpointing import base_of, decoder_layers
+from finetune.layers.offload import Copies, InOrder, SideStream
+from finetune.settings.compatibility import BUFFERS
 
 if TYPE_CHECKING:
-    from finetune.model.quantised_store import Store
-    from finetune.recipe import Settings
+    from finetune.layers.quantised_store import Store
+    from finetune.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from finetune.compat.torch import varlen_shares_keys
 from finetune.errors import RecipeError
-from finetune.model.host_memory import is_forecast
+from finetune.layers.host_memory import is_forecast
 
 NAME = "torch_varlen"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from finetune.errors import RecipeError
-from finetune.model import host_memory
-from finetune.model.checkpointing import base_of
+from finetune.layers import host_memory
+from finetune.layers.checkpointing import base_of
 
 
 def input_table(model: torch.nn.Module) -> torch.nn.Embedding | None:
