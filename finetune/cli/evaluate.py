@@ -98,6 +98,8 @@ def show_scores(
     if result.tuned.margins:
         out.print(f"pairs in order: {format_difference(result.pairs_in_order_difference, 100, ' points', gap)}")
         out.print(f"margin of a pair: {format_difference(result.pair_margin_difference, names=gap)}")
+    if result.labels_in_order is not None:
+        out.print(f"good answers gained more than bad ones in {_percent(result.labels_in_order)} of all pairs of these rows")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
     if losses:
         out.print("\nforgetting:")

@@ -27,6 +27,7 @@ from finetune.settings.methods import METHOD_FORMATS
 _MESSAGE_COLUMNS = {
     "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
     "preference": ("messages", "conversations", "prompt", "chosen", "rejected"),
+    "labelled": ("messages", "conversations", "prompt", "completion"),
 }  # fmt: skip
 
 #: Where a text is a text, even if it is JSON.
@@ -105,6 +106,8 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe)
         check_other_data(rows, file, {*columns.values(), *ignored})
     header = list(dict.fromkeys(name for values in rows for name in values))
     rows = [without_columns(values, ignored) for values in rows]
+    if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
+        columns = {**columns, "label": "kto_tag"}
     check_columns(rows, file, dataset.format, columns)
     if not columns and dataset.format == "auto":
         columns = usual_columns(rows)

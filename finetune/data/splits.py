@@ -96,6 +96,12 @@ class LimitedSplit:
         lengths = self._sequence_lengths
         return lengths.reshape(-1, 2).max(axis=1) if self.stored.are_pairs else lengths
 
+    def longest_mismatched(self) -> int:
+        """Tokens of the longest prompt (all before the first trained token) and the longest answer together."""
+        used = np.logical_or.reduce(self.sequences)
+        prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
+        return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
+
     @property
     def total_tokens(self) -> int:
         """Tokens of the rows used."""
@@ -155,7 +161,7 @@ class LimitedSplit:
         from datasets.table import InMemoryTable
 
         tables = list(self.tables())
-        table = pa.concat_tables(tables) if tables else _schema().empty_table()
+        table = pa.concat_tables(tables) if tables else _schema(labelled=self.stored.are_labelled).empty_table()
         return Dataset(InMemoryTable(table), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
@@ -164,7 +170,7 @@ class LimitedSplit:
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 
     def _sequence_tables(self) -> Iterator[pa.Table]:
-        schema = _schema()
+        schema = _schema(labelled=self.stored.are_labelled)
         pending: list[pa.Table] = []
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
         for table, mask, indices in shards:
@@ -199,10 +205,11 @@ class LimitedSplit:
         return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
 
 
-def _schema() -> pa.Schema:
+def _schema(*, labelled: bool = False) -> pa.Schema:
     import pyarrow as pa
 
-    return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
+    tokens = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
+    return pa.schema([*tokens, ("desirable", pa.bool_())] if labelled else tokens)
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:
@@ -252,9 +259,8 @@ def _truncate(table: pa.Table, limit: int) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    return pa.table({
-        name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in table.column_names
-    })  # fmt: skip
+    cut = {name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in ("input_ids", "labels")}
+    return pa.table({name: cut.get(name, table[name]) for name in table.column_names})
 
 
 def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:

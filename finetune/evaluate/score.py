@@ -95,6 +95,7 @@ def compare(
         forgetting, trained_rows(run, eval_rows) if data else 0,
         difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
         difference(base.margins, tuned.margins) if len(base.margins) > 1 else None,
+        _labels_in_order(base, tuned, eval_rows.desirable),
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -103,6 +104,14 @@ def compare(
             remove_left_over(path)
             write_json(path, comparison.as_json())
     return comparison
+
+
+def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float | None:
+    """The share of pairs of a good and a bad answer in which the good one gained more; None without both."""
+    losses_and_tokens = zip(base.row_losses, tuned.row_losses, base.row_tokens, strict=True)
+    gains = [(before - after) * tokens for before, after, tokens in losses_and_tokens]
+    good, bad = ([gain for gain, label in zip(gains, desirable, strict=False) if label == wanted] for wanted in (True, False))
+    return _mean([more > less for more in good for less in bad])
 
 
 def _span(scorer: Scorer, base: Score, tuned: Score) -> float:

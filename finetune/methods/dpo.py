@@ -27,7 +27,7 @@ class PairCollator:
 
 
 class Dpo(TrainingMethod):
-    """Losses on pairs, as TRL's DPOTrainer. The reference is the model without its adapter: no second model.
+    """Losses on pairs, as TRL's DPOTrainer. The reference is the model before the training: no second model.
 
     Its forward pass comes first, when no activations of the training pass are in memory.
     """
@@ -42,7 +42,7 @@ class Dpo(TrainingMethod):
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
         """A mean over the pairs. Rewards are beta times how much likelier an answer is than for the reference, in nats."""
-        with torch.no_grad(), getattr(model, "module", model).disable_adapter():
+        with torch.no_grad(), self.as_reference(model):
             reference = forward(model, inputs, routed=False).log_probs.sum(dim=1)
         outputs = forward(model, inputs, routed=routed)
         log_probs = outputs.log_probs.sum(dim=1)

@@ -42,7 +42,7 @@ from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.settings import AUTO
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
-from finetune.settings.methods import METHODS
+from finetune.settings.methods import method_of
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -289,7 +289,7 @@ class _Planner:
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
-                lean=choices.value("lean_layers"), method=METHODS[self.recipe.method],
+                lean=choices.value("lean_layers"), method=method_of(self.recipe),
                 attention=choices.value("attn_implementation"),
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)

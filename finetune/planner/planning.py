@@ -167,12 +167,13 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
         training.lengths, training.trained_lengths,
         held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
         total=training.total_tokens, trained_total=training.trained_tokens,
+        longest_mismatched=max(split.longest_mismatched() for split in selected.splits),
     )  # fmt: skip
 
 
 def statistics_of_lengths(
     lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
-    total: int | None = None, trained_total: int | None = None,
+    total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0,
 ) -> DataStatistics:  # fmt: skip
     """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss. `total` and
     `trained_total`: in all, where a row has more sequences than one."""
@@ -186,7 +187,7 @@ def statistics_of_lengths(
         int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
-        eval_most_trained=_largest(eval_counts),
+        eval_most_trained=_largest(eval_counts), longest_mismatched=longest_mismatched,
     )  # fmt: skip
 
 

@@ -204,6 +204,7 @@ class Worker:
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
         if settings.adapter_name_or_path is not None:
             load_base_adapter(trainer.model, self.run)
+            trainer.method.keep_reference(trainer.model)
         return trainer, callback
 
     @cached_property
