@@ -74,6 +74,8 @@ class LimitedSplit:
         no_rows = np.zeros(len(stored), dtype=bool)
         answer_cut = over_limit & self._answer_after_limit() if excess_length == "truncate" and over_limit.any() else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
+        self._same_answers = self._cut_to_the_same(over_limit) if excess_length == "truncate" and stored.are_pairs else no_rows
+        answer_cut = answer_cut | self._same_answers
         self.chunked = over_limit & is_text if excess_length == "chunk" else no_rows
         self.too_long = over_limit & ~answer_cut & ~self.chunked
         self.truncated = self.too_long if excess_length == "truncate" else no_rows
@@ -197,7 +199,25 @@ class LimitedSplit:
         mask[rows] = np.add.reduceat(starts_after, self.stored.sequence_starts[rows]) > 0
         return mask
 
+    def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
+        """Pairs whose two answers have the same tokens after truncation."""
+        mask = np.zeros(len(self.stored), dtype=bool)
+        rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
+        starts = self.stored.sequence_starts[rows]
+        wanted = np.zeros(len(self.stored.lengths), dtype=bool)
+        wanted[np.concatenate([starts, starts + 1])] = True
+        tokens = [
+            ids.values.to_numpy()[: self._limit].tobytes()
+            for table, part, _ in self.stored.sequences_in(wanted)
+            for ids in table["input_ids"].filter(part)
+        ]
+        mask[rows] = [chosen == rejected for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=True)]
+        return mask
+
     def _cut_refusal(self, index: int) -> Refused:
+        if self._same_answers[index]:
+            reason = f"and rejected are cut to the same {self._limit:,} tokens; there is nothing to prefer"
+            return Refused(*self.stored.row_location(index), "chosen", reason)
         bounds = self.stored.sequence_starts
         starts = self.stored.first_trained[bounds[index] : bounds[index + 1]]
         answer_start = int(starts[starts >= self._limit][0])
