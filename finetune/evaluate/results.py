@@ -56,7 +56,8 @@ class Comparison:
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
     answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
     `labels_in_order`: of answers that are marked good or bad, the share of all pairs of a good and a bad one in which the good
-    one has become likelier by more; one half where nothing was learnt.
+    one has become likelier by more; one half where nothing was learnt. `against_adapter`: `base` is the adapter that this run
+    continued, its method's reference.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class Comparison:
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
     labels_in_order: float | None = None
+    against_adapter: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
