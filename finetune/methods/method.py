@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.settings import Settings
 
 #: Rows of the dataset -> a batch.
@@ -43,14 +43,18 @@ class TrainingMethod(ABC):
         self.reference_copies: list[torch.Tensor] = []
 
     def keep_reference(self, model: Any) -> None:
-        """Before the first step: copy the adapter that training goes on from, if the method compares with it."""
-        if METHODS[self.settings.method].reference_passes and self.settings.adapter_name_or_path is not None:
+        """Before the first step: copy the adapter that training goes on from, if the method compares with it in each step."""
+        continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
+        if METHODS[self.settings.method].reference_passes and continues:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
 
     @contextmanager
     def as_reference(self, model: Any) -> Iterator[None]:
         """The model as it was before the training: without its adapter, or with the weights that training went on from. For
-        passes without gradients."""
+        passes without gradients; where the reference is precomputed, only before the first step."""
+        if not self.reference_copies and self.settings.adapter_name_or_path is not None:
+            yield
+            return
         if not self.reference_copies:
             with getattr(model, "module", model).disable_adapter():
                 yield
@@ -80,6 +84,11 @@ class TrainingMethod(ABC):
         `items`: trained tokens of the whole step; None: those of the micro-batch. `routed`: ask for a mixture's auxiliary loss;
         None: as the model is configured.
         """
+
+    def reference_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Log-probabilities of each sequence for the reference, without gradients."""
+        with torch.no_grad(), self.as_reference(model):
+            return forward(model, inputs, routed=False).log_probs.sum(dim=1)
 
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Metrics of this method only, from the sums of its counts."""

@@ -79,6 +79,11 @@ def _method(recipe: Recipe) -> Iterator[str]:
     if (recipe.loss_type == "robust") != (recipe.label_smoothing is not None):
         yield "loss_type robust and label_smoothing, the share of pairs in the wrong order, go together; one of them is missing"
     yield from _min_rows(recipe)
+    if recipe.precompute_ref_log_probs is True and not method.precomputes:
+        reason = "a KL batch's answers change with the order of the rows" if method.reference_passes else "it has no reference"
+        yield f"precompute_ref_log_probs does not work with method {name}: {reason}"
+    if recipe.precompute_ref_log_probs is True and recipe.launch.num_processes > 1:
+        yield "precompute_ref_log_probs does not work with several processes yet; set it to false"
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"

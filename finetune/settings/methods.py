@@ -16,7 +16,8 @@ class Method:
 
     `row_format`: the only format of its rows; None: any format with one answer. `settings`: those of a recipe that other
     methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
-    with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`.
+    with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether the
+    reference can be computed before the training.
     """
 
     sequences: int = 1
@@ -28,6 +29,7 @@ class Method:
     refused: tuple[tuple[str, str], ...] = ()
     rate_factor: float = 1.0
     rate_source: str = ""
+    precomputes: bool = False
 
     @property
     def packs(self) -> bool:
@@ -38,7 +40,7 @@ class Method:
 METHODS = {
     "sft": Method(),
     "dpo": Method(
-        sequences=2, reference_passes=1, row_format="preference",
+        sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
@@ -79,9 +81,11 @@ def min_rows(recipe: Any) -> int:
     return METHODS[recipe.method].min_rows if has_kl(recipe.method, recipe.loss_type) else 1
 
 
-def method_of(recipe: Any) -> Method:
-    """The row of a recipe's method, with the forward passes of its loss."""
+def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
+    """The row of a recipe's method, with the forward passes of its loss. `precomputes`: the reference's are made before."""
     method = METHODS[recipe.method]
+    if precomputes:
+        return replace(method, reference_passes=0)
     return method if method.min_rows == 1 or has_kl(recipe.method, recipe.loss_type) else replace(method, reference_passes=1)
 
 

@@ -297,6 +297,12 @@ class Recipe(_Strict):
         COST | EXACTNESS,
         "Lean MLPs of recomputed layers work on tiles of so many tokens, for long rows; 0 is on all tokens at once.",
     )
+    precompute_ref_log_probs: AutoOr[bool] = _memory(
+        False,
+        COST | EXACTNESS,
+        "dpo: compute the reference once, before the training, in place of a forward pass in each step. auto: where rows are "
+        "trained more than once.",
+    )
     offload_embeddings: AutoOr[bool] = _memory(
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."
     )

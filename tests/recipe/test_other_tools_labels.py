@@ -48,15 +48,19 @@ def test_llama_factorys_kto_datasets_are_labelled(tmp_path, entry, row):
     ],
 )  # fmt: skip
 def test_axolotls_types_of_labels_are_conversations(dataset, row):
-    recipe = axolotl("rl_beta: 0.3\nkto_desirable_weight: 2\n", dataset, rl="kto").recipe
+    recipe = axolotl("rl_beta: 0.3\nkto_desirable_weight: 2\nmicro_batch_size: 4\n", dataset, rl="kto").recipe
     assert (recipe.method, recipe.beta, recipe.loss_type, recipe.desirable_weight) == ("kto", 0.3, "kto", 2.0)
     assert answer_of(row, recipe.dataset) == ((PROMPT,), "A", False)
 
 
+def in_fours(dataset: str) -> str:
+    return AXOLOTL.format(model="x/y", dataset=dataset, rl="kto") + "micro_batch_size: 4\n"
+
+
 def test_axolotls_other_types_of_labels_are_refused_by_name():
-    assert "unknown for method kto" in refusal(AXOLOTL.format(model="x/y", dataset=", type: chatml", rl="kto"))
+    assert "unknown for method kto" in refusal(in_fours(", type: chatml"))
     own = ", type: {field_prompt: q, completion_format: '<a>{completion}'}"
-    assert "completion_format is text around" in refusal(AXOLOTL.format(model="x/y", dataset=own, rl="kto"))
+    assert "completion_format is text around" in refusal(in_fours(own))
 
 
 @pytest.mark.parametrize(
