@@ -100,7 +100,7 @@ def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 #: Format of the answer of a labelled row -> the columns by which it is known.
-_LABELLED_ANSWERS = {
+LABELLED_ANSWERS = {
     "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }  # fmt: skip
@@ -114,7 +114,7 @@ def _from_labelled(row: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
         raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
     filled_columns = {name for name, value in row.items() if not is_missing(value)}
-    name = next((name for name, needed in _LABELLED_ANSWERS.items() if filled_columns.issuperset(needed)), None)
+    name = next((name for name, needed in LABELLED_ANSWERS.items() if filled_columns.issuperset(needed)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
     fields = FORMATS[name].parse(row, columns)

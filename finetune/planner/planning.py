@@ -18,7 +18,7 @@ from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
-from finetune.settings import AUTO, Recipe
+from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.compatibility import address_problems
 
 if TYPE_CHECKING:
@@ -70,8 +70,22 @@ def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     if problems := address_problems(recipe.launch):
         raise RecipeError(problems)
     recipe, renamed = named_model(recipe)
+    recipe, reason = with_method(recipe)
     recipe, reasons = inherit_settings(recipe)
-    return recipe, renamed, reasons
+    return recipe, renamed, reasons | ({"method": reason} if reason else {})
+
+
+def with_method(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with the method that its rows are for, and the reason, where the method is `auto`; else as it is."""
+    if recipe.method != AUTO:
+        return recipe, ""
+    from finetune.data.method_by_columns import method_of_rows
+
+    method, reason = method_of_rows(recipe.dataset)
+    try:
+        return resolved(recipe, method=method), reason
+    except ValueError as error:
+        raise RecipeError(f"method {method}, because {reason}: {error}") from None
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -128,6 +142,8 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
 
     say("reading the data")
     from finetune.data.preparation import file_infos
+
+    recipe, _ = with_method(recipe)
 
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
         infos_future = pool.submit(file_infos, recipe.dataset)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from finetune.settings.base_formats import NF4, base_format_of, requested_formats
-from finetune.settings.methods import METHODS, methods_reading, min_rows
+from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
@@ -66,6 +66,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _method(recipe: Recipe) -> Iterator[str]:
+    if recipe.method == AUTO:  # checked when the rows have decided it
+        return
     name, method = recipe.method, METHODS[recipe.method]
     for setting in dict.fromkeys(setting for its in METHODS.values() for setting in its.settings):
         if setting not in method.settings and getattr(recipe, setting) is not None:
@@ -157,7 +159,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 def padding_multiple(recipe: Recipe, rows: int) -> int:
     """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
     compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
-    sequences = rows * METHODS[recipe.method].sequences
+    sequences = rows * method_of(recipe).sequences
     return 64 if recipe.torch_compile and sequences > 1 and recipe.packing is not True else 1
 
 

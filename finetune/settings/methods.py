@@ -83,7 +83,7 @@ def min_rows(recipe: Any) -> int:
 
 def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
     """The row of a recipe's method, with the forward passes of its loss. `precomputes`: the reference's are made before."""
-    method = METHODS[recipe.method]
+    method = METHODS.get(recipe.method, METHODS["sft"])  # not decided yet
     if precomputes:
         return replace(method, reference_passes=0)
     return method if method.min_rows == 1 or has_kl(recipe.method, recipe.loss_type) else replace(method, reference_passes=1)

@@ -235,11 +235,11 @@ class Recipe(_Strict):
         "Adapters, gradients and optimizer states; bfloat16 halves them and rounds small updates away.",
     )
     # -- training
-    method: _MethodName = _training(
+    method: AutoOr[_MethodName] = _training(
         "sft",
         TOKENS | COST | RESULT,
         "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected); kto learns from answers "
-        "marked good or bad (column label).",
+        "marked good or bad (column label). auto: by the columns of the rows.",
     )
     beta: Annotated[float, Field(gt=0, le=100)] | None = _training(
         None, RESULT, "dpo, kto: how closely the model stays to the one before the training; more is closer. By default 0.1."

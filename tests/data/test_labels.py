@@ -96,3 +96,22 @@ def test_an_answer_that_is_good_and_bad_is_a_contradiction(write, tokenizer):
     path = write("rows.jsonl", [SHAPES["trl"], SHAPES["trl"] | {"label": False}])
     with pytest.raises(DataError, match="marked good and bad"):
         prepare(labelled(path), tokenizer, max_length=None)
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        (SHAPES["trl"], "kto"),
+        ({"messages": HELLO, "kto_tag": False}, "kto"),
+        ({"text": "Nice", "label": 1}, "sft"),
+        ({"prompt": "Nice?", "completion": "Yes", "label": 2}, "sft"),
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, "dpo"),
+        ({"messages": HELLO}, "sft"),
+    ],
+)
+def test_the_columns_say_which_method_rows_are_for(write, row, method):
+    from finetune.planner.planning import with_method
+
+    recipe = recipe_from({"model_name_or_path": "tiny", "dataset": write("rows.jsonl", [row]), "method": "auto"})
+    chosen, reason = with_method(recipe)
+    assert chosen.method == method and reason
