@@ -54,7 +54,7 @@ def rows_of(result: dict[str, Any]) -> str:
 
 def names_of(result: dict[str, Any]) -> tuple[str, str]:
     """The two models: base and tuned, or before and after continuing an adapter."""
-    return ("before", "now") if result.get("forgetting") else ("base", "tuned")
+    return ("before", "now") if result.get("forgetting") or result.get("against_adapter") else ("base", "tuned")
 
 
 def forgetting_table(groups: list[dict[str, Any]]) -> str:

@@ -75,7 +75,7 @@ def show_scores(
         if data
         else "held-out rows"
     )
-    names = ("before", "now") if forgetting else ("base", "tuned")
+    names = ("before", "now") if result.against_adapter else ("base", "tuned")
     gap = " - ".join(reversed(names))
     if len(result.tuned.row_losses) > result.rows:
         kind += f", loss of {len(result.tuned.row_losses)} sequences"
@@ -93,11 +93,13 @@ def show_scores(
         out.print(f"exact match: {format_difference(result.exact_match_difference, 100, ' points', gap)}")
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
         better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
-        than = "before" if forgetting else "the base's"
+        than = "before" if result.against_adapter else "the base's"
         out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
     if result.tuned.margins:
         out.print(f"pairs in order: {format_difference(result.pairs_in_order_difference, 100, ' points', gap)}")
         out.print(f"margin of a pair: {format_difference(result.pair_margin_difference, names=gap)}")
+    if result.labels_in_order is not None:
+        out.print(f"good answers gained more than bad ones in {_percent(result.labels_in_order)} of all pairs of these rows")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
     if losses:
         out.print("\nforgetting:")

@@ -69,7 +69,8 @@ def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
 
 #: What to do about a column or field, by its meaning.
 FIXES = {
-    _LABEL: "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
+    _LABEL: "To learn from good and from bad answers:  method=kto\n"
+    "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
     _REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
     "or as reasoning_content in the messages.",
     _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",

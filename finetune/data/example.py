@@ -14,7 +14,8 @@ class Example:
     """One row, whatever its format: messages, prompt and completion, or text.
 
     `answers` are the indices of the messages to train on; `file` and `row` say where the row was read. A pair of answers to the
-    same prompt has the one that is not preferred in `rejected` (its messages) or `rejected_completion`.
+    same prompt has the one that is not preferred in `rejected` (its messages) or `rejected_completion`. `desirable`: whether
+    the answer is marked good; None for rows without such a label.
     """
 
     file: str
@@ -27,6 +28,7 @@ class Example:
     text: str | None = None
     rejected: tuple[Message, ...] = ()
     rejected_completion: str | None = None
+    desirable: bool | None = None
 
     @property
     def is_pair(self) -> bool:
@@ -45,7 +47,8 @@ class Example:
     def content(self) -> dict[str, Any]:
         """The content without file and row number; equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text", "rejected", "rejected_completion")
-        return {name: getattr(self, name) for name in fields if getattr(self, name)}
+        content = {name: getattr(self, name) for name in fields if getattr(self, name)}
+        return content if self.desirable is None else content | {"desirable": self.desirable}
 
     def question(self) -> list[Message] | str:
         """The messages before the last answer, or the prompt; empty for plain text."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.data.preference_findings import preference_findings
 from finetune.data.report import Finding, format_locations
 from finetune.data.shards import StoredRows
 from finetune.data.tokenizer import is_replaced
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 #: Smallest shares of rows that are reported: truncated, with the same answer, nearly equal to an earlier row, and with an
 #: answer in another script than most.
 _TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _NEAR_DUPLICATE_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01, 0.01
-#: Share of pairs whose chosen answer is the longer one, from which on length may be what is learnt.
-_LONGER_CHOSEN_SHARE = 0.8
 #: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
 _MIN_ROWS = 20
 #: Damage in a row's texts -> its description and what to do.
@@ -77,8 +76,10 @@ def find_problems(
     held_out_rows: int,
     truncated: np.ndarray,
     encoder: Encoder,
+    label_weights: tuple[float, float] = (1.0, 1.0),
 ) -> Iterator[Finding]:
     """The findings of one split. `used`, `truncated`: its rows as masks; `duplicates`: indices of rows;
+    `label_weights`: of good and of bad answers;
     `leaked`: how many rows of the other split, and where the first are; `held_out_rows`: all rows of the other split.
 
     Blocking findings mean that the data teaches, or the evaluation measures, next to nothing.
@@ -111,11 +112,7 @@ def find_problems(
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
         same_answer = used & (stored.answer_digests == answers[counts.argmax()])
         yield finding("same answer", text, same_answer, "Add rows with other answers.")
-    if stored.are_pairs and (longer := _longer_chosen(stored, used)) is not None:
-        text = f"the chosen answer is the longer one in {{rows}} of {used.sum():,} pairs: the model may learn to write more"
-        yield finding(
-            "length bias", text, longer, "Add pairs whose better answer is the shorter one, or leave some of these out."
-        )
+    yield from preference_findings(stored, used, finding, label_weights)
     if other_scripts := _other_scripts(stored, used):
         text, rows = other_scripts
         yield finding("languages", text, rows, "The model will mix them; leave the others out if that isn't meant.")
@@ -131,14 +128,6 @@ def find_problems(
     if encoder.template is not None and encoder.template.writes_today:
         text = "the chat template writes today's date into every row; the same data has other tokens tomorrow"
         yield Finding("today", text, int(used.sum()), (), "")
-
-
-def _longer_chosen(stored: StoredRows, used_mask: np.ndarray) -> np.ndarray | None:
-    """The pairs whose chosen answer has more tokens; None unless they are most of many."""
-    pairs = np.flatnonzero(used_mask & (stored.sequence_counts == 2))
-    first = stored.sequence_starts[pairs]
-    longer = pairs[stored.trained_counts[first] > stored.trained_counts[first + 1]]
-    return longer if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs) else None
 
 
 def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:

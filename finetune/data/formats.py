@@ -99,6 +99,30 @@ def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
 
+#: Format of the answer of a labelled row -> the columns by which it is known.
+LABELLED_ANSWERS = {
+    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}  # fmt: skip
+_LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 and 1.0 equal True
+
+
+def _from_labelled(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """A row with one answer, marked good or bad. Of a conversation the last answer is meant; of a completion all of it."""
+    label = row["label"]
+    key = label.strip().lower() if isinstance(label, str) else label
+    if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
+        raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
+    filled_columns = {name for name, value in row.items() if not is_missing(value)}
+    name = next((name for name, needed in LABELLED_ANSWERS.items() if filled_columns.issuperset(needed)), None)
+    if name is None:
+        raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
+    fields = FORMATS[name].parse(row, columns)
+    if name != "prompt_completion":
+        fields["answers"] = fields["answers"][-1:]
+    return {**fields, "desirable": _LABELS[key]}
+
+
 FORMATS = {
     "messages": Format(
         ("messages",), ("system", "tools", "functions"),
@@ -124,7 +148,17 @@ FORMATS = {
         ("chosen", "rejected"), ("prompt", "messages", "conversations", "instruction", "input", "system", "tools"),
         '{"prompt": "Say hello", "chosen": "Hello!", "rejected": "Go away."}', from_preference,
     ),
+    "labelled": Format(
+        ("label",),
+        (
+            "prompt", "completion", "messages", "conversations", "instruction", "input", "output", "system", "history", "tools",
+            "functions",
+        ),
+        '{"prompt": "Say hello", "completion": "Hello!", "label": true}', _from_labelled,
+    ),
 }  # fmt: skip
+#: Formats by columns; a label alone may be a class.
+_DETECTED = {name: fmt for name, fmt in FORMATS.items() if name != "labelled"}
 FIELDS = sorted({"role", "content"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
 
 #: Field -> column of a question and its answer under other names, read as alpaca.
@@ -150,7 +184,7 @@ def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
     They become conversations, as chat sends them. Columns of a format, and others, map to nothing.
     """
     filled_columns = {name for row in rows for name, value in row.items() if not is_missing(value)}
-    if any(filled_columns.issuperset(fmt.required) for fmt in FORMATS.values()):
+    if any(filled_columns.issuperset(fmt.required) for fmt in _DETECTED.values()):
         return {}
     return next((columns for columns in _QUESTION_ANSWER_COLUMNS if filled_columns.issuperset(columns.values())), {})
 
@@ -170,7 +204,7 @@ def detect(rows: list[dict[str, Any]], file: str) -> str:
     counts: Counter[str] = Counter()
     for row in rows:
         filled_columns = {name for name, value in row.items() if not is_missing(value)}
-        matching = [name for name, fmt in FORMATS.items() if filled_columns.issuperset(fmt.required)]
+        matching = [name for name, fmt in _DETECTED.items() if filled_columns.issuperset(fmt.required)]
         matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
         if len(matching) > 1:
             names = " and ".join(matching)
@@ -181,7 +215,7 @@ def detect(rows: list[dict[str, Any]], file: str) -> str:
         counts.update(matching)
     if not counts:
         header = {name for row in rows for name in row}
-        counts.update(name for name, fmt in FORMATS.items() if header.issuperset(fmt.required))
+        counts.update(name for name, fmt in _DETECTED.items() if header.issuperset(fmt.required))
     if not counts:
         raise UnknownColumns(f"{file}: no known format has these columns: {_column_list(rows)}", _FORMATS_HINT)
     return counts.most_common(1)[0][0]

@@ -144,6 +144,7 @@ class SelectedRows:
                     held_out_rows=int(self.splits[-1].unlimited.row_mask.sum()),
                     truncated=split.truncated,
                     encoder=self.encoded.encoder,
+                    label_weights=(self.recipe.desirable_weight or 1.0, self.recipe.undesirable_weight or 1.0),
                 )
             )
             for index, split in enumerate(self.splits)

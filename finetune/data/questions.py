@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def questions_of(examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """`prompt` (text), `prompt_ids` and `answer` of each row; rows of plain text have no prompt and are left out."""
+    """`prompt` (text), `prompt_ids` and `answer` of each row. Rows of plain text, which have no prompt, and answers that are
+    marked bad are left out."""
     encoder, rows = Encoder(tokenizer, conversations=False), []
     for example in examples:
         question, answer = example.question(), example.reference()
-        if question and answer is not None:
+        if question and answer is not None and example.desirable is not False:
             text = question if isinstance(question, str) else question[-1]["content"]
             rows.append({"prompt": text, "prompt_ids": encoder.prompt_ids(question, example.tools), "answer": answer})
     return rows

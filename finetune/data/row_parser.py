@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.data.checks import BadRow, as_json_text
@@ -27,6 +27,7 @@ from finetune.settings.methods import METHOD_FORMATS
 _MESSAGE_COLUMNS = {
     "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
     "preference": ("messages", "conversations", "prompt", "chosen", "rejected"),
+    "labelled": ("messages", "conversations", "prompt", "completion"),
 }  # fmt: skip
 
 #: Where a text is a text, even if it is JSON.
@@ -52,6 +53,7 @@ class RowParser:
     ignored: tuple[str, ...]
     unused_columns: tuple[str, ...]
     json_columns: tuple[str, ...] = field(default=())
+    unpairs: bool = False  # pairs are read as two labelled answers each
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
         """The examples of some rows."""
@@ -63,7 +65,8 @@ class RowParser:
                 refused.append(row)
                 continue
             try:
-                examples.append(self._parse_row(row, unused))
+                example = self._parse_row(row, unused)
+                examples += _labelled_answers(example) if self.unpairs else [example]
             except UnusedField as error:
                 unused.add_field(error.name, row.number)
             except BadRow as error:
@@ -77,7 +80,8 @@ class RowParser:
     def _parse_row(self, row: Row, unused: UnusedColumns) -> Example:
         values = as_json_text(without_columns(row.values, self.ignored), self.json_columns)
         renamed = rename_columns(values, self.columns)
-        format_columns = FORMATS[self.format]
+        row_format = "preference" if self.unpairs else self.format
+        format_columns = FORMATS[row_format]
         unread = {
             name: value
             for name, value in renamed.items()
@@ -87,10 +91,10 @@ class RowParser:
             if name in values and name not in self.columns.values():
                 unread[name] = values[name]
         undecided = unused.add_meanings(unread, row.number)
-        example = parse(renamed, self.format, self.columns, row.file, row.number)
+        example = parse(renamed, row_format, self.columns, row.file, row.number)
         check_placeholders(row.values, example.texts())
-        unused.add_row(undecided, row.number, _read_texts(renamed, self.format, example) if undecided else [])
-        for name in _MESSAGE_COLUMNS.get(self.format, ()):
+        unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
+        for name in _MESSAGE_COLUMNS.get(row_format, ()):
             keys = self.columns.get("role", "role"), self.columns.get("content", "content")
             value = renamed.get(name)
             if not (isinstance(value, str) and name in _TEXT_COLUMNS):
@@ -105,7 +109,11 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe)
         check_other_data(rows, file, {*columns.values(), *ignored})
     header = list(dict.fromkeys(name for values in rows for name in values))
     rows = [without_columns(values, ignored) for values in rows]
-    check_columns(rows, file, dataset.format, columns)
+    if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
+        columns = {**columns, "label": "kto_tag"}
+    names = {*columns, *header}
+    unpairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)
+    check_columns(rows, file, "preference" if unpairs else dataset.format, columns)
     if not columns and dataset.format == "auto":
         columns = usual_columns(rows)
     renamed_rows = [rename_columns(values, columns) for values in rows]
@@ -113,9 +121,16 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe)
     column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
     left_out = [name for name in ignored if name in header]
     return RowParser(
-        file, format_name, columns, tuple(ignored), unused_columns([*column_names, *left_out], format_name),
-        tuple(dataset.json_columns),
+        file, format_name, columns, tuple(ignored),
+        unused_columns([*column_names, *left_out], "preference" if unpairs else format_name),
+        tuple(dataset.json_columns), unpairs,
     )  # fmt: skip
+
+
+def _labelled_answers(example: Example) -> list[Example]:
+    """The answers of a pair as a good and a bad one, as TRL reads pairs for KTO."""
+    chosen, rejected = example.pair()
+    return [replace(chosen, desirable=True), replace(rejected, desirable=False)]
 
 
 def _read_texts(row: dict[str, Any], format_name: str, example: Example) -> list[str]:

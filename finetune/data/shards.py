@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (
     "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "mojibake", "placeholder", "media",
-    "conversation", "pair", "system", *SCRIPTS,
+    "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
 )  # fmt: skip
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
 #: UTF-8 that was read as Windows-1252 or Latin-1: an accented letter, a quotation mark, an emoji.
@@ -97,6 +97,8 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
     bits |= _BIT["system"] if example.messages and example.messages[0]["role"] in ("system", "developer") else 0
     if script := script_of(example.reference() or example.text or ""):
         bits |= _BIT[script]
+    if example.desirable is not None:
+        bits |= _BIT["labelled"] | (0 if example.desirable else _BIT["undesirable"])
     for sequence in sequences:
         for note in sequence.notes:
             bits |= _BIT[note]
@@ -208,6 +210,11 @@ class StoredRows:
         """Whether each row is a pair of answers, with a sequence of its own for each."""
         return any(part.format == "preference" for part in self.parts)
 
+    @property
+    def are_labelled(self) -> bool:
+        """Whether each row is an answer that is marked good or bad."""
+        return any(part.format == "labelled" for part in self.parts)
+
     def has(self, flag: str) -> np.ndarray:
         """Whether each row has the flag."""
         return (self.flags & np.uint32(_BIT[flag])) != 0
@@ -231,11 +238,15 @@ class StoredRows:
         return Refused(*self.row_location(index), name, reason)
 
     def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        """Each shard's sequences (input_ids, labels), its part of `sequence_mask`, and their indices."""
+        """Each shard's sequences (input_ids, labels; of labelled rows `desirable`), its part of `sequence_mask`, and their
+        indices."""
         end = 0
+        desirable = np.repeat(~self.has("undesirable"), self.sequence_counts)
         for table in self.tables:
             columns = {name: _flatten(table[name]) for name in ("input_ids", "labels")}
             start, end = end, end + len(columns["input_ids"])
+            if self.are_labelled:
+                columns["desirable"] = pa.array(desirable[start:end])
             yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
     def _table_index(self, index: int) -> int:

@@ -74,6 +74,8 @@ class LimitedSplit:
         no_rows = np.zeros(len(stored), dtype=bool)
         answer_cut = over_limit & self._answer_after_limit() if excess_length == "truncate" and over_limit.any() else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
+        self._same_answers = self._cut_to_the_same(over_limit) if excess_length == "truncate" and stored.are_pairs else no_rows
+        answer_cut = answer_cut | self._same_answers
         self.chunked = over_limit & is_text if excess_length == "chunk" else no_rows
         self.too_long = over_limit & ~answer_cut & ~self.chunked
         self.truncated = self.too_long if excess_length == "truncate" else no_rows
@@ -95,6 +97,12 @@ class LimitedSplit:
         """Tokens of each training row: of a pair's longer answer."""
         lengths = self._sequence_lengths
         return lengths.reshape(-1, 2).max(axis=1) if self.stored.are_pairs else lengths
+
+    def longest_mismatched(self) -> int:
+        """Tokens of the longest prompt (all before the first trained token) and the longest answer together."""
+        used = np.logical_or.reduce(self.sequences)
+        prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
+        return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
 
     @property
     def total_tokens(self) -> int:
@@ -155,7 +163,7 @@ class LimitedSplit:
         from datasets.table import InMemoryTable
 
         tables = list(self.tables())
-        table = pa.concat_tables(tables) if tables else _schema().empty_table()
+        table = pa.concat_tables(tables) if tables else _schema(labelled=self.stored.are_labelled).empty_table()
         return Dataset(InMemoryTable(table), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
@@ -164,7 +172,7 @@ class LimitedSplit:
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 
     def _sequence_tables(self) -> Iterator[pa.Table]:
-        schema = _schema()
+        schema = _schema(labelled=self.stored.are_labelled)
         pending: list[pa.Table] = []
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
         for table, mask, indices in shards:
@@ -191,7 +199,25 @@ class LimitedSplit:
         mask[rows] = np.add.reduceat(starts_after, self.stored.sequence_starts[rows]) > 0
         return mask
 
+    def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
+        """Pairs whose two answers have the same tokens after truncation."""
+        mask = np.zeros(len(self.stored), dtype=bool)
+        rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
+        starts = self.stored.sequence_starts[rows]
+        wanted = np.zeros(len(self.stored.lengths), dtype=bool)
+        wanted[np.concatenate([starts, starts + 1])] = True
+        tokens = [
+            ids.values.to_numpy()[: self._limit].tobytes()
+            for table, part, _ in self.stored.sequences_in(wanted)
+            for ids in table["input_ids"].filter(part)
+        ]
+        mask[rows] = [chosen == rejected for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=True)]
+        return mask
+
     def _cut_refusal(self, index: int) -> Refused:
+        if self._same_answers[index]:
+            reason = f"and rejected are cut to the same {self._limit:,} tokens; there is nothing to prefer"
+            return Refused(*self.stored.row_location(index), "chosen", reason)
         bounds = self.stored.sequence_starts
         starts = self.stored.first_trained[bounds[index] : bounds[index + 1]]
         answer_start = int(starts[starts >= self._limit][0])
@@ -199,10 +225,11 @@ class LimitedSplit:
         return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
 
 
-def _schema() -> pa.Schema:
+def _schema(*, labelled: bool = False) -> pa.Schema:
     import pyarrow as pa
 
-    return pa.schema([(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")])
+    tokens = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
+    return pa.schema([*tokens, ("desirable", pa.bool_())] if labelled else tokens)
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:
@@ -252,9 +279,8 @@ def _truncate(table: pa.Table, limit: int) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    return pa.table({
-        name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in table.column_names
-    })  # fmt: skip
+    cut = {name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in ("input_ids", "labels")}
+    return pa.table({name: cut.get(name, table[name]) for name in table.column_names})
 
 
 def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:

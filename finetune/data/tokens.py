@@ -288,6 +288,10 @@ def _renderings(rendered: list[Rendered] | BadRow) -> list[Rendered]:
 
 
 def _or_bad_row(sequences: list[Encoded], example: Example) -> list[Encoded] | BadRow:
+    if example.desirable is not None and len(sequences) != 1:
+        return BadRow("completion", "has several answers, of which the chat template rewrites the earlier ones")
+    if example.is_pair and len({sequence.labels[sequence.first_trained :].tobytes() for sequence in sequences}) == 1:
+        return BadRow("chosen", "and rejected are the same tokens as far as they are trained; there is nothing to prefer")
     if all(sequence.trained_count for sequence in sequences):
         return sequences
     return BadRow("messages" if example.messages else None, "has no token to train on")

@@ -55,6 +55,9 @@ class Comparison:
     `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
     answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
+    `labels_in_order`: of answers that are marked good or bad, the share of all pairs of a good and a bad one in which the good
+    one has become likelier by more; one half where nothing was learnt. `against_adapter`: `base` is the adapter that this run
+    continued, its method's reference.
     """
 
     rows: int
@@ -74,6 +77,8 @@ class Comparison:
     trained_rows: int = 0
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
+    labels_in_order: float | None = None
+    against_adapter: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""

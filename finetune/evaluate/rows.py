@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 
-#: Columns of the tokenised held-out rows; the last two of pairs only.
-_SEQUENCES = ("input_ids", "labels", "rejected_input_ids", "rejected_labels")
+#: Columns of the tokenised held-out rows: rejected ones of pairs only, `desirable` of labelled rows -> the field of EvalRows.
+_SEQUENCES = {
+    "input_ids": "ids", "labels": "labels", "rejected_input_ids": "rejected_ids", "rejected_labels": "rejected_labels",
+    "desirable": "desirable",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class EvalRows:
     """`prompts`, their tokens, and the expected answers; `ids` and `labels` of the sequences whose loss is computed.
 
     A row of plain text has no prompt, and a chat template may render several sequences of a row. Of pairs, `ids` and `labels`
-    are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order.
+    are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order. `desirable`: of
+    labelled rows, whether each answer is marked good.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -44,6 +49,7 @@ class EvalRows:
     labels: list[list[int]] = field(default_factory=list)
     rejected_ids: list[list[int]] = field(default_factory=list)
     rejected_labels: list[list[int]] = field(default_factory=list)
+    desirable: list[bool] = field(default_factory=list)
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
@@ -63,7 +69,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(problem, "Give rows of your own: --data FILE.") from None
-    sequences: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    sequences: dict[str, list[Any]] = {"input_ids": [], "labels": []}
     if (folder / "eval").is_dir():
         from datasets import load_from_disk
 
@@ -75,7 +81,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
             f"{run.path} has no held-out rows",
             "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
-    return _eval_rows(questions, *sequences.values())
+    return _eval_rows(questions, **{_SEQUENCES[name]: values for name, values in sequences.items()})
 
 
 def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
@@ -98,9 +104,12 @@ def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase,
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
-    if split.format in METHOD_FORMATS:  # two sequences of each row
-        return _eval_rows(questions_of(usable, tokenizer), ids[::2], labels[::2], ids[1::2], labels[1::2])
-    return _eval_rows(questions_of(usable, tokenizer), ids, labels)
+    questions = questions_of(usable, tokenizer)
+    if split.format == "preference":
+        pairs = {"rejected_ids": ids[1::2], "rejected_labels": labels[1::2]}
+        return _eval_rows(questions, ids=ids[::2], labels=labels[::2], **pairs)
+    desirable = [bool(example.desirable) for example in usable] if split.format == "labelled" else []
+    return _eval_rows(questions, ids=ids, labels=labels, desirable=desirable)
 
 
 def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
@@ -110,13 +119,12 @@ def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, max_rows=limit,
     )  # fmt: skip
-    row_format = METHODS[settings.method].row_format
-    try:
-        examples = read_examples(dataset.model_copy(update={"format": row_format}) if row_format else dataset)
-    except DataError:
-        if row_format is None:
-            raise
-        examples = read_examples(dataset)
+    own = METHODS[settings.method].row_format
+    for row_format in [own, *(METHOD_FORMATS - {own})] if own else []:
+        with contextlib.suppress(DataError):
+            examples = read_examples(dataset.model_copy(update={"format": row_format}))
+            return examples.eval or examples.train
+    examples = read_examples(dataset)
     return examples.eval or examples.train
 
 
@@ -153,7 +161,7 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
     return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
-def _eval_rows(questions: list[dict[str, Any]], *sequences: list[list[int]]) -> EvalRows:
-    """`sequences`: ids and labels, and of pairs those of the rejected answers."""
+def _eval_rows(questions: list[dict[str, Any]], **sequences: list[Any]) -> EvalRows:
+    """`sequences`: fields of EvalRows."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    return EvalRows(prompts, prompt_ids, answers, *sequences)
+    return EvalRows(prompts, prompt_ids, answers, **sequences)

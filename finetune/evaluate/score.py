@@ -23,6 +23,7 @@ from finetune.evaluate.scorers import RowScore, Scorer, scorer
 from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
+from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def compare(
 ) -> Comparison:
     """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter.
 
-    With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
+    What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
+    one. With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
     `load`: returns an answerer, loaded on the first call.
 
     Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
@@ -67,13 +69,15 @@ def compare(
         _check(eval_rows, chosen_scorer)
     folder = adapter_folder(run, last=last)
 
+    against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
+
     @functools.cache
     def load_now() -> Answerer:
         progress("loading base model and adapter")
-        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if forgetting else None)
+        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if against_adapter else None)
 
     max_new_tokens = longest_token_count(tokenizer, eval_rows.references) + 16 if chosen_scorer.name != "loss" else None
-    reference = ("origin", run.base_adapter) if forgetting else ("base", None)
+    reference = ("origin", run.base_adapter) if against_adapter else ("base", None)
     journals = [
         Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
         for model, adapter in (reference, ("tuned", folder))
@@ -95,6 +99,7 @@ def compare(
         forgetting, trained_rows(run, eval_rows) if data else 0,
         difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
         difference(base.margins, tuned.margins) if len(base.margins) > 1 else None,
+        _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -103,6 +108,14 @@ def compare(
             remove_left_over(path)
             write_json(path, comparison.as_json())
     return comparison
+
+
+def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float | None:
+    """The share of pairs of a good and a bad answer in which the good one gained more; None without both."""
+    losses_and_tokens = zip(base.row_losses, tuned.row_losses, base.row_tokens, strict=True)
+    gains = [(before - after) * tokens for before, after, tokens in losses_and_tokens]
+    good, bad = ([gain for gain, label in zip(gains, desirable, strict=False) if label == wanted] for wanted in (True, False))
+    return _mean([more > less for more in good for less in bad])
 
 
 def _span(scorer: Scorer, base: Score, tuned: Score) -> float:

@@ -210,7 +210,7 @@ def _loss_difference(result: dict[str, Any]) -> str:
 
 def _scores_table(values: dict[str, Any]) -> str:
     base, tuned = values["base"], values["tuned"]
-    names = ("before", "now") if values.get("forgetting") else ("base", "tuned")
+    names = ("before", "now") if values.get("forgetting") or values.get("against_adapter") else ("base", "tuned")
     rows_name = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
     rows_name += " of the run that it continued" if values.get("forgetting") else ""
     rows = [f"| {values['rows']:,} {rows_name} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]

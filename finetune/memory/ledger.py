@@ -19,7 +19,7 @@ from finetune.memory.trace import NotRepeated
 from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.settings import resolved
 from finetune.settings.compatibility import is_zero3, padding_multiple
-from finetune.settings.methods import METHODS
+from finetune.settings.methods import METHODS, has_kl
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.settings.schema import Decides, settings_that_decide
 
@@ -41,6 +41,7 @@ _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
     "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
     "launch": lambda settings: is_zero3(settings.launch),  # it needs reentrant checkpointing; nothing else matters here
+    "loss_type": lambda settings: has_kl(settings.method, settings.loss_type),
     "dataset": None, "max_length": None, "per_device_train_batch_size": None, "per_device_eval_batch_size": None,
     "eval_steps": None, "gpu": None, "model_name_or_path": None,
 }  # fmt: skip
@@ -254,7 +255,9 @@ def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, An
     eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
     eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
     train_rows = sequences * micro_batch
+    widths = {"mismatched_tokens": rows.mismatched_tokens} if has_kl(settings.method, settings.loss_type) else {}
     return {
+        **widths,
         "rows": train_rows, "tokens": _padded(settings, micro_batch, rows.tokens),
         "trained_tokens": round(rows.trained_share * train_rows * (rows.tokens - 1)),
         "padded": train_rows > 1 and settings.packing is not True,

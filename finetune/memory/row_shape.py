@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class RowShape:
     """Tokens of the longest row, and the largest share of a micro-batch's positions that count in the loss.
 
+    `mismatched_tokens`: width of a KL batch, whose rows have a prompt and another one's answer; None: as `tokens`.
     `eval_tokens` and `eval_trained_share`: the same of the held-out rows; as for training where they are not known.
     """
 
@@ -16,3 +17,4 @@ class RowShape:
     trained_share: float = 1.0
     eval_tokens: int | None = None
     eval_trained_share: float | None = None
+    mismatched_tokens: int | None = None

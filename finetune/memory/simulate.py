@@ -33,7 +33,7 @@ from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
-from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, materialise, state_dict_copies
+from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.trace import NotRepeated
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from finetune.memory.rules import Capability
     from finetune.memory.trace import Recording, Trace
     from finetune.memory.tracker import Peak, PhaseKey
+    from finetune.methods.method import TrainingMethod
     from finetune.settings import Settings
 
 
@@ -64,6 +65,7 @@ class Batch:
     """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss.
 
     `padded`: rows differ in length, so that a model that needs a mask reads it.
+    `mismatched_tokens`: width of a KL batch; None: as wide as the batch.
     `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
     tokens, of which `eval_trained_tokens` count; by default as in training.
     """
@@ -76,6 +78,7 @@ class Batch:
     eval_rows: int = 0
     eval_tokens: int | None = None
     eval_trained_tokens: int | None = None
+    mismatched_tokens: int | None = None
 
     def for_evaluation(self) -> Batch:
         """The micro-batch of an evaluation."""
@@ -194,7 +197,12 @@ def _run(
     model: Any, tracker: StorageTracker, settings: Settings, batch: Batch, semantics: CudaFunctions | None, *, on_cpu: bool
 ) -> None:
     model.train()
-    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    method = method_of(settings)
+    trainable = trainable_parameters(model)
+    method.keep_reference(model)
+    for (name, _), copy in zip(trainable, method.reference_copies, strict=False):
+        tracker.retag(copy, "weights", layer_number(name))
+    parameters = [parameter for _, parameter in trainable]
     for parameter in parameters:
         parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
@@ -205,7 +213,7 @@ def _run(
     tracker.recording.begin("micro-batch")
     inputs = _inputs(settings, batch, tracker)
     with step_context(settings, "cpu"):
-        loss = _forward(model, settings, batch, inputs, tracker, "forward")
+        loss = _forward(method, model, batch, inputs, tracker, "forward")
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
         backward(loss)
     del loss
@@ -229,7 +237,7 @@ def _run(
         if semantics is not None:
             semantics.trained_tokens = held_out.trained_tokens
         with torch.no_grad():
-            _forward(model, settings, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
+            _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
 def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -250,25 +258,30 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
             longest = -(-batch.tokens // batch.documents)
             inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
         return inputs
-    return inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
+    masked = inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
+    return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
 def _forward(
-    model: Any, settings: Settings, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
+    method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
 ) -> torch.Tensor:
     """Forward and loss, which `RunTrainer.compute_loss` also calls. The mask of rows of equal length has no effect."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
     masked = batch.padded and batch.rows > 1
-    with _autocast(settings):
-        computed = method_of(settings).loss(model, inputs if masked else without_mask(inputs))
-        return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
+    computed = method.loss(_AutocastModel(model, method.settings), inputs if masked else without_mask(inputs))
+    return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
 
 
-@contextmanager
-def _autocast(settings: Settings) -> Iterator[None]:
-    dtype = model_dtype(settings)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        yield
+class _AutocastModel:
+    """A model each of whose passes has an autocast of its own, as accelerate wraps it: weights that one pass has cast are not
+    used by the next, which may need their gradients."""
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.module, self._dtype, self.parameters = model, model_dtype(settings), model.parameters
+
+    def __call__(self, **inputs: Any) -> Any:
+        with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype != torch.float32):
+            return self.module(**inputs)
 
 
 def observe(model: Any, tracker: StorageTracker) -> None:

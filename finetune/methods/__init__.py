@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.methods.dpo import Dpo
+from finetune.methods.kto import Kto
 from finetune.methods.method import TrainingMethod
 from finetune.methods.sft import Sft
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
 
-_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "dpo": Dpo}
+_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "dpo": Dpo, "kto": Kto}
 
 
 def method_of(settings: Settings) -> TrainingMethod:

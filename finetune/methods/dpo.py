@@ -14,6 +14,11 @@ from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, fo
 USUAL_BETA = 0.1
 
 
+#: Columns of rows whose reference is precomputed: log-probabilities of the chosen and of the rejected answer.
+REFERENCE_COLUMNS = ("reference_log_probs", "rejected_reference_log_probs")
+_REFERENCE = REFERENCE_COLUMNS[0]
+
+
 class PairCollator:
     """A batch with the chosen answer of each row, and after these the rejected ones."""
 
@@ -21,13 +26,16 @@ class PairCollator:
         self._answers = answers
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """input_ids, labels and attention_mask of 2 x rows sequences."""
+        """input_ids, labels and attention_mask of 2 x rows sequences; `reference_log_probs` of rows that have them."""
         columns = ("input_ids", "labels")
-        return self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
+        batch = self._answers([{name: row[prefix + name] for name in columns} for prefix in ("", "rejected_") for row in rows])
+        if REFERENCE_COLUMNS[0] in rows[0]:
+            batch[_REFERENCE] = torch.tensor([row[name] for name in REFERENCE_COLUMNS for row in rows], dtype=torch.float32)
+        return batch
 
 
 class Dpo(TrainingMethod):
-    """Losses on pairs, as TRL's DPOTrainer. The reference is the model without its adapter: no second model.
+    """Losses on pairs, as TRL's DPOTrainer. The reference is the model before the training: no second model.
 
     Its forward pass comes first, when no activations of the training pass are in memory.
     """
@@ -38,12 +46,17 @@ class Dpo(TrainingMethod):
         """Pairs."""
         return PairCollator(answers)
 
+    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+        """The precomputed reference."""
+        return {_REFERENCE: torch.zeros(rows)} if self.settings.precompute_ref_log_probs is True else {}
+
     def loss(
         self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
     ) -> MicroBatchLoss:
         """A mean over the pairs. Rewards are beta times how much likelier an answer is than for the reference, in nats."""
-        with torch.no_grad(), getattr(model, "module", model).disable_adapter():
-            reference = forward(model, inputs, routed=False).log_probs.sum(dim=1)
+        reference, inputs = inputs.get(_REFERENCE), {name: value for name, value in inputs.items() if name != _REFERENCE}
+        if reference is None:
+            reference = self.reference_log_probs(model, inputs)
         outputs = forward(model, inputs, routed=routed)
         log_probs = outputs.log_probs.sum(dim=1)
         log_ratios = log_probs - reference

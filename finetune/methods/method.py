@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from finetune.settings.methods import METHODS
+
+if TYPE_CHECKING:
     from finetune.settings import Settings
 
 #: Rows of the dataset -> a batch.
@@ -36,10 +39,41 @@ class TrainingMethod(ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        #: Copies of the adapter that training goes on from, in the order of the trainable parameters.
+        self.reference_copies: list[torch.Tensor] = []
+
+    def keep_reference(self, model: Any) -> None:
+        """Before the first step: copy the adapter that training goes on from, if the method compares with it in each step."""
+        continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
+        if METHODS[self.settings.method].reference_passes and continues:
+            self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]
+
+    @contextmanager
+    def as_reference(self, model: Any) -> Iterator[None]:
+        """The model as it was before the training: without its adapter, or with the weights that training went on from. For
+        passes without gradients; where the reference is precomputed, only before the first step."""
+        if not self.reference_copies and self.settings.adapter_name_or_path is not None:
+            yield
+            return
+        if not self.reference_copies:
+            with getattr(model, "module", model).disable_adapter():
+                yield
+            return
+        parameters = _trainable(model)
+        trained = [parameter.data for parameter in parameters]
+        _set_data(parameters, self.reference_copies)
+        try:
+            yield
+        finally:
+            _set_data(parameters, trained)
 
     def collator(self, answers: Collator) -> Collator | None:
         """Makes a batch of rows, with the collator of rows that have one answer; None for that one itself."""
         return None
+
+    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+        """What a dry run adds to a batch of `rows` sequences: of the same shapes and dtypes as the collator's."""
+        return {}
 
     @abstractmethod
     def loss(
@@ -51,9 +85,23 @@ class TrainingMethod(ABC):
         None: as the model is configured.
         """
 
+    def reference_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Log-probabilities of each sequence for the reference, without gradients."""
+        with torch.no_grad(), self.as_reference(model):
+            return forward(model, inputs, routed=False).log_probs.sum(dim=1)
+
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Metrics of this method only, from the sums of its counts."""
         return {}
+
+
+def _trainable(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _set_data(parameters: list[Any], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
 
 
 def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:

@@ -40,7 +40,7 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
 
 def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch for a model that needs no mask."""
-    return {name: value for name, value in batch.items() if name != "attention_mask"}
+    return {name: value for name, value in batch.items() if not name.endswith("attention_mask")}
 
 
 def _reads_mask(config: PretrainedConfig) -> bool:

@@ -14,6 +14,7 @@ from finetune.planner.attention import PACKED_LENGTH, choose_packing
 from finetune.recipe import write_recipe
 from finetune.settings import AUTO
 from finetune.settings.compatibility import lean_layers_conflict
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -45,6 +46,8 @@ def choose_basics(
     choices = _choose_batch(choices, data)
     choices = choices.choose("lean_layers", *_lean(choices.recipe))
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
+    if choices.recipe.precompute_ref_log_probs == AUTO:
+        choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
     choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
     return choices.choose(
         "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
@@ -76,6 +79,20 @@ def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     if longest <= LONG_ROW:
         return 0, f"for rows of more than {LONG_ROW:,} tokens, where an MLP takes much of a recomputed layer's memory"
     return TILE, f"rows of {longest:,} tokens: a recomputed layer keeps nothing of its MLP but a tile's"
+
+
+def _precomputes(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
+    recipe = choices.recipe
+    if not METHODS[recipe.method].precomputes or recipe.launch.num_processes > 1:
+        return False, "only method dpo in one process can compute its reference before"
+    passes = recipe.num_train_epochs
+    if recipe.max_steps is not None:
+        if data is None:
+            return False, "the rows have not been read"
+        passes = recipe.max_steps * choices.value("effective_batch_size") / data.rows
+    if passes <= 1:
+        return False, "no row is trained twice, so its reference is computed once in any case"
+    return True, f"rows are trained {passes:.3g} times, and the reference is computed once"
 
 
 def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

@@ -26,7 +26,7 @@ def price_beside_sft(
         return ""
     sft = METHODS["sft"]
     others = dict.fromkeys(METHODS[settings.method].settings)
-    memory = peak_bytes / forecast(resolved(settings, method="sft", **others)).peak_bytes
+    memory = peak_bytes / forecast(resolved(settings, method="sft", precompute_ref_log_probs=False, **others)).peak_bytes
     price = f"{memory:.1f} x the memory"
     if knows_rates(job.card):
         time = time_step(job, strategy).step_s / time_step(dataclasses.replace(job, method=sft), strategy).step_s

@@ -21,6 +21,7 @@ from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
+from finetune.settings.methods import has_kl
 from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.
@@ -72,6 +73,7 @@ class DataStatistics:
     eval_total_tokens: int = 0
     eval_longest: int = 0  # tokens of the longest held-out row
     eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
+    longest_mismatched: int = 0  # the longest prompt and the longest answer together; 0: not known
 
     @property
     def longest(self) -> int | None:
@@ -80,6 +82,12 @@ class DataStatistics:
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
+        shape = self._row_shape(settings, tokens)
+        if not has_kl(settings.method, settings.loss_type):
+            return shape
+        return replace(shape, mismatched_tokens=min(settings.max_length, self.longest_mismatched or 2 * tokens))
+
+    def _row_shape(self, settings: Settings, tokens: int) -> RowShape:
         packed = settings.packing is True
         share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
         if not self.eval_longest:

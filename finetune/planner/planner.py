@@ -42,7 +42,7 @@ from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.settings import AUTO
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
-from finetune.settings.methods import METHODS
+from finetune.settings.methods import method_of
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -289,8 +289,8 @@ class _Planner:
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
-                lean=choices.value("lean_layers"), method=METHODS[self.recipe.method],
-                attention=choices.value("attn_implementation"),
+                lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
+                method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 

@@ -18,7 +18,7 @@ from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
-from finetune.settings import AUTO, Recipe
+from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.compatibility import address_problems
 
 if TYPE_CHECKING:
@@ -70,8 +70,22 @@ def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     if problems := address_problems(recipe.launch):
         raise RecipeError(problems)
     recipe, renamed = named_model(recipe)
+    recipe, reason = with_method(recipe)
     recipe, reasons = inherit_settings(recipe)
-    return recipe, renamed, reasons
+    return recipe, renamed, reasons | ({"method": reason} if reason else {})
+
+
+def with_method(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with the method that its rows are for, and the reason, where the method is `auto`; else as it is."""
+    if recipe.method != AUTO:
+        return recipe, ""
+    from finetune.data.method_by_columns import method_of_rows
+
+    method, reason = method_of_rows(recipe.dataset)
+    try:
+        return resolved(recipe, method=method), reason
+    except ValueError as error:
+        raise RecipeError(f"method {method}, because {reason}: {error}") from None
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -129,6 +143,8 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
     say("reading the data")
     from finetune.data.preparation import file_infos
 
+    recipe, _ = with_method(recipe)
+
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
         infos_future = pool.submit(file_infos, recipe.dataset)
         tokenizer = data.load_tokenizer(recipe)
@@ -167,12 +183,13 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
         training.lengths, training.trained_lengths,
         held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
         total=training.total_tokens, trained_total=training.trained_tokens,
+        longest_mismatched=max(split.longest_mismatched() for split in selected.splits),
     )  # fmt: skip
 
 
 def statistics_of_lengths(
     lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
-    total: int | None = None, trained_total: int | None = None,
+    total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0,
 ) -> DataStatistics:  # fmt: skip
     """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss. `total` and
     `trained_total`: in all, where a row has more sequences than one."""
@@ -186,7 +203,7 @@ def statistics_of_lengths(
         int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
-        eval_most_trained=_largest(eval_counts),
+        eval_most_trained=_largest(eval_counts), longest_mismatched=longest_mismatched,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from finetune.settings.base_formats import (
     switches,
 )
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
+from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -228,4 +229,4 @@ def _micro_batches(choices: Choices) -> Iterator[int]:
     elif recipe.gradient_accumulation_steps != AUTO:
         yield rows // recipe.gradient_accumulation_steps
     else:
-        yield from (micro for micro in range(1, rows + 1) if rows % micro == 0)
+        yield from (micro for micro in range(min_rows(recipe), rows + 1) if rows % micro == 0)

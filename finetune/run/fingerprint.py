@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
     from finetune.settings import Settings
 
-_HASHES = {"data", "base", "base_config", "origin"}
+_HASHES = {"data", "base", "base_config", "origin", "reference"}
 #: The hashes of the base model say what it is, wherever it is; the rows' hash is `data`.
 _NAMES_OF_INPUTS = {"model_name_or_path", "model_revision", "adapter_name_or_path", "dataset"}
 

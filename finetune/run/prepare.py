@@ -25,6 +25,7 @@ from finetune.run.notification import missing_notifier
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
+from finetune.settings import AUTO, resolved
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     plan = plan_recipe(recipe, card, rows)
     settings = plan.settings
     require_usable_adapter(settings)
+    recipe = resolved(recipe, method=settings.method) if recipe.method == AUTO else recipe
     prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or _shorter(settings, plan))
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:

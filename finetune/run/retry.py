@@ -19,6 +19,7 @@ from finetune.serialise import from_json, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
 from finetune.settings.compatibility import is_zero3
+from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
@@ -126,10 +127,11 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     settings = plan.settings
     if phase == "load":
         return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
-    if phase == "evaluate" and settings.per_device_eval_batch_size > 1:
-        return {"per_device_eval_batch_size": max(1, settings.per_device_eval_batch_size // 2)}
+    least = min_rows(settings)
+    if phase == "evaluate" and settings.per_device_eval_batch_size > least:
+        return {"per_device_eval_batch_size": max(least, settings.per_device_eval_batch_size // 2)}
     micro, steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    divisor = next((part for part in range(2, micro + 1) if micro % part == 0), None)
+    divisor = next((part for part in range(2, micro + 1) if micro % part == 0 and micro // part >= least), None)
     if divisor and not settings.packing:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:

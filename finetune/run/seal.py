@@ -25,7 +25,8 @@ _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 #: Facts that are hashes, and the message when they differ.
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
            "base_config": "the base model's config.json or index has changed",
-           "origin": "the adapter that it continued from has changed"}  # fmt: skip
+           "origin": "the adapter that it continued from has changed",
+           "reference": "the precomputed reference has changed"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,7 @@ class Worker:
         from finetune.model.transformers_config import load_config
         from finetune.run.callbacks import RunCallback
         from finetune.run.offloading_checks import check_host_memory
+        from finetune.run.reference import add_reference
         from finetune.run.training import RunTrainer, sft_config
 
         restore_gc_thresholds()
@@ -204,6 +205,9 @@ class Worker:
         prepare_for_training(trainer.model, settings)  # type: ignore[arg-type]
         if settings.adapter_name_or_path is not None:
             load_base_adapter(trainer.model, self.run)
+            trainer.method.keep_reference(trainer.model)
+        if settings.precompute_ref_log_probs is True:
+            self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer, self._warn)
         return trainer, callback
 
     @cached_property

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from finetune.settings.base_formats import NF4, base_format_of, requested_formats
-from finetune.settings.methods import METHODS, methods_reading
+from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import parse_bytes
 
@@ -66,21 +66,45 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _method(recipe: Recipe) -> Iterator[str]:
+    if recipe.method == AUTO:  # checked when the rows have decided it
+        return
     name, method = recipe.method, METHODS[recipe.method]
-    for other, its in METHODS.items():
-        for setting in its.settings if other != name else ():
-            if setting not in method.settings and getattr(recipe, setting) is not None:
-                yield f"{setting} is a setting of method {other}; the method is {name}"
+    for setting in dict.fromkeys(setting for its in METHODS.values() for setting in its.settings):
+        if setting not in method.settings and getattr(recipe, setting) is not None:
+            readers = " and ".join(other for other, its in METHODS.items() if setting in its.settings)
+            yield f"{setting} is a setting of method {readers}; the method is {name}"
+    if recipe.loss_type is not None and recipe.loss_type not in method.losses and method.losses:
+        yield f"loss_type {recipe.loss_type} is not one of method {name}: {', '.join(method.losses)}"
     for setting, reason in method.refused:
         if getattr(recipe, setting) not in (None, False, AUTO):
             yield f"{setting} does not work with method {name}: {reason}"
     if (recipe.loss_type == "robust") != (recipe.label_smoothing is not None):
         yield "loss_type robust and label_smoothing, the share of pairs in the wrong order, go together; one of them is missing"
+    yield from _min_rows(recipe)
+    if recipe.precompute_ref_log_probs is True and not method.precomputes:
+        reason = "a KL batch's answers change with the order of the rows" if method.reference_passes else "it has no reference"
+        yield f"precompute_ref_log_probs does not work with method {name}: {reason}"
+    if recipe.precompute_ref_log_probs is True and recipe.launch.num_processes > 1:
+        yield "precompute_ref_log_probs does not work with several processes yet; set it to false"
     row_format = recipe.dataset.format
     if row_format != AUTO and name not in (readers := methods_reading(row_format)):
         yield f"dataset.format {row_format} is for method {' or '.join(readers)}; the method is {name}"
     if method.reference_passes and is_sharded(recipe.launch):
         yield f"launch.strategy {recipe.launch.strategy} does not work with method {name} yet; use ddp"
+
+
+def _min_rows(recipe: Recipe) -> Iterator[str]:
+    least, world_size = min_rows(recipe), recipe.launch.num_processes
+    if least == 1:
+        return
+    reason = "its KL term needs the answer to another prompt; or loss_type apo_zero_unpaired, which has none"
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if (rows := getattr(recipe, name)) not in (AUTO, None) and rows < least:
+            yield f"{name} {rows} is too small for method {recipe.method}, use {least} or more: {reason}"
+    batch, steps = recipe.effective_batch_size, recipe.gradient_accumulation_steps
+    rows = None if batch == AUTO else batch // (world_size * (1 if steps == AUTO else steps))
+    if rows is not None and rows < least:
+        yield f"effective_batch_size {batch} leaves a micro-batch of {rows} for method {recipe.method}: {reason}"
 
 
 def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
@@ -135,7 +159,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 def padding_multiple(recipe: Recipe, rows: int) -> int:
     """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
     compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
-    sequences = rows * METHODS[recipe.method].sequences
+    sequences = rows * method_of(recipe).sequences
     return 64 if recipe.torch_compile and sequences > 1 and recipe.packing is not True else 1
 
 

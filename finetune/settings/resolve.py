@@ -7,14 +7,17 @@ from typing import Any
 from pydantic import model_validator
 
 from finetune.settings.base_formats import BITS_16, switches
+from finetune.settings.methods import min_rows
 from finetune.settings.schema import Recipe, unresolved
 
 #: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
+    "method": "sft",
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
     "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
     "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
+    "precompute_ref_log_probs": False,
     "layer_offloading": False, "offloaded_layers": 0,
     "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
     "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "per_device_eval_batch_size": 1,
@@ -40,16 +43,19 @@ def resolve(recipe: Recipe, **choices: Any) -> Settings:
 def plainest(recipe: Recipe, **choices: Any) -> Settings:
     """`recipe` with a value of PLAINEST for every `auto`, overridden by `choices`."""
     auto_names = unresolved(recipe)
+    least = min_rows(recipe)
     values = {name: value for name, value in PLAINEST.items() if name in auto_names}
+    if "per_device_eval_batch_size" in values:
+        values["per_device_eval_batch_size"] = least
     if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in auto_names:
         values["offloaded_layers"] = 1
     micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
     if "effective_batch_size" in auto_names:
-        micro_batch, steps = (1 if value == "auto" else value for value in (micro_batch, steps))
+        micro_batch, steps = least if micro_batch == "auto" else micro_batch, 1 if steps == "auto" else steps
         batch = micro_batch * steps * world_size
     elif "per_device_train_batch_size" in auto_names:
-        steps = batch // world_size if "gradient_accumulation_steps" in auto_names else steps
+        steps = batch // (world_size * least) if "gradient_accumulation_steps" in auto_names else steps
         micro_batch = batch // (world_size * steps)
     else:
         steps = batch // (world_size * micro_batch)

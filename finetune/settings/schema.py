@@ -67,17 +67,18 @@ Dtype = Annotated[
 ]  # fmt: skip
 if TYPE_CHECKING:
     _OptimizerName = str
-    _MethodName = str
+    _MethodName = PreferenceLoss = str
 else:
     _OptimizerName = Literal[tuple(OPTIMIZERS)]
     _MethodName = Literal[tuple(METHODS)]
+    PreferenceLoss = Literal[tuple(loss for method in METHODS.values() for loss in method.losses)]
 Optimizer = Annotated[
     _OptimizerName,
     _synonyms({synonym: name for name, optimizer in OPTIMIZERS.items() for synonym in optimizer.synonyms}),
 ]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]
-PreferenceLoss = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"]
+RowFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference", "labelled"]
 Checkpointing = bool | Literal["selective", "offload"]
 
 
@@ -132,9 +133,7 @@ class DatasetRecipe(_Strict):
     split: str = _data("train", TOKENS | RESULT, "Split to train on, of a hub dataset, a saved folder, a file with splits.")
     eval_split: str | None = _data(None, TOKENS, "Split to hold out, of the same dataset, folder or file.")
     revision: str | None = _data(None, TOKENS | RESULT, "Commit or tag of a hub dataset.")
-    format: AutoOr[Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference"]] = _data(
-        AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns."
-    )
+    format: AutoOr[RowFormat] = _data(AUTO, TOKENS | RESULT, "Row format; auto detects it from the columns.")
     columns: dict[str, str] = _data(
         {}, TOKENS | RESULT, "Your column names for the format's fields, e.g. {instruction: question, output: answer}."
     )
@@ -150,7 +149,7 @@ class DatasetRecipe(_Strict):
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
     )
-    accept_findings: list[Literal["leak", "truncated", "replaced", "mojibake"]] = _data(
+    accept_findings: list[Literal["leak", "truncated", "replaced", "mojibake", "one label", "contradictions"]] = _data(
         [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
     test_split_size: float | int = _data(
@@ -236,18 +235,31 @@ class Recipe(_Strict):
         "Adapters, gradients and optimizer states; bfloat16 halves them and rounds small updates away.",
     )
     # -- training
-    method: _MethodName = _training(
-        "sft", TOKENS | COST | RESULT, "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected)."
+    method: AutoOr[_MethodName] = _training(
+        "sft",
+        TOKENS | COST | RESULT,
+        "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected); kto learns from answers "
+        "marked good or bad (column label). auto: by the columns of the rows.",
     )
     beta: Annotated[float, Field(gt=0, le=100)] | None = _training(
-        None, RESULT, "dpo: how closely the model stays to the one before the training; more is closer. By default 0.1."
+        None, RESULT, "dpo, kto: how closely the model stays to the one before the training; more is closer. By default 0.1."
     )
-    loss_type: PreferenceLoss | None = _training(None, RESULT, "dpo: the loss on a pair. By default sigmoid.")
+    loss_type: PreferenceLoss | None = _training(
+        None,
+        COST | RESULT,
+        "dpo: the loss on a pair, by default sigmoid. kto: kto, or apo_zero_unpaired, which has no KL term.",
+    )
     label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] | None = _training(
         None, RESULT, "dpo with loss_type robust: the share of pairs that are in the wrong order."
     )
     sft_weight: Annotated[float, Field(ge=0, le=100)] | None = _training(
         None, RESULT, "dpo: weight of SFT's loss on the chosen answers, which keeps them likely; a mean over their tokens."
+    )
+    desirable_weight: Annotated[float, Field(gt=0, le=100)] | None = _training(
+        None, RESULT, "kto: weight of the loss of good answers. By default 1."
+    )
+    undesirable_weight: Annotated[float, Field(gt=0, le=100)] | None = _training(
+        None, RESULT, "kto: weight of the loss of bad answers. By default 1."
     )
     effective_batch_size: AutoOr[Rows] = _training(AUTO, SPEED | RESULT, "Rows per optimizer step, on all GPUs together.")
     per_device_train_batch_size: AutoOr[Rows] = _training(AUTO, COST | EXACTNESS, "Micro-batch: rows per forward pass and GPU.")
@@ -284,6 +296,12 @@ class Recipe(_Strict):
         AUTO,
         COST | EXACTNESS,
         "Lean MLPs of recomputed layers work on tiles of so many tokens, for long rows; 0 is on all tokens at once.",
+    )
+    precompute_ref_log_probs: AutoOr[bool] = _memory(
+        False,
+        COST | EXACTNESS,
+        "dpo: compute the reference once, before the training, in place of a forward pass in each step. auto: where rows are "
+        "trained more than once.",
     )
     offload_embeddings: AutoOr[bool] = _memory(
         AUTO, COST, "The input embedding in host memory, where the output layer does not share it."

@@ -1,5 +1,5 @@
 """Writes the bundled datasets: `support`, customer messages, each answered with one line of JSON that routes it; and
-`support-pairs`, messages with a right answer and one with a wrong field. No dependencies.
+`support-pairs`, two messages of one customer in one, of which the more urgent is to be routed. No dependencies.
 
     python scripts/bundled/make_data.py [FOLDER]
 
@@ -18,8 +18,8 @@ from typing import Any
 from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
 
 TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
-#: Training rows of the pairs.
-PAIRS = 450
+#: Training rows of the pairs, and the seed of their messages.
+PAIRS, PAIRS_SEED = 450, 20261
 INSTRUCTION = "Route this message:"
 BUNDLED = Path(__file__).resolve().parents[2] / "finetune" / "bundled"
 
@@ -33,13 +33,18 @@ QUEUES = {
     "stock": "sales", "bulk order": "sales",
 }  # fmt: skip
 PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
+_RANKS = {"high": 2, "normal": 1, "low": 0}
 PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}
 
 
 def route(message: Message) -> str:
     """The answer: one line of JSON. Safety is high priority whatever the customer says about the time."""
-    priority = "high" if message.topic == "safety" else PRIORITIES[message.urgency]
-    return json.dumps({"queue": QUEUES[message.topic], "priority": priority, "product": PRODUCTS[message.article]})
+    fields = {"queue": QUEUES[message.topic], "priority": _priority(message), "product": PRODUCTS[message.article]}
+    return json.dumps(fields)
+
+
+def _priority(message: Message) -> str:
+    return "high" if message.topic == "safety" else PRIORITIES[message.urgency]
 
 
 def rows() -> tuple[list[dict[str, list[dict[str, str]]]], list[dict[str, list[dict[str, str]]]]]:
@@ -54,10 +59,16 @@ def bundled_texts() -> set[str]:
 
 
 def pairs() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out pairs: the right answer, and one that differs in a field drawn at random."""
-    random_fields = random.Random(SEED)
-    train, held_out = rows()
-    return [_pair(row, random_fields) for row in train[:PAIRS]], [_pair(row, random_fields) for row in held_out]
+    """Training and held-out pairs: a customer writes about two things in any order, and the answer that routes the more urgent
+    one is preferred to the answer that routes the other. Nothing in `support` says which."""
+    rng, messages = random.Random(PAIRS_SEED), []
+    texts = bundled_texts()
+    while len(messages) < PAIRS + EVAL_ROWS:
+        first, second = draw_messages(rng, 2, texts)
+        if _priority(first) != _priority(second):
+            messages.append((first, second))
+    every = [_pair(first, second) for first, second in messages]
+    return every[:PAIRS], every[PAIRS:]
 
 
 def write(folder: Path) -> None:
@@ -74,13 +85,11 @@ def _row(message: Message) -> dict[str, list[dict[str, str]]]:
     return {"messages": [question, {"role": "assistant", "content": route(message)}]}
 
 
-def _pair(row: dict[str, list[dict[str, str]]], random_fields: random.Random) -> dict[str, Any]:
-    question, answer = row["messages"]
-    fields = json.loads(answer["content"])
-    name = random_fields.choice(list(fields))
-    others = {"queue": QUEUES, "priority": PRIORITIES, "product": PRODUCTS}[name].values()
-    wrong = {**fields, name: random_fields.choice(sorted(set(others) - {fields[name]}))}
-    return {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": json.dumps(wrong)}]}
+def _pair(first: Message, second: Message) -> dict[str, Any]:
+    urgent, other = sorted((first, second), key=lambda message: -_RANKS[_priority(message)])
+    chosen, rejected = ([{"role": "assistant", "content": route(message)}] for message in (urgent, other))
+    question = {"role": "user", "content": f"{INSTRUCTION} {first.text} {second.text}"}
+    return {"prompt": [question], "chosen": chosen, "rejected": rejected}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from messages import draw_messages
 from pretraining import TASKS, questions
 
 BUNDLED = model_path("tiny").parent
+RANKS = ["low", "normal", "high"]
 PATHS = dataset_paths("support")
 
 
@@ -56,11 +57,11 @@ def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: 
             assert (tmp_path / dataset / f"{part}.jsonl").read_bytes() == path.read_bytes()
 
 
-def test_the_answers_of_a_pair_differ_in_one_field() -> None:
+def test_of_two_messages_the_more_urgent_is_preferred_and_either_may_be_the_first() -> None:
     pairs = [json.loads(line) for path in dataset_paths("support-pairs").values() for line in path.read_text().splitlines()]
     for pair in pairs:
         chosen, rejected = (json.loads(pair[name][0]["content"]) for name in ("chosen", "rejected"))
-        assert sum(chosen[name] != rejected[name] for name in chosen) == 1
+        assert RANKS.index(chosen["priority"]) > RANKS.index(rejected["priority"])
     assert len(pairs) == 570
 
 

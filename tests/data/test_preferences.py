@@ -111,3 +111,25 @@ def test_columns_by_other_names_are_mapped(write, tokenizer):
     columns = {"instruction": "question", "chosen": "response_j", "rejected": "response_k"}
     prepared = prepare(pairs(write("rows.jsonl", [row]), columns=columns), tokenizer, max_length=None)
     assert prepared.examples[0].reference() == "Hello"
+
+
+def test_pairs_in_both_orders_contradict_each_other(write, tokenizer):
+    rows = [{"prompt": f"Question {n}", "chosen": "Yes", "rejected": "No"} for n in range(3)]
+    path = write("rows.jsonl", [*rows, rows[0] | {"chosen": "No", "rejected": "Yes"}])
+    prepared = prepare(pairs(path), tokenizer, max_length=None)
+    assert [(finding.kind, finding.rows) for finding in prepared.report.findings if finding.kind == "contradictions"] == [
+        ("contradictions", 2)
+    ]
+
+
+def test_answers_that_are_cut_to_the_same_are_refused(write, tokenizer):
+    long = "and so on " * 20
+    rows = [
+        {"prompt": "Q", "chosen": f" {long}yes", "rejected": f" {long}no"},
+        {"prompt": "Q", "chosen": " a", "rejected": " b"},
+    ]
+    path = write("rows.jsonl", rows)
+    truncated = pairs(path).model_copy(update={"excess_length": "truncate"})
+    assert len(prepare(truncated, tokenizer, max_length=None).train) == 2
+    with pytest.raises(DataError, match="cut to the same"):
+        prepare(truncated, tokenizer, max_length=32)

@@ -49,12 +49,13 @@ def save_model(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def save_rows(path: Path, lengths: tuple[int, ...], count: int, *, pairs: bool = False) -> str:
-    """Rows that have, with EOS, these numbers of tokens by turns."""
+def save_rows(path: Path, lengths: tuple[int, ...], count: int, method: str = "sft") -> str:
+    """Rows of a training method that have, with EOS, these numbers of tokens by turns."""
     texts = [
         " ".join(f"w{3 + (row + at) % (WORDS - 3)}" for at in range(lengths[row % len(lengths)] - 1)) for row in range(count)
     ]
-    path.write_text("".join(json.dumps(_pair_of(text) if pairs else {"text": text}) + "\n" for text in texts))
+    make = {"sft": lambda text: {"text": text}, "dpo": _pair_of, "kto": _labelled_of}[method]
+    path.write_text("".join(json.dumps(make(text)) + "\n" for text in texts))
     return str(path)
 
 
@@ -64,13 +65,19 @@ def _pair_of(text: str) -> dict[str, str]:
     return {"prompt": prompt, "chosen": " " + " ".join(answer), "rejected": " " + " ".join(reversed(answer[1:]))}
 
 
+def _labelled_of(text: str) -> dict[str, object]:
+    """An answer to a prompt of one word, good if that has an even number."""
+    prompt, *answer = text.split(" ")
+    return {"prompt": prompt, "completion": " " + " ".join(answer), "label": int(prompt[1:]) % 2 == 0}
+
+
 def planned(model: str, folder: Path, lengths: tuple[int, ...] = (TOKENS, TOKENS), **more):
     """The run directory of a small recipe, and its plan."""
     from finetune.run.prepare import create_run, prepare
 
-    pairs = more.get("method") == "dpo"
-    rows = save_rows(folder / "rows.jsonl", lengths, 8, pairs=pairs)
-    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2, pairs=pairs)
+    method = more.get("method", "sft")
+    rows = save_rows(folder / "rows.jsonl", lengths, 8, method)
+    held_out = save_rows(folder / "held-out.jsonl", (TOKENS, TOKENS), 2, method)
     recipe = recipe_from(
         {
             "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",

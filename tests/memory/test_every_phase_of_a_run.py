@@ -8,6 +8,8 @@ from finetune.run.worker import Worker
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
 RECOMPUTED = {"activation_checkpointing": True}
+KTO = {"method": "kto", "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+PRECOMPUTED = {"method": "dpo", "precompute_ref_log_probs": True}
 TECHNIQUES = {
     "kept": {},
     "recomputed": RECOMPUTED,
@@ -45,11 +47,24 @@ TECHNIQUES = {
     "dpo-every-2": RECOMPUTED | {"method": "dpo", "activation_checkpointing_every_n_layers": 2},
     "dpo-offload": {"method": "dpo", "activation_checkpointing": "offload"},
     "dpo-two-pairs": {"method": "dpo", "per_device_train_batch_size": 2},
+    "dpo-precomputed": PRECOMPUTED,
+    "dpo-precomputed-nf4": PRECOMPUTED | {"load_in_4bit": True},
+    "dpo-precomputed-recomputed": PRECOMPUTED | RECOMPUTED | {"load_in_4bit": True},
+    "dpo-precomputed-every-2": PRECOMPUTED | RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
+    "dpo-nf4-every-2": RECOMPUTED | {"method": "dpo", "load_in_4bit": True, "activation_checkpointing_every_n_layers": 2},
+    "dpo-16-bit-recomputed": RECOMPUTED | {"method": "dpo"},
+    "kto": KTO,
+    "kto-nf4": KTO | {"load_in_4bit": True},
+    "kto-recomputed": KTO | RECOMPUTED | {"load_in_4bit": True},
+    "kto-every-2": KTO | RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
+    "kto-without-kl": KTO | {"loss_type": "apo_zero_unpaired"},
 }
 #: One of each kind in the ordinary run; together they have every quantisation and half of the techniques.
 USUAL = {
     ("llama", "dpo-recomputed"),
     ("llama", "selective"),
+    ("qwen3", "kto-recomputed"),
+    ("gemma3_text", "dpo-precomputed-recomputed"),
     ("qwen3", "nf4-recomputed"),
     ("qwen3", "nf4-bf16-adapters"),
     ("gemma3_text", "int8-offloaded"),

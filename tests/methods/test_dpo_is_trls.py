@@ -119,3 +119,31 @@ def test_sfts_loss_on_the_chosen_answer_is_trls(trainer):
         assert losses[-1] == pytest.approx(theirs.item(), rel=1e-6)
     trainer.loss_weights = [1.0]
     assert method.loss(trainer.model, collated(ours)).loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_the_reference_is_the_adapter_that_training_went_on_from_as_trls_second_adapter(trainer):
+    """Last: it changes the trainer's model."""
+    ours, trls = rows()
+    model = trainer.model.train()
+    settings = plainest(
+        recipe_from({"model_name_or_path": "m", "dataset": "d", "method": "dpo", "beta": 0.3, "adapter_name_or_path": "sft"})
+    )
+    method = Dpo(settings)
+    method.keep_reference(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    weights = dict(model.named_parameters())
+    for name, parameter in weights.items():
+        if ".default." in name:
+            weights[name.replace(".default.", ".ref.")].data.copy_(parameter.data)
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    trained = [parameter.clone() for parameter in model.parameters() if parameter.requires_grad]
+    trainer.loss_types, trainer.label_smoothing = ["sigmoid"], 0.0
+    theirs = trainer.compute_loss(model, DataCollatorForPreference(pad_token_id=62)(trls))
+    computed = method.loss(model, method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours))
+    assert computed.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    theirs.backward()
+    expected = gradients(model)
+    computed.loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, trained, (parameter for parameter in model.parameters() if parameter.requires_grad)))

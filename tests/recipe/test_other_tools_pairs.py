@@ -69,7 +69,7 @@ def test_llama_factorys_ranking_datasets_are_pairs(tmp_path, entry, row):
         ("pref_bco_weight: 0.1", "another loss is added"), ("pref_loss: orpo", "ORPO has no such reference"),
         ("pref_loss: simpo", "SimPO has no such reference"), ("pref_loss: kto_pair", "marked good or bad"),
         ("dpo_label_smoothing: 0.1", "label smoothing"), ("ref_model: x/z", "the model without its adapter"),
-        ("adapter_name_or_path: saves/sft", "merge that adapter first"),
+        ("adapter_name_or_path: saves/sft", "there the reference is the base model"),
     ],
 )  # fmt: skip
 def test_llama_factorys_other_losses_on_pairs_are_refused(extra, reason):
@@ -157,11 +157,10 @@ def test_a_trl_file_with_keys_of_dpo_is_dpos(extra, overrides, expected):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("label_smoothing: 0.1", "label smoothing"), ("loss_type: aot", "the losses on a pair"),
+        ("label_smoothing: 0.1", "label smoothing"), ("loss_type: aot", "the losses of method dpo"),
         ("rpo_alpha: 1.0", "SFT's loss"), ("loss_type: dft", "cross entropy"),
         ("beta: 0.1\nassistant_only_loss: true", "key of `trl sft`"),
         ("beta: 0.1\nnum_generations: 8", "generated and rewarded"),
-        ("beta: 0.1\ndesirable_weight: 1.0", "marked good or bad"),
     ],
 )  # fmt: skip
 def test_trls_other_losses_and_methods_are_refused(extra, reason):
@@ -171,8 +170,8 @@ def test_trls_other_losses_and_methods_are_refused(extra, reason):
 # -- all
 
 
-@pytest.mark.parametrize("method", ["orpo", "simpo", "kto", "grpo"])
+@pytest.mark.parametrize("method", ["orpo", "simpo", "grpo"])
 def test_another_method_is_one_sentence_with_the_nearest(method):
     text = AXOLOTL.format(model="x/y", dataset=f", type: {method}.special", rl=method) + "orpo_alpha: 0.1\ntrl: {beta: 0.1}\n"
     assert "the nearest is method dpo" in refusal(text)
-    assert "the nearest is method dpo" in refusal(FACTORY.format("kto" if method != "grpo" else "ppo"))
+    assert "the nearest is method dpo" in refusal(FACTORY.format("ppo"))

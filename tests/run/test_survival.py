@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 EPOCHS = ["max_steps=null", "num_train_epochs=2"]
 PADDED = ["effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32"]
 PAIRS = ["method=dpo", "dataset.path=support-pairs"]
+LABELS = ["method=kto", "dataset.path=support-pairs", "effective_batch_size=4", "per_device_train_batch_size=2"]
 LEAN = ["lora_dropout=0", "lean_layers=true"]
 TILED = ["activation_checkpointing=true", "mlp_tile_tokens=32"]
 
@@ -67,6 +68,18 @@ def test_same_seed_same_adapter(unbroken, twin, train):
 
 
 def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill):
+    assert n_equal_after_kills(unbroken, tmp_path, train, kill) == 20
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overrides", [PAIRS, LABELS], ids=["dpo", "kto"])
+def test_killed_at_twenty_random_moments_the_preferences_are_the_same(make_run, tmp_path, train, kill, overrides):
+    whole = make_run(*overrides)
+    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    assert n_equal_after_kills(whole, tmp_path, train, kill) == 20
+
+
+def n_equal_after_kills(unbroken, tmp_path, train, kill):
     times = [event.time_s for event in read_events(unbroken.events)]
     lasts_s, moments, n_equal = times[-1] - times[0] + 0.5, random.Random(0), 0
     for number in range(20):
@@ -76,7 +89,7 @@ def test_killed_at_twenty_random_moments_the_adapter_is_the_same(unbroken, tmp_p
         kill(pid)
         assert train(run) in (0,), run.log.read_text()[-2000:]
         n_equal += adapter_hash(run) == adapter_hash(unbroken)
-    assert n_equal == 20
+    return n_equal
 
 
 def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train):
@@ -246,9 +259,11 @@ def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
 
 @pytest.mark.parametrize(
     "overrides",
-    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, LEAN, [*LEAN, *TILED], PAIRS],
+    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, LEAN, [*LEAN, *TILED], PAIRS, LABELS],
 )
-def test_resume_is_exact_with_padding_packing_workers_epochs_lean_layers_tiles_and_pairs(make_run, train, tmp_path, overrides):
+def test_resume_is_exact_with_padding_packing_workers_epochs_lean_layers_tiles_and_answers(
+    make_run, train, tmp_path, overrides
+):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]

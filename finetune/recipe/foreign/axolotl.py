@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_pairs, read_rl
+from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_labels, columns_of_pairs, read_rl
 from finetune.recipe.foreign.preferences import OTHER_METHODS
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, is_off
 from finetune.recipe.foreign.shared import (
@@ -345,6 +345,8 @@ def _columns(entry: dict[str, Any], model: str, method: str) -> tuple[str, dict[
         return "", {}, "", reason
     if method == "dpo":
         row_format, (columns, note, reason) = "preference", columns_of_pairs(kind, entry, model)
+    elif method == "kto":
+        row_format, (columns, note, reason) = "labelled", columns_of_labels(kind, entry, model)
     elif isinstance(kind, str) and name in _TYPES:
         (row_format, columns, note), reason = _TYPES[name], ""
     else:

@@ -17,11 +17,20 @@ PAIR_KEYS: dict[str, Rule] = {
     "orpo_alpha": Refuse("there it is beta where rl_beta is absent; set rl_beta"), "simpo_gamma": _OTHER_METHOD,
     "cpo_alpha": _OTHER_METHOD,
 }  # fmt: skip
+_KTO_KEYS: dict[str, Rule] = {
+    "kto_desirable_weight": Keep("desirable_weight", float), "kto_undesirable_weight": Keep("undesirable_weight", float),
+    "dpo_loss_type": _OTHER_METHOD, "dpo_loss_weights": _OTHER_METHOD, "dpo_label_smoothing": _OTHER_METHOD,
+}  # fmt: skip
 
 #: What Axolotl's types of text in a fixed template call the columns.
 _TEXT_TYPES: dict[str, dict[str, str]] = {
     "intel": {"instruction": "question"}, "icr": {"instruction": "input"}, "prompt_pairs": {"instruction": "prompt"},
     "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"}, "argilla_chat": {}, "ultra": {},
+}  # fmt: skip
+#: The same of labelled answers, which are in the column completion.
+_LABELLED_TYPES: dict[str, dict[str, str]] = {
+    "intel": {"instruction": "question"}, "prompt_pairs": {"instruction": "prompt"}, "ultra": {"instruction": "prompt"},
+    "argilla": {}, "argilla_chat": {"messages": "completion"},
 }  # fmt: skip
 _TEMPLATES = {"chatml": "ChatML", "llama3": "Llama 3's template"}
 _FORMATS = ("prompt_format", "chosen_format", "rejected_format")
@@ -30,9 +39,10 @@ _FORMATS = ("prompt_format", "chosen_format", "rejected_format")
 def read_rl(config: ConfigReader) -> str:
     """The method of `rl`; empty where it is refused."""
     ipo = str(config.value("rl")).lower() == "ipo"
-    method = read_method(config, "rl", "sft", {"sft": "sft", "dpo": "dpo", "ipo": "dpo"})
-    rules, trl = dict(PAIR_KEYS), config.value("trl")
-    if method == "dpo" and isinstance(trl, dict) and trl.get("beta") is not None:
+    method = read_method(config, "rl", "sft", {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"})
+    rules, trl = PAIR_KEYS | (_KTO_KEYS if method == "kto" else {}), config.value("trl")
+    prefers = method in ("dpo", "kto")
+    if prefers and isinstance(trl, dict) and trl.get("beta") is not None:
         config.keep("trl", "beta", float(trl["beta"]))
         rules["rl_beta"] = Ignore("trl.beta counts")
     if method == "dpo" and ipo:
@@ -41,8 +51,8 @@ def read_rl(config: ConfigReader) -> str:
     elif method == "dpo":
         read_loss(config, "dpo_loss_type")
     read_preferences(config, rules, method)
-    if method == "dpo":
-        config.ignore("train_on_inputs", "the prompt is the same in both answers of a pair, as there")
+    if prefers:
+        config.ignore("train_on_inputs", "prompts are not trained, as there")
         config.settings.pop("train_on_inputs", None)
         if "trl" not in config.entries:
             config.ignore("trl", "has no beta; the other keys are of methods that reward")
@@ -79,3 +89,24 @@ def columns_of_pairs(kind: Any, entry: dict[str, Any], model: str) -> tuple[dict
         else f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"
     )
     return {field: column for field, column in columns.items() if field != column}, note, ""
+
+
+def columns_of_labels(kind: Any, entry: dict[str, Any], model: str) -> tuple[dict[str, str], str, str]:
+    """Columns of a dataset of answers marked good or bad, a note, and the reason why it can't be read."""
+    template, _, name = str(kind).partition(".")
+    if isinstance(kind, dict):
+        if formats := [
+            key for key in ("prompt_format", "completion_format") if kind.get(key) not in (None, "", f"{{{key[:-7]}}}")
+        ]:
+            return {}, "", f"{formats[0]} is text around the rows, which is not written here: write it into the rows"
+        fields = {"prompt": "field_prompt", "completion": "field_completion", "label": "field_label"}
+        columns = {field: str(kind.get(key) or field) for field, key in fields.items()}
+        return {field: column for field, column in columns.items() if field != column}, "", ""
+    if template not in _TEMPLATES or name not in _LABELLED_TYPES:
+        return {}, "", f"type {kind} is unknown for method kto, and decides what rows look like"
+    columns = dict(_LABELLED_TYPES[name])
+    columns |= {} if "messages" in columns else {"output": "completion"}
+    note = ""
+    if own_template_note(template, model) != "":
+        note = f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"
+    return columns, note, ""

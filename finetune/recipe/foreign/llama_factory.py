@@ -44,18 +44,26 @@ _OTHER_METHODS_KEYS = (
     "galore_layerwise", "galore_update_interval", "galore_proj_type", "apollo_target", "apollo_rank", "apollo_scale",
     "apollo_layerwise", "apollo_scale_type", "badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
     "badam_update_ratio", "badam_mask_mode", "badam_start_block", "asft_alpha", "eaft_alpha", "muon_lr", "kt_config",
-    "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight",
+    "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma",
     "ppo_buffer_size", "ppo_score_norm", "ppo_target", "ppo_whiten_rewards", "reward_model", "reward_model_adapters",
     "reward_model_quantization_bit", "reward_model_type",
     "fp8_enable_fsdp_float8_all_gather", "freeze_extra_modules",
 )  # fmt: skip
 
 _OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
+_KTO_ONLY = Ignore("of stage kto")
 _PAIR_KEYS: dict[str, Rule] = {
+    "kto_chosen_weight": _KTO_ONLY, "kto_rejected_weight": _KTO_ONLY,
     "pref_beta": Keep("beta", float), "pref_ftx": Keep("sft_weight", lambda weight: float(weight) or None),
     "pref_bco_weight": _OTHER_LOSS,
     "pref_loss": Read(), "dpo_label_smoothing": LABEL_SMOOTHING, "ld_alpha": NO_WEIGHTING, "ref_model": OTHER_REFERENCE,
     "ref_model_adapters": OTHER_REFERENCE, "ref_model_quantization_bit": OTHER_REFERENCE,
+}  # fmt: skip
+_KTO_KEYS: dict[str, Rule] = {
+    **_PAIR_KEYS, "kto_chosen_weight": Keep("desirable_weight", float),
+    "kto_rejected_weight": Keep("undesirable_weight", float),
+    "pref_ftx": Refuse("adds SFT's loss, which method kto doesn't have", (0, 0.0)), "pref_loss": Ignore("of stage dpo"),
+    "dpo_label_smoothing": Ignore("of stage dpo"),
 }  # fmt: skip
 
 KEYS: dict[str, Rule] = {
@@ -134,7 +142,7 @@ DEFAULTS: dict[str, Any] = {
 
 #: Columns of LLaMA-Factory's datasets -> our field; the value is its default column.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-_REFUSED_COLUMNS = ("images", "videos", "audios", "kto_tag")
+_REFUSED_COLUMNS = ("images", "videos", "audios")
 _CUT_NOTE = "of a pair over cutoff_len the end is cut here; there a long prompt and the answers are shortened in proportion"
 _ROLES = {
     "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
@@ -157,11 +165,11 @@ def finish(config: ConfigReader) -> None:
 
 
 def _method(config: ConfigReader) -> str:
-    method = read_method(config, "stage", "sft", {"sft": "sft", "dpo": "dpo"})
+    method = read_method(config, "stage", "sft", {"sft": "sft", "dpo": "dpo", "kto": "kto"})
     if method == "dpo":
         config.notes.append(_CUT_NOTE)
         read_loss(config, "pref_loss")
-    read_preferences(config, _PAIR_KEYS, method)
+    read_preferences(config, _KTO_KEYS if method == "kto" else _PAIR_KEYS, method)
     if config.value("finetuning_type", "lora") != "lora":
         config.refuse("finetuning_type", "finetune trains LoRA adapters")
     else:
@@ -174,9 +182,9 @@ def _method(config: ConfigReader) -> str:
 
 
 def _packing(config: ConfigReader, method: str) -> None:
-    if method == "dpo":
+    if method in ("dpo", "kto"):
         for key in ("neat_packing", "packing"):
-            config.ignore(key, "pairs are not packed")
+            config.ignore(key, f"method {method} does not pack its rows")
         return
     neat_packing, packing = config.is_on("neat_packing"), config.is_on("packing")
     if "neat_packing" in config.values:
@@ -280,7 +288,10 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str
         return f"{name} is not in {folder / 'dataset_info.json'}" + ("" if info else ", which was not found")
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
     if refused := [column for column in _REFUSED_COLUMNS if columns.get(column)]:
-        return f"{name} is for images, or for answers marked good or bad (columns {', '.join(refused)})"
+        return f"{name} is for images, video or sound (columns {', '.join(refused)})"
+    if bool(columns.get("kto_tag")) != (method == "kto"):
+        labels = "answers marked good or bad, for stage kto" if columns.get("kto_tag") else "no labels (column kto_tag)"
+        return f"{name} has {labels}"
     if bool(entry.get("ranking")) != (method == "dpo"):
         return f"{name} has pairs of answers, for stage dpo" if entry.get("ranking") else f"{name} has no pairs (ranking: true)"
     if method == "dpo" and not {"chosen", "rejected"} <= set(columns):
@@ -321,6 +332,8 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
             columns_by_field |= {"role": role, "content": tags.get("content_tag", "value")}
     name = "alpaca" if "output" in columns_by_field else "messages" if "messages" in columns_by_field else "sharegpt"
     name, columns_by_field = ("preference", columns_by_field | answers) if answers else (name, columns_by_field)
+    if columns.get("kto_tag"):
+        name, columns_by_field = "labelled", columns_by_field | {"label": columns["kto_tag"]}
     renamed = {field: column for field, column in columns_by_field.items() if field != column}
     return {"format": name, **({"columns": renamed} if renamed else {})}
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from finetune.recipe.foreign.rules import ConfigReader, Refuse, Rule, is_off
 from finetune.recipe.foreign.shared import PREFERENCE
 from finetune.settings.methods import METHODS
-from finetune.settings.schema import PreferenceLoss
 
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
 _NO_REFERENCE = "the nearest is method dpo, which compares with the model before the training; {} has no such reference"
-_ONE_ANSWER = "the nearest is method dpo, which needs two answers to a prompt; KTO learns from one that is marked good or bad"
+_ONE_ANSWER = "of pairs the nearest is sigmoid; method kto learns from single answers that are marked good or bad"
+_BARE_REFERENCE = "there the reference is the base model; here, with adapter=RUN in a recipe, it is that adapter"
 _SCORES = "the nearest is method dpo, which trains the model itself on the same pairs; a reward model only scores answers"
 #: Methods of other tools -> the nearest here, and why it isn't the same.
 OTHER_METHODS = {
@@ -44,28 +42,29 @@ def read_method(config: ConfigReader, key: str, default: str, names: dict[str, s
 
 
 def read_preferences(config: ConfigReader, rules: dict[str, Rule], method: str) -> None:
-    """Keys for pairs, which have no effect without them; what LLaMA-Factory, Axolotl and TRL have where they are absent."""
+    """Keys for pairs or labels, which have no effect without them; what the other tools have where they are absent."""
+    losses = METHODS[method].losses if method else ()
     for key, rule in rules.items():
-        if key in config.values and method == "dpo":
+        if key in config.values and losses:
             config.apply(key, rule)
         else:
             config.ignore(key, PREFERENCE.reason)
-    if method == "dpo":
+    if losses:
         config.assume("beta", 0.1)
-        config.assume("loss_type", "sigmoid")
+        config.assume("loss_type", losses[0])
         if config.is_on("lora_dropout") and "lora_dropout" not in config.overrides:
-            config.keep("lora_dropout", "lora_dropout", 0.0, f"{config.tool.name} turns dropout off in DPO")
+            config.keep("lora_dropout", "lora_dropout", 0.0, f"{config.tool.name} turns dropout off in {method.upper()}")
         config.assume("lora_dropout", 0.0)
         for key in filter(config.is_on, ("adapter_name_or_path", "lora_model_dir")):
-            config.entries.pop(key)  # refused there for what DPO doesn't lift
-            config.refuse(key, dict(METHODS[method].refused)["adapter_name_or_path"])
+            config.entries.pop(key)  # refused there for what this doesn't lift
+            config.refuse(key, _BARE_REFERENCE)
 
 
-def read_loss(config: ConfigReader, key: str) -> None:
-    """The loss on a pair: a name, or a list with one."""
+def read_loss(config: ConfigReader, key: str, method: str = "dpo") -> None:
+    """The loss of the method: a name, or a list with one."""
     names = config.value(key)
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    losses = get_args(PreferenceLoss)
+    losses = METHODS[method].losses
     if is_off(name):
         config.ignore(key, "is not set")
     elif name in losses:
@@ -73,4 +72,6 @@ def read_loss(config: ConfigReader, key: str) -> None:
     elif isinstance(name, str) and name.removesuffix("_pair") in OTHER_METHODS:
         config.refuse(key, OTHER_METHODS[name.removesuffix("_pair")], "loss_type")
     else:
-        config.refuse(key, f"the losses on a pair are {', '.join(losses)}, one at a time; sft_weight adds SFT's", "loss_type")
+        config.refuse(
+            key, f"the losses of method {method} are {', '.join(losses)}, one at a time; sft_weight adds SFT's", "loss_type"
+        )

@@ -27,6 +27,7 @@ from finetune.recipe.foreign.shared import (
     read_targets,
     read_training_arguments,
 )  # fmt: skip
+from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
 _REWARDS = (
@@ -45,6 +46,9 @@ _PAIR_KEYS: dict[str, Rule] = {
         ("ref_model_mixup_alpha", "ref_model_sync_steps", "f_alpha_divergence_coef", "discopop_tau"),
         Ignore("belongs to a key that this file doesn't use"),
     ),
+}  # fmt: skip
+_KTO_KEYS: dict[str, Rule] = {
+    "desirable_weight": Keep("desirable_weight", float), "undesirable_weight": Keep("undesirable_weight", float),
 }  # fmt: skip
 _PAIR_LOSSES = {
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "aot_pair",
@@ -75,7 +79,7 @@ KEYS: dict[str, Rule] = {
     "dataset_kwargs": Read(), "dataset_mixture": Read(), "dataset_mixer": Read(), "dataset_splits": Read(),
     "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), "use_flash_attention_2": KERNELS,
     **dict.fromkeys(_PAIR_KEYS, Read()), **dict.fromkeys(_REWARDS, Refuse(OTHER_METHODS["grpo"])),
-    "desirable_weight": Refuse(OTHER_METHODS["kto"]), "undesirable_weight": Refuse(OTHER_METHODS["kto"]),
+    **dict.fromkeys(_KTO_KEYS, Read()),
     "simpo_gamma": Refuse(OTHER_METHODS["simpo"]), "cpo_alpha": Refuse(OTHER_METHODS["cpo"]),
     "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
     "max_seq_length": Keep("max_length"),
@@ -114,8 +118,10 @@ def finish(config: ConfigReader) -> None:
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
         config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
-    if _trains_on_pairs(config):
-        _pairs(config)
+    if _trains_on_labels(config):
+        _preferences(config, "kto")
+    elif _trains_on_pairs(config):
+        _preferences(config, "dpo")
     else:
         _loss(config)
     if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
@@ -161,7 +167,7 @@ def _mixture(config: ConfigReader) -> None:
 
 def _is_plain(entry: Any) -> bool:
     """Whether a dataset of a mixture has only keys and columns that finetune reads."""
-    columns = {"messages", "prompt", "completion", "text", "chosen", "rejected"}
+    columns = {"messages", "prompt", "completion", "text", "chosen", "rejected", "label"}
     return (
         isinstance(entry, dict)
         and set(entry) <= {"id", "config", "split", "columns", "weight"}
@@ -194,25 +200,32 @@ def _trains_on_pairs(config: ConfigReader) -> bool:
     return not others and (isinstance(loss, list) or loss in _PAIR_LOSSES or any(key in _PAIR_KEYS for key in config.values))
 
 
-def _pairs(config: ConfigReader) -> None:
-    """Keys and defaults of `trl dpo`."""
-    config.assume("method", "dpo", "read as a file of `trl dpo`, by its keys: method=sft if it is not")
+def _trains_on_labels(config: ConfigReader) -> bool:
+    """Whether the file is one of `trl kto`."""
+    if "method" in config.overrides:
+        return config.overrides["method"] == "kto"
+    return config.value("loss_type") in METHODS["kto"].losses or any(key in _KTO_KEYS for key in config.values)
+
+
+def _preferences(config: ConfigReader, method: str) -> None:
+    """Keys and defaults of `trl dpo` or `trl kto`."""
+    config.assume("method", method, f"read as a file of `trl {method}`, by its keys: method=sft if it is not")
     config.assume("learning_rate", 1e-6)
-    read_loss(config, "loss_type")
+    read_loss(config, "loss_type", method)
     dropout = config.settings.get("lora_dropout", DEFAULTS["lora_dropout"])
-    read_preferences(config, _PAIR_KEYS, "dpo")
+    read_preferences(config, _PAIR_KEYS | (_KTO_KEYS if method == "kto" else {}), method)
     if config.value("disable_dropout") is False:
         config.keep("disable_dropout", "lora_dropout", dropout)
     config.ignore("disable_dropout", "dropout is off")
     config.ignore("max_prompt_length", "max_length is the only limit", "there the start of a longer prompt was cut")
     for key in _ONLY_SFT:
         if key in config.values:
-            config.refuse(key, "is a key of `trl sft`, which `trl dpo` doesn't have")
+            config.refuse(key, f"is a key of `trl sft`, which `trl {method}` doesn't have")
 
 
 def _loss(config: ConfigReader) -> None:
     """Which tokens are learnt. TRL also learns the prompts of messages, but of prompt and completion only the completions."""
-    for key in (name for name in _PAIR_KEYS if name in config.values):
+    for key in (name for name in (*_PAIR_KEYS, *_KTO_KEYS) if name in config.values):
         config.ignore(key, "is of a method that this file doesn't use")
     if "loss_type" in config.values:
         config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll",)))
@@ -223,7 +236,7 @@ def _loss(config: ConfigReader) -> None:
     config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
 
 
-_OTHER_METHODS_KEYS = (*_REWARDS, "desirable_weight", "undesirable_weight", "simpo_gamma", "cpo_alpha")
+_OTHER_METHODS_KEYS = (*_REWARDS, "simpo_gamma", "cpo_alpha")
 
 
 def has_only_its_keys(values: dict[str, Any]) -> bool:

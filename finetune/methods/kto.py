@@ -1,0 +1,115 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024): learn from single answers that are marked good or bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.distributed.ranks import all_reduce_mean
+from finetune.methods.dpo import USUAL_BETA
+from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, forward
+from finetune.settings.methods import has_kl
+
+_NOT_TRAINED = -100
+_KL = "kl_"
+
+
+class LabelledCollator:
+    """A batch of answers with their labels, and with `has_kl` the KL batch: each prompt with the answer of the row before it,
+    as TRL's, truncated to `max_length` tokens."""
+
+    def __init__(self, answers: Collator, max_length: int | None, *, has_kl: bool = True) -> None:
+        self._answers, self._max_length, self._has_kl = answers, max_length, has_kl
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """input_ids, labels and attention_mask; the same with the prefix `kl_`; `desirable`, a bool for each row."""
+        batch = self._answers([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+        batch["desirable"] = torch.tensor([bool(row["desirable"]) for row in rows])
+        if not self._has_kl:
+            return batch
+        mismatched = [self._mismatched(row, rows[index - 1]) for index, row in enumerate(rows)]
+        return batch | {f"{_KL}{name}": value for name, value in self._answers(mismatched).items()}
+
+    def _mismatched(self, row: dict[str, Any], other: dict[str, Any]) -> dict[str, list[int]]:
+        prompt = row["input_ids"][: _answer_start(row)]
+        start = _answer_start(other)
+        sequence = {
+            "input_ids": [*prompt, *other["input_ids"][start:]],
+            "labels": [_NOT_TRAINED] * len(prompt) + list(other["labels"][start:]),
+        }
+        return {name: values[: self._max_length] for name, values in sequence.items()}
+
+
+def _answer_start(row: dict[str, Any]) -> int:
+    """Index of the first trained token; a row without one is all prompt."""
+    return next((index for index, label in enumerate(row["labels"]) if label != _NOT_TRAINED), len(row["labels"]))
+
+
+class Kto(TrainingMethod):
+    """KTO's loss, as TRL's KTOTrainer, and its `apo_zero_unpaired`.
+
+    The reference point of KTO's, `kl`, is not trained: the mean of how much likelier the KL batch is than for the reference, at
+    least 0. A micro-batch of one row, which only the end of an epoch may have, has no other answer; its `kl` is 0.
+    """
+
+    counts_items = False
+
+    @property
+    def _has_kl(self) -> bool:
+        return has_kl(self.settings.method, self.settings.loss_type)
+
+    def collator(self, answers: Collator) -> Collator:
+        """Labelled answers and their KL batch."""
+        return LabelledCollator(answers, self.settings.max_length, has_kl=self._has_kl)
+
+    def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
+        """The labels and the KL batch."""
+        batch = {"desirable": torch.zeros(rows, dtype=torch.bool)}
+        names = ("input_ids", "labels", "attention_mask") if self._has_kl else ()
+        return batch | {f"{_KL}{name}": torch.ones((rows, mismatched_tokens), dtype=torch.long) for name in names}
+
+    def loss(
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
+    ) -> MicroBatchLoss:
+        """A mean over the rows. The passes without gradients come first, when no activations are in memory."""
+        desirable = inputs["desirable"]
+        kl_batch = {name.removeprefix(_KL): value for name, value in inputs.items() if name.startswith(_KL)}
+        batch = {name: value for name, value in inputs.items() if name != "desirable" and not name.startswith(_KL)}
+        with torch.no_grad():
+            with self.as_reference(model):
+                reference, *kl_reference = (_log_probs(model, sequences) for sequences in (batch, kl_batch) if sequences)
+            kl = reference.new_zeros(())
+            if kl_batch:
+                kl = (_log_probs(model, kl_batch) - kl_reference[0]).mean() if len(desirable) > 1 else kl
+                kl = all_reduce_mean(kl).clamp(min=0)
+        outputs = forward(model, batch, routed=routed)
+        log_ratios = outputs.log_probs.sum(dim=1) - reference
+        beta = self.settings.beta or USUAL_BETA
+        sign = torch.where(desirable, 1.0, -1.0)
+        good, bad = self.settings.desirable_weight or 1.0, self.settings.undesirable_weight or 1.0
+        margins = sign * (log_ratios - kl)
+        losses = torch.where(desirable, good, bad) * (1 - (beta * margins).sigmoid())
+        rewards = beta * log_ratios.detach()
+        counts = {
+            "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "desirable": desirable.sum(),
+            "rewards/accuracies": (margins.detach() > 0).sum(), "rewards/chosen": (rewards * desirable).sum(),
+            "rewards/rejected": (rewards * ~desirable).sum(), "kl": kl * len(rewards),
+        }  # fmt: skip
+        return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
+
+    def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
+        """Means over the rows, by TRL's names; no margin without answers of both labels. Accuracy: the share of the rows that
+        are on the side of `kl` that their label asks for."""
+        rows, chosen = counts.get("rows"), counts.get("desirable")
+        if not rows or chosen is None:
+            return {}
+        sizes = {"rewards/accuracies": rows, "rewards/chosen": chosen, "rewards/rejected": rows - chosen}
+        means = {name: counts[name] / size for name, size in (sizes | {"kl": rows} if self._has_kl else sizes).items() if size}
+        if chosen and rows > chosen:
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
+
+
+def _log_probs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return forward(model, inputs, routed=False).log_probs.sum(dim=1)

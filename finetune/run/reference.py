@@ -1,0 +1,88 @@
+"""The reference's log-probabilities of every row, computed once before the training and kept in the run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.files import read_json
+from finetune.methods.dpo import REFERENCE_COLUMNS
+from finetune.methods.row_order import row_lengths
+from finetune.model.padding import without_mask
+from finetune.run.seal import MANIFEST, changes_in, write_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from finetune.run.training import RunTrainer
+
+_SPLITS = ("train", "eval")
+#: Facts of the seal that these values follow from.
+_FACTS = ("data", "base", "base_config", "origin", "dtype", "load_in_4bit", "load_in_8bit")
+
+
+def add_reference(trainer: RunTrainer, warn: Callable[[str], None]) -> str:
+    """Give the trainer's rows the columns of their reference; returns the hash of the values, for the seal.
+
+    Values of an earlier attempt are used as they are. Changed or damaged ones, and those of other rows or another model, are
+    computed again; a checkpoint that was sealed with other values is refused by their hash.
+    """
+    folder = trainer.run.path / "reference"
+    rows = {name: part for name in _SPLITS if (part := getattr(trainer, f"{name}_dataset")) is not None}
+    values = _read(folder, _facts_of(trainer), warn)
+    if values is None or any(len(values.get(name, ())) != len(part) for name, part in rows.items()):
+        with trainer._phase("reference"):
+            values = {name: _computed(trainer, part) for name, part in rows.items()}
+        _write(folder, values, _facts_of(trainer))
+    for name, part in rows.items():
+        for column, numbers in zip(REFERENCE_COLUMNS, values[name].T, strict=True):
+            part = part.add_column(column, numbers.tolist())  # noqa: PLW2901
+        setattr(trainer, f"{name}_dataset", part)
+    return hashlib.sha256(b"".join(values[name].tobytes() for name in rows)).hexdigest()
+
+
+def _facts_of(trainer: RunTrainer) -> dict[str, Any]:
+    return {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
+
+
+def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+    """The values in a folder; None without any, and with a warning where they can't be used."""
+    if not folder.is_dir():
+        return None
+    problems = changes_in(folder, required=True)
+    if not problems and read_json(folder / MANIFEST, dict).get("facts") != facts:
+        problems = ["it is of other rows or another model"]
+    if problems:
+        warn(f"the precomputed reference is computed again: {problems[0]}")
+        return None
+    return {path.stem: np.load(path, allow_pickle=False) for path in folder.glob("*.npy")}
+
+
+def _write(folder: Path, values: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name, numbers in values.items():
+        np.save(folder / f"{name}.npy", numbers, allow_pickle=False)
+    write_manifest(folder, {"facts": facts})
+
+
+def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
+    """Log-probabilities of the chosen and the rejected answer of each row, in fp32. The longest rows come first: if memory
+    runs out, it does so at once."""
+    model, size = trainer.model, trainer.plan.settings.per_device_train_batch_size
+    order = np.argsort(-np.array(row_lengths(rows)), kind="stable")
+    values = np.zeros((len(rows), 2), np.float32)
+    model.eval()  # type: ignore[union-attr]
+    for start in range(0, len(rows), size):
+        indices = order[start : start + size]
+        inputs = trainer._prepare_inputs(trainer.data_collator([rows[int(index)] for index in indices]))
+        with trainer.accelerator.autocast():
+            computed = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
+        values[indices] = computed.float().reshape(2, -1).T.cpu().numpy()
+        os.utime(trainer.events.path)  # a long pass is no hang
+    model.train()  # type: ignore[union-attr]
+    return values

@@ -1,0 +1,119 @@
+"""Loss, rewards, KL and gradients of labelled answers against TRL's own KTOTrainer, on the same rows."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl import KTOConfig, KTOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
+
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.lean_layers import make_lean, undo_lean
+from finetune.methods.kto import Kto
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
+from tests.methods.test_dpo_is_trls import VOCABULARY, gradients, tokenizer
+
+#: Prompt and answer as vocabulary, of uneven lengths, and whether it is good.
+ROWS = [
+    ("w3 w4 w5", "w6 w7", True),
+    ("w12", "w13 w14 w15 w16 w17", False),
+    ("w9 w8", "w7", True),
+    ("w30", "w32 w33", False),
+]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """TRL's, of a model whose adapter is not zero, so that it differs from its reference."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, pad_token_id=62
+    )
+    arguments = KTOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to=[], beta=0.3, max_length=None,
+        per_device_train_batch_size=4, desirable_weight=1.5, undesirable_weight=0.7, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    texts = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}", "label": good} for prompt, answer, good in ROWS])
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = KTOTrainer(
+        model=LlamaForCausalLM(config), args=arguments, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter
+    )
+    add_fused_lm_head(trainer.model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return trainer
+
+
+def rows(only=None):
+    """The labelled answers as this project's rows, and as TRL's."""
+    selected = [row for row in ROWS if only is None or row[2] == only]
+    ids = [[[int(word[1:]) for word in text.split()] for text in texts[:2]] for texts in selected]
+    ours = [
+        {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "desirable": row[2]}
+        for (prompt, answer), row in zip(ids, selected, strict=True)
+    ]
+    mismatched = [ids[index - 1][1] for index in range(len(ids))]
+    trls = [
+        {"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": other, "label": row[2]}
+        for (prompt, answer), other, row in zip(ids, mismatched, selected, strict=True)
+    ]
+    return ours, trls
+
+
+@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("only", [None, True, False], ids=["both", "good", "bad"])
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, lean):
+    ours, trls = rows(only)
+    model = trainer.model.train()
+    trainer.loss_type, trainer.calculate_KL = loss_type, loss_type == "kto"
+    trainer._metrics["train"].clear()
+    theirs = trainer.compute_loss(model, DataCollatorForUnpairedPreference(pad_token_id=62)(trls))
+    theirs.backward()
+    expected = gradients(model)
+
+    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
+    settings = plainest(recipe_from({
+        "model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "beta": 0.3, "loss_type": loss_type,
+        "desirable_weight": 1.5, "undesirable_weight": 0.7,
+    }))  # fmt: skip
+    method = Kto(settings)
+    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours)
+    computed = method.loss(model, batch)
+    computed.loss.backward()
+    undo_lean(list(decoder_layers(model)))
+
+    assert computed.loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
+    computed_gradients = gradients(model)
+    assert computed_gradients.keys() == expected.keys()
+    for name, gradient in computed_gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    metrics = method.metrics({name: float(count) for name, count in computed.counts.items()})
+    for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins"):
+        if name in metrics:
+            assert metrics[name] == pytest.approx(trainer._metrics["train"][name][-1], abs=1e-6)
+
+
+def test_the_one_row_at_an_epochs_end_is_compared_with_nothing(trainer):
+    method = Kto(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto"})))
+    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(rows()[0][:1])
+    assert method.loss(trainer.model, batch).counts["kl"] == 0
+
+
+def test_a_mismatched_answer_brings_its_labels_and_is_truncated():
+    answers = [
+        {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, -100, 5], "desirable": True},
+        {"input_ids": [6, 7], "labels": [-100, 7], "desirable": False},
+    ]
+    settings = plainest(recipe_from({"model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "max_length": 8}))
+    batch = Kto(settings.model_copy(update={"max_length": 3})).collator(DataCollatorForLanguageModeling(pad_token_id=62))(
+        answers
+    )
+    assert batch["kl_input_ids"].tolist() == [[1, 2, 7], [6, 3, 4]]
+    assert batch["kl_labels"].tolist() == [[-100, -100, 7], [-100, 3, -100]]
+    assert batch["desirable"].tolist() == [True, False]

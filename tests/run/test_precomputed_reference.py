@@ -1,0 +1,70 @@
+"""A reference that is computed before the training: as the one of each step, sealed, and computed again where it is damaged."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import adapter_hash
+from faults import waiting_after
+
+from finetune.events import RunWarning, Step, read_events
+from finetune.run.seal import MANIFEST, write_manifest
+from finetune.run.state import read_state
+
+pytestmark = pytest.mark.slow
+PAIRS = ["method=dpo", "dataset.path=support-pairs"]
+
+
+@pytest.fixture(scope="module")
+def whole(make_run, train):
+    run = make_run(*PAIRS, "precompute_ref_log_probs=true")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+def steps_of(run):
+    return [event for event in read_events(run.events) if isinstance(event, Step)]
+
+
+def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, make_run, train):
+    each = make_run(*PAIRS)
+    assert train(each) == 0, each.log.read_text()[-2000:]
+    losses = [[step.loss for step in steps_of(run)] for run in (whole, each)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] == pytest.approx(np.log(2), abs=1e-4)
+
+
+@pytest.fixture
+def killed(make_run, train, tmp_path):
+    """A run that was killed after step 5, with a checkpoint of step 4."""
+    run = make_run(*PAIRS, "precompute_ref_log_probs=true")
+    pid = train.start(run, waiting_after(5, tmp_path / "never"))
+    while not any(step.step == 5 for step in steps_of(run)):
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    os.kill(pid, 9)
+    train.wait(pid)
+    return run
+
+
+@pytest.mark.parametrize("damage", ["none", "bytes", "missing"])
+def test_resumed_with_a_damaged_reference_the_adapter_is_the_same(whole, killed, train, damage):
+    values = killed.path / "reference" / "train.npy"
+    if damage == "bytes":
+        values.write_bytes(values.read_bytes()[:-4] + b"\0\0\0\0")
+    elif damage == "missing":
+        values.unlink()
+    assert train(killed) == 0, killed.log.read_text()[-2000:]
+    assert adapter_hash(killed) == adapter_hash(whole)
+    warnings = [event.message for event in read_events(killed.events) if isinstance(event, RunWarning)]
+    assert any("reference is computed again" in message for message in warnings) == (damage != "none")
+
+
+def test_a_checkpoint_is_not_continued_with_another_reference(killed, train):
+    folder = killed.path / "reference"
+    np.save(folder / "train.npy", np.load(folder / "train.npy") + 1)
+    facts = json.loads((folder / MANIFEST).read_text())["facts"]
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, {"facts": facts})
+    assert train(killed) != 0
+    assert "the precomputed reference has changed" in read_state(killed).message
