@@ -35,6 +35,7 @@ ROWS = 24
 
 
 def listed(text: str) -> list[str]:
+    """The words of a text."""
     return text.split()
 
 
@@ -74,6 +75,7 @@ POINTERS = {"url", "uuid"}
 
 
 def sentence(generator: random.Random) -> str:
+    """A sentence that no other row has."""
     return f"The {' '.join(generator.choices(WORDS, k=7))}."
 
 
@@ -105,6 +107,7 @@ ASK, REPLY = {"role": "user"}, {"role": "assistant"}
 
 
 def messages_of(question: str, answer: str) -> list[dict]:
+    """A conversation of two turns."""
     return [{**ASK, "content": question}, {**REPLY, "content": answer}]
 
 
