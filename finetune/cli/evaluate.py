@@ -88,6 +88,10 @@ def show_scores(
         err.print(f"[yellow]{escape(note)}[/]")
     out.print(_table(result, names))
     if result.tuned.answers:
+        from finetune.evaluate.scorers import are_json_objects
+
+        if result.score == "exact" and are_json_objects(result.references):
+            out.print("the expected answers are JSON; to score them field by field:  --score json")
         if result.score != "exact":
             out.print(f"{escape(result.score)}: {format_difference(result.score_difference, names=gap)}")
         out.print(f"exact match: {format_difference(result.exact_match_difference, 100, ' points', gap)}")

@@ -9,7 +9,7 @@ from rich.markup import escape
 from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
-from finetune.errors import CommandError
+from finetune.errors import CommandError, PackagesError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.run.directory import open_run
 
@@ -26,10 +26,17 @@ def export_run(
         raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(GGUF_TYPES)}.")
     run = open_run(source)
     if llama_cpp is None:
-        raise CommandError(
-            "llama.cpp's converter is needed, and --llama-cpp is not given",
-            "git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  --llama-cpp llama.cpp, or set FINETUNE_LLAMA_CPP",
-        )
+        from finetune.export.parity import require_llama_cpp
+
+        problems = ["llama.cpp's converter is needed, and --llama-cpp is not given"]
+        fixes = [
+            "git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  --llama-cpp llama.cpp, or set FINETUNE_LLAMA_CPP"
+        ]
+        try:
+            require_llama_cpp()
+        except PackagesError as error:
+            problems, fixes = [*problems, *error.problems], [*fixes, error.fix]
+        raise CommandError(problems, "\n".join(fixes))
     restrict_visible_devices(run)
     from finetune.export.gguf import export_gguf
 

@@ -44,6 +44,7 @@ from finetune.system import shell_join
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from finetune.data.report import DataReport
     from finetune.run.directory import RunDirectory
     from finetune.run.state import RunState
 
@@ -159,15 +160,22 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
     for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
         if report is not None:
-            if report.rows_read != report.rows_used:
-                out.print(f"{name} data: {escape(report.account())}")
-            if report.unused_columns:
-                out.print(f"{name} data: columns not used: {escape(', '.join(report.unused_columns))}")
-            for warning in report.warnings:
-                out.print(f"[yellow]note:[/] {escape(warning)}")
+            for line in _data_lines(name, report):
+                out.print(line)
     if (origin := base_adapter_of(run)) is not None:
         out.print(f"Continues from {escape(origin.summary())}")
     out.print(f"Run directory: {escape(str(run.path))}\n")
+
+
+def _data_lines(name: str, report: DataReport) -> Iterator[str]:
+    """Markup of what to know of the rows of a split: those left out, columns that aren't used, and findings."""
+    if report.rows_read != report.rows_used:
+        yield f"{name} data: {escape(report.account())}"
+    if report.unused_columns:
+        yield f"{name} data: columns not used: {escape(', '.join(report.unused_columns))}"
+    for warning in report.warnings:
+        split = "" if name == "Training" else "held-out data: "
+        yield f"[yellow]note:[/] {split}{escape(warning)}"
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:

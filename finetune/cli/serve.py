@@ -81,7 +81,7 @@ def _serving_memory(runs: dict[str, RunDirectory], context: int | None) -> Any:
 
 def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_json: bool) -> None:
     """Commands for other servers; a comment with the reason where one of them can't serve the runs."""
-    from finetune.serve.external_servers import llama_command, vllm_command
+    from finetune.serve.external_servers import gguf_file, llama_command, vllm_command
 
     commands = {}
     for name, command in (("vllm", lambda: vllm_command(runs, context)), ("llama.cpp", lambda: llama_command(runs))):
@@ -94,6 +94,9 @@ def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_js
         return
     for name, line in commands.items():
         out.print(f"[dim]{name}:[/] {escape(line)}", soft_wrap=True)
+    name, run = next(iter(runs.items()))
+    if not gguf_file(name, run).is_file():
+        out.print(f"[dim]llama.cpp's file is written by:[/] finetune export {escape(name)} --llama-cpp DIR", soft_wrap=True)
 
 
 def _bound(host: str, port: int) -> Any:

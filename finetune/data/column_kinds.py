@@ -72,6 +72,10 @@ _CLASS_KINDS = frozenset({*_SHORT, "float", *_NUMBERS})
 _JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )
+#: What is looked at or heard: a path or an address of it is a part of the question.
+_MEDIA = _word_set(
+    "image images img imgs picture pictures photo photos screenshot screenshots video videos audio audios speech frame frames"
+)
 _ANSWERS = _word_set(
     "answer answers label labels target targets class choice choices option options gold solution output response completion "
     "expected truth intent sentiment summary translation"
@@ -98,6 +102,8 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
         is_inside = leaf_name != name
         if not (is_inside and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True))):
             kinds.add(kind)
+            if is_inside and kind != "copy" and set(_words(leaf_name)) & (_JUDGEMENTS | _ANSWERS | _MEDIA):
+                kinds.add("text")  # metadata: {label: bad} is no metadata
     return kinds
 
 
@@ -111,7 +117,7 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
         return False
     if name_words & _COUNTS and values <= {"float", *_NUMBERS}:
         return True
-    if name_words & _ANSWERS:
+    if name_words & (_ANSWERS | _MEDIA) or (not has_answer and name_words & _CLASSES):
         return False
     if values <= ({"url", "identifier", "date"} if has_answer else {"url", "identifier"}):
         return True
@@ -132,7 +138,7 @@ def describe(kinds: set[str]) -> str:
 
 
 def _words(name: str) -> list[str]:
-    return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or ["unnamed"]
+    return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or [name.strip() or "unnamed"]
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

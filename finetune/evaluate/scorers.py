@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,11 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0, fun
         "loss": lambda *_: RowScore(0.0),
     }
     return Scorer(name, functions[name])
+
+
+def are_json_objects(answers: Sequence[str]) -> bool:
+    """Whether there are answers, and each is a JSON object, for which the score `json` says more than exact match."""
+    return bool(answers) and all(isinstance(_parse_json(answer), dict) for answer in answers)
 
 
 def json_score(expected: str, answer: str) -> RowScore:

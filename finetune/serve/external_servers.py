@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
@@ -46,8 +47,12 @@ def vllm_command(runs: dict[str, RunDirectory], tokens: int | None = None) -> st
 def llama_command(runs: dict[str, RunDirectory]) -> str:
     """The command for llama.cpp's server, after the export."""
     name, run = next(iter(runs.items()))
-    model = (run.path / "gguf-f16" / f"{name}-f16.gguf").resolve()
-    return shell_join(["llama-server", "--model", str(model), "--alias", name, "--jinja"])
+    return shell_join(["llama-server", "--model", str(gguf_file(name, run)), "--alias", name, "--jinja"])
+
+
+def gguf_file(name: str, run: RunDirectory) -> Path:
+    """The file that `finetune export` writes for a run."""
+    return (run.path / "gguf-f16" / f"{name}-f16.gguf").resolve()
 
 
 def _adapter_config(folder: Any) -> dict[str, Any]:

@@ -175,3 +175,27 @@ def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, ca
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
+
+
+def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch, kept_run):
+    monkeypatch.setattr("finetune.export.parity.find_spec", lambda name: None)
+    code, captured = finetune(capsys, monkeypatch, "export", str(kept_run(tmp_path)))
+    assert code == 2 and "converter is needed" in captured.err and "llama-cpp-python" in captured.err
+
+
+def test_serve_says_what_writes_the_file_that_llama_cpp_needs(tmp_path, capsys, monkeypatch, kept_run):
+    run = kept_run(tmp_path)
+    printed = finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
+    assert "llama-server" in printed and "finetune export finished" in printed
+    (run / "gguf-f16").mkdir()
+    (run / "gguf-f16" / "finished-f16.gguf").touch()
+    assert "finetune export" not in finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
+
+
+def test_a_note_on_held_out_rows_says_so():
+    from finetune.cli.run import _data_lines
+    from finetune.data.report import DataReport, Finding
+
+    report = DataReport((), "text", 9, 9, findings=(Finding("near duplicates", "{rows} say the same", 2, (), ""),))
+    assert "held-out" not in "".join(_data_lines("Training", report))
+    assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.errors import DataError, RecipeError
-from finetune.evaluate.scorers import SCORES, json_score, number_score, scorer
+from finetune.evaluate.scorers import SCORES, are_json_objects, json_score, number_score, scorer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
@@ -103,3 +103,10 @@ def test_no_score_fails_on_odd_answers():
         answer = "".join(rng.choice('{}[]",:0159.eE+-\\\x00\u202e\ud800é ') for _ in range(rng.randrange(30)))
         for name in SCORES:
             assert 0 <= value(name, "1", answer) <= 1
+
+
+@pytest.mark.parametrize(
+    "answers, are_objects", [(['{"a": 1}', "{}"], True), (['{"a": 1}', "7"], False), (["no"], False), ([], False)]
+)
+def test_the_score_for_json_is_pointed_to_where_all_answers_are_objects(answers, are_objects):
+    assert are_json_objects(answers) is are_objects

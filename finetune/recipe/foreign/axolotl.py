@@ -186,6 +186,7 @@ _OWN_TOKENS = {
     r"qwen|smollm|granite-?4|falcon-h1|hermes|olmo|lfm": _CHATML, r"yi-": _CHATML,
     r"mi[nx]?i?stral|mixtral|devstral|magistral|voxtral|code-?llama|llama-?2|tinyllama|open_llama": ("<s>", "</s>"),
 }  # fmt: skip
+_SHAREGPT_NOTE = "type sharegpt is of an earlier Axolotl; its rows are written with the model's own template here"
 _ROLES = {
     "user": {"human", "user"},
     "assistant": {"gpt", "assistant", "model"},
@@ -313,10 +314,16 @@ def _datasets(config: ConfigReader, model: str, method: str) -> None:
         held_out, reason, _ = _merged_dataset(config.value("test_datasets"), model, method)
         if not reason and held_out.get("path") == dataset.get("path") and held_out.get("split"):
             config.keep("test_datasets", "dataset.eval_split", held_out["split"])
-        elif not reason:
+        elif not reason and _without_path(held_out) == _without_path(dataset):
             config.keep("test_datasets", "dataset.eval_path", held_out["path"])
         else:
-            config.refuse("test_datasets", reason, "dataset.eval_path")
+            config.refuse(
+                "test_datasets", reason or "would be read with the split and columns of the training rows", "dataset.eval_path"
+            )
+
+
+def _without_path(dataset: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in dataset.items() if name != "path"}
 
 
 def _merged_dataset(entries: Any, model: str, method: str) -> tuple[dict[str, Any], str, str]:
@@ -333,16 +340,17 @@ def _merged_dataset(entries: Any, model: str, method: str) -> tuple[dict[str, An
     if not datasets:
         return {}, "", ""
     merged = merge_datasets([settings for settings, _ in datasets])
-    return (merged, "", datasets[0][1]) if merged else ({}, DIFFERENT_DATASETS, "")
+    notes = ". ".join(dict.fromkeys(note for _, note in datasets if note))
+    return (merged, "", notes) if merged else ({}, DIFFERENT_DATASETS, "")
 
 
 def _columns(entry: dict[str, Any], model: str, method: str) -> tuple[str, dict[str, str], str, str]:
     """Format and columns of a dataset, a note, and the reason why it can't be read; removes its keys from `entry`."""
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
-    if name == "sharegpt":
-        reason = "Axolotl no longer reads type sharegpt; its successor is type chat_template, field_messages conversations"
-        return "", {}, "", reason
+    if kind == "sharegpt" and method != "dpo":  # of earlier releases: `conversation` names the template
+        entry["chat_template"] = entry.pop("conversation", "tokenizer_default")
+        return "sharegpt", {}, _SHAREGPT_NOTE, ""
     if method == "dpo":
         row_format, (columns, note, reason) = "preference", columns_of_pairs(kind, entry, model)
     elif method == "kto":
@@ -382,9 +390,17 @@ def _dataset_settings(entry: dict[str, Any], model: str, method: str) -> tuple[d
     note = ". ".join(text for text in (note, part_note, template_note) if text)
     settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
     for key, value in entry.items():
-        if key not in _NEUTRAL_VALUES or not (_NEUTRAL_VALUES[key] is None or is_off(value) or value == _NEUTRAL_VALUES[key]):
+        if not _is_neutral(key, value):
             return {}, f"{key} {value} of a dataset is not known, or changes what is learnt", ""
     return {**settings, "format": row_format, **({"columns": columns} if columns else {})}, "", note
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """Whether a key of a dataset changes nothing. `train_on_eos: none` is off, and not the default."""
+    if key not in _NEUTRAL_VALUES:
+        return False
+    neutral = _NEUTRAL_VALUES[key]
+    return neutral is None or value == neutral or (neutral is False and is_off(value))
 
 
 def _part(split: str, path: str) -> tuple[dict[str, Any], str, str]:

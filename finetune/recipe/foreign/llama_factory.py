@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from finetune.recipe.foreign.shared import (
     GENERATION,
     GPUS,
     KERNELS,
+    LARGEST_FILE,
     MEMORY,
     NOT_TRAINED,
     PROCESS,
@@ -28,6 +30,7 @@ from finetune.recipe.foreign.shared import (
     TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
+    first_columns,
     merge_datasets,
     paths_of,
     read_targets,
@@ -116,7 +119,7 @@ KEYS: dict[str, Rule] = {
     "mask_history": Refuse("every answer of a conversation is learnt"), "packing": Read(), "neat_packing": Read(),
     "tool_format": Refuse("tool calls are written by the model's own template"),
     "default_system": Refuse("no system prompt is added to rows"),
-    "enable_thinking": Ignore("thoughts are learnt where rows have them"), "streaming": MEMORY, "buffer_size": MEMORY,
+    "enable_thinking": Read(), "streaming": MEMORY, "buffer_size": MEMORY,
     "mix_strategy": Refuse("datasets are joined", ("concat",)), "interleave_probs": Refuse("datasets are joined"),
     "overwrite_cache": DATASET_CACHE, "preprocessing_batch_size": DATASET_CACHE, "preprocessing_num_workers": DATASET_CACHE,
     "tokenized_path": Refuse("rows tokenised by LLaMA-Factory are not read", lifted_by="dataset.path"),
@@ -142,7 +145,16 @@ DEFAULTS: dict[str, Any] = {
 
 #: Columns of LLaMA-Factory's datasets -> our field; the value is its default column.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_READ_BY_NAME = {
+    "alpaca": ("input", "system", "history"),
+    **dict.fromkeys(("messages", "sharegpt"), ("system", "tools", "functions")),
+}
 _REFUSED_COLUMNS = ("images", "videos", "audios")
+#: Templates of LLaMA-Factory that write thoughts, and models whose own template writes an empty one before an answer without.
+_REASONING = r"qwen3(?!_vl_nothink)|deepseekr1|glm4_moe|glm4_5v|glmz1|gpt_oss|hunyuan|mimo|seed_oss|intern_s1|ernie"
+_HYBRID = r"qwen3(\.\d)?-[\d.]+b(-a\d+b)?$|qwen3\.\d"
+_EMPTY_THOUGHT = "the model's own template decides here where an empty thought is written, and it is learnt with the answer;"
+_LONG_ROWS_NOTE = "of a row over cutoff_len the end is cut here; there prompt and answer are shortened in proportion"
 _CUT_NOTE = "of a pair over cutoff_len the end is cut here; there a long prompt and the answers are shortened in proportion"
 _ROLES = {
     "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
@@ -153,6 +165,8 @@ _ROLES = {
 def finish(config: ConfigReader) -> None:
     """Keys of LLaMA-Factory that combine."""
     read_training_arguments(config)
+    if "infer_backend" in config.values and not {"dataset", "stage", "dataset.path"} & {*config.values, *config.overrides}:
+        config.refuse("infer_backend", "this file is for a chat, it does not train: it names no dataset", "dataset.path")
     method = _method(config)
     if "lora_target" in config.values:
         read_targets(config, "lora_target")
@@ -160,14 +174,15 @@ def finish(config: ConfigReader) -> None:
     model = str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", ""))
     if "template" in config.values:
         read_template(config, "template", model)
+    _thinking(config, model)
     _packing(config, method)
     _datasets(config, method)
 
 
 def _method(config: ConfigReader) -> str:
     method = read_method(config, "stage", "sft", {"sft": "sft", "dpo": "dpo", "kto": "kto"})
+    config.notes.append(_LONG_ROWS_NOTE if method == "sft" else _CUT_NOTE)
     if method == "dpo":
-        config.notes.append(_CUT_NOTE)
         read_loss(config, "pref_loss")
     read_preferences(config, _KTO_KEYS if method == "kto" else _PAIR_KEYS, method)
     if config.value("finetuning_type", "lora") != "lora":
@@ -179,6 +194,22 @@ def _method(config: ConfigReader) -> str:
     elif bits is not None:
         config.refuse("quantization_bit", "4 and 8 bits are supported")
     return method
+
+
+def _thinking(config: ConfigReader, model: str) -> None:
+    """Say where thoughts are written, or learnt, otherwise than by the model's own template."""
+    template, off = str(config.value("template", "")), config.value("enable_thinking") is False
+    config.ignore("enable_thinking", "thoughts are learnt where rows have them")
+    if "chat_template" in config.overrides or not re.match(_REASONING, template):
+        return
+    if template.endswith("_nothink") and re.search(_HYBRID, model, re.I):
+        config.notes.append(f"template {template}: {_EMPTY_THOUGHT} there it writes none")
+    elif off:
+        config.notes.append(
+            f"enable_thinking false: {_EMPTY_THOUGHT} there thoughts are removed, and an empty one is not learnt"
+        )
+    elif not template.endswith("_nothink"):
+        config.notes.append(f"template {template}: {_EMPTY_THOUGHT} there every answer without a thought gets one")
 
 
 def _packing(config: ConfigReader, method: str) -> None:
@@ -255,7 +286,7 @@ def _max_samples(config: ConfigReader, paths: list[str]) -> None:
 
 def count_rows(path: Path) -> int | None:
     """Number of rows of a small local file; None if unknown."""
-    if not path.is_file() or path.stat().st_size > 50_000_000:
+    if not path.is_file() or path.stat().st_size > LARGEST_FILE:
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
@@ -308,7 +339,15 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str
             return f"{name} has num_samples {sample_count}, and its rows can't be counted here; use dataset.weights"
         settings["weights"] = [sample_count / row_count]
     hub = {"name": entry.get("subset"), "split": entry.get("split")} if entry.get("hf_hub_url") else {}
-    return {**settings, **{key: value for key, value in hub.items() if value}, **_format(entry, columns, tags)}
+    settings |= {key: value for key, value in hub.items() if value} | _format(entry, columns, tags)
+    unread = _unread_columns(settings, columns)
+    return settings | ({"ignore_columns": unread} if unread else {})
+
+
+def _unread_columns(settings: dict[str, Any], columns: dict[str, str]) -> list[str]:
+    """Columns of a local file that finetune reads by their names, and LLaMA-Factory only where `columns` has them."""
+    names = {name for name in _READ_BY_NAME.get(settings["format"], ()) if columns or name != "input"}
+    return sorted((names & first_columns(Path(settings["path"]))) - set(columns.values()))
 
 
 def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]) -> dict[str, Any]:
@@ -325,6 +364,7 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
             "role": role,
             "content": tags.get("content_tag", "value"),
         }
+        columns_by_field |= {field: columns[field] for field in ("system", "tools") if columns.get(field)}
     else:
         columns_by_field = {"conversations": columns.get("messages", "conversations")}
         columns_by_field |= {field: columns[field] for field in ("system", "tools") if columns.get(field)}

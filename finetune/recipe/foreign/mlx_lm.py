@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, PREFERENCE, TRACKERS, read_batch
+from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, TRACKERS, first_columns, read_batch
 
 #: mlx-lm doesn't clip gradients: a norm that no gradient reaches.
 _NO_CLIPPING = 1e9
 _EVALUATION = Ignore("all held-out rows are evaluated")
 
 KEYS: dict[str, Rule] = {
-    "model": Keep("model_name_or_path"), "train": Ignore("`finetune run` trains"), "fine_tune_type": Read(),
+    "model": Keep("model_name_or_path"), "train": Read(), "fine_tune_type": Read(),
     "training_mode": Refuse("of mlx files those of supervised training are read", ("normal",)),
     "train_mode": Refuse("of mlx files those of supervised training are read", ("sft",)),
     "optimizer": Read(), "optimizer_config.*": Read(), "data": Read(), "seed": Keep("seed"),
@@ -28,12 +28,14 @@ KEYS: dict[str, Rule] = {
     "grad_checkpoint": MEMORY,
     "lora_parameters.keys": Read(), "lora_parameters.rank": Keep("lora_r"),
     "lora_parameters.dropout": Keep("lora_dropout", float),
-    "lora_parameters.scale": Read(), "lora_parameters.alpha": Ignore("mlx-lm reads scale"),
-    "mask_prompt": Keep("train_on_inputs", lambda mask: not mask),
+    "lora_parameters.scale": Read(), "lora_parameters.alpha": Read(),
+    "mask_prompt": Read(),
     "wandb": TRACKERS, "report_to": TRACKERS, "project_name": TRACKERS, "config": Ignore("of mlx-lm's command line"),
     "hf_dataset.path": Keep("dataset.path"), "hf_dataset.name": Keep("dataset.path"),
     "hf_dataset.train_split": Keep("dataset.split"), "hf_dataset.valid_split": Keep("dataset.eval_split"),
-    "hf_dataset.prompt_feature": Read(), "hf_dataset.completion_feature": Read(), "hf_dataset.*": PREFERENCE,
+    **{f"hf_dataset.{name}_feature": Read() for name in ("prompt", "completion", "chat", "text")},
+    "hf_dataset.config.name": Keep("dataset.name"), "hf_dataset.test_split": Ignore("`finetune eval` scores"),
+    "hf_dataset": Refuse("a list of datasets is not read", lifted_by="dataset.path"), "clear_cache_threshold": MEMORY,
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -46,12 +48,22 @@ DEFAULTS: dict[str, Any] = {
 #: What mlx-lm does without the keys: `CONFIG_DEFAULTS` of mlx_lm/lora.py.
 _SCALE, _LAYERS = 20.0, 16
 _BIAS_NOTE = "MLX's Adam does not correct its bias by default; PyTorch's does"
+#: Columns of rows without the keys that name them.
+_COLUMNS = {"prompt": "prompt", "completion": "completion", "chat": "messages", "text": "text"}
+_COMPLETIONS_NOTE = (
+    "mlx-lm writes rows of prompt and completion with the chat template; here they are joined as they are: for such rows set "
+    "dataset.format=alpaca dataset.columns={instruction: prompt, output: completion}"
+)
+_LAST_ANSWER_NOTE = "of a conversation mlx-lm then learns the last answer only, and finetune every answer"
 #: MLX's default weight decay of AdamW.
 _ADAMW_DECAY = 0.01
 
 
 def finish(config: ConfigReader) -> None:
     """Keys of mlx-lm that combine."""
+    if config.value("train") is False:
+        config.refuse("train", "this file tests, it does not train; train=true trains with its settings")
+    config.ignore("train", "`finetune run` trains")
     read_batch(config, "batch_size", "grad_accumulation_steps", 4)
     _steps(config)
     method = config.value("fine_tune_type", "lora")
@@ -69,7 +81,14 @@ def finish(config: ConfigReader) -> None:
     if "lora_parameters.scale" in config.values:
         config.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
     config.assume("lora_alpha", float(scale) * rank)
+    alpha_note = (
+        "" if "lora_parameters.scale" in config.values else f"mlx-lm reads scale, which is not set: {_SCALE:g} there and here"
+    )
+    config.ignore("lora_parameters.alpha", "mlx-lm reads scale", alpha_note)
     _schedule(config)
+    if "mask_prompt" in config.values:
+        masks = config.is_on("mask_prompt")
+        config.keep("mask_prompt", "train_on_inputs", not masks, _LAST_ANSWER_NOTE if masks else "")
     _data(config)
 
 
@@ -149,10 +168,35 @@ def _data(config: ConfigReader) -> None:
             config.keys_by_setting["dataset.eval_path"] = "data"
     else:
         config.keep("data", "dataset.path", str(data))
-    names = {"prompt": "hf_dataset.prompt_feature", "completion": "hf_dataset.completion_feature"}
-    columns = {column_field: config.value(key) for column_field, key in names.items() if key in config.values}
-    for column_field in columns:
-        config.keep(names[column_field], "dataset.columns", columns)
+    _rows(config)
+
+
+def _rows(config: ConfigReader) -> None:
+    """Format and columns by mlx-lm's order: prompt and completion, which it writes with the chat template; messages; text."""
+    features = {name: f"hf_dataset.{name}_feature" for name in ("prompt", "completion", "chat", "text")}
+    if config.is_replaced("dataset.path", features.values()):
+        return
+    if config.keys_by_setting.get("dataset.path", "").startswith("hf_dataset."):
+        config.assume("dataset.split", "train[:80%]")
+        config.assume("dataset.eval_split", "train[-10%:]")
+    names = {name: str(config.value(key, _COLUMNS[name])) for name, key in features.items()}
+    present = first_columns(Path(str(config.settings.get("dataset.path"))))
+    named = present or {names[name] for name, key in features.items() if key in config.values}
+    if {names["prompt"], names["completion"]} <= named:
+        columns = {"instruction": names["prompt"], "output": names["completion"]}
+        config.settings["dataset.format"] = "alpaca"
+        if unread := sorted(({"input", "system", "history"} & present) - set(columns.values())):
+            config.settings["dataset.ignore_columns"] = unread
+    else:
+        pairs = (("messages", "chat"), ("text", "text"))
+        columns = next(({field: names[name]} for field, name in pairs if names[name] in named), {})
+        columns = {field: column for field, column in columns.items() if field != column}
+        if not named:
+            config.notes.append(_COMPLETIONS_NOTE)
+    if columns:
+        config.settings["dataset.columns"] = columns
+    for key in features.values():
+        config.share(key, f"dataset.columns {columns}")
 
 
 TOOL = Tool(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+from finetune.files import parse_json
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, as_list, is_off
 
 MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the GPU")
@@ -39,8 +41,8 @@ TRAINING_ARGUMENTS: dict[str, Rule] = {
     "overwrite_output_dir": Ignore("a name that is taken gets -2; nothing is overwritten"),
     "save_only_model": Ignore("checkpoints can always be resumed"),
     "save_safetensors": Ignore("safetensors are always written"),
-    "do_train": Ignore("`finetune run` trains"), "do_eval": Ignore("held-out rows are evaluated where there are some"),
-    "do_predict": GENERATION, "predict_with_generate": GENERATION, "per_device_predict_batch_size": GENERATION,
+    "do_train": Read(), "do_eval": Ignore("held-out rows are evaluated where there are some"),
+    "do_predict": Read(), "predict_with_generate": GENERATION, "per_device_predict_batch_size": GENERATION,
     "ddp_timeout": GPUS, "ddp_find_unused_parameters": GPUS, "ddp_backend": GPUS, "local_rank": GPUS, "deepspeed": GPUS,
     "fsdp": GPUS, "fsdp_config": GPUS, "dataloader_pin_memory": PROCESS, "dataloader_prefetch_factor": PROCESS,
     "dataloader_persistent_workers": PROCESS, "remove_unused_columns": PROCESS,
@@ -76,12 +78,22 @@ def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
 
 def read_schedule(config: ConfigReader) -> None:
     """Steps, warm-up, intervals, precision and trackers, which have the same keys in Axolotl."""
+    _purpose(config)
     read_steps(config)
     read_warmup(config)
     read_intervals(config)
     read_dtype(config)
     if "report_to" in config.values:
         read_trackers(config)
+
+
+def _purpose(config: ConfigReader) -> None:
+    """Refuse a file that evaluates or predicts and does not train."""
+    if config.value("do_train") is False or ("do_train" not in config.values and config.is_on("do_predict")):
+        key = "do_train" if "do_train" in config.values else "do_predict"
+        config.refuse(key, "this file evaluates or predicts, it does not train; do_train=true trains with its settings")
+    config.ignore("do_train", "`finetune run` trains")
+    config.ignore("do_predict", GENERATION.reason)
 
 
 def read_batch(config: ConfigReader, micro_key: str, steps_key: str, micro_batch: int = 1, accumulation: int = 1) -> None:
@@ -191,6 +203,8 @@ def read_targets(config: ConfigReader, key: str) -> None:
     config.keep(key, "target_modules", "all-linear" if everything else names)
 
 
+#: Bytes of a local file that is read to see its rows.
+LARGEST_FILE = 50_000_000
 DIFFERENT_DATASETS = "the datasets have different columns or splits; use datasets with the same ones"
 
 
@@ -208,6 +222,20 @@ def merge_datasets(datasets: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     merged = {"path": paths[0] if len(paths) == 1 else paths, **options[0]}
     return {**merged, "weights": weights} if set(weights) != {1.0} else merged
+
+
+def first_columns(path: Path) -> set[str]:
+    """The columns of the first row of a small local JSON file; none if it can't be read."""
+    if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+        return set()
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.readline() if path.suffix == ".jsonl" else file.read()
+        rows = parse_json(text)
+    except ValueError:
+        return set()
+    row = rows[0] if isinstance(rows, list) and rows else rows
+    return set(row) if isinstance(row, dict) else set()
 
 
 def paths_of(dataset: dict[str, Any]) -> list[str]:

@@ -72,7 +72,8 @@ KEYS: dict[str, Rule] = {
     "bnb_4bit_quant_type": Refuse("4 bits are NF4", ("nf4",)),
     "use_bnb_nested_quant": Ignore("4 bits are always quantised twice, which saves 0.4 bits a weight"),
     "bnb_4bit_quant_storage": MEMORY,
-    "dataset_name": Read(), "dataset_config": Keep("dataset.name"), "dataset_train_split": Keep("dataset.split"),
+    "tokenizer_name_or_path": Read(), "dataset_name": Read(), "dataset_config": Keep("dataset.name"),
+    "dataset_train_split": Keep("dataset.split"),
     "dataset_test_split": Read(),
     "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_streaming": MEMORY,
     "dataset_text_field": Read(), "dataset_num_proc": DATASET_CACHE,
@@ -109,10 +110,19 @@ _LOSS_NOTE = (
 def finish(config: ConfigReader) -> None:
     """Keys of TRL that combine."""
     read_training_arguments(config)
+    lengths = ("max_length", "max_seq_length")
+    is_null = any(key in config.lines for key in lengths) and not any(key in config.values for key in lengths)
+    if is_null and not {"max_length", "excess_length"} & set(config.overrides):
+        config.assume("excess_length", "raise", "max_length is null: no row is cut; one too long stops the run")
+        config.settings["max_length"] = "auto"
     if "lora_target_modules" in config.values:
         read_targets(config, "lora_target_modules")
     else:
         assume_peft_targets(config, str(config.overrides.get("model_name_or_path") or config.value("model_name_or_path", "")))
+    if config.value("tokenizer_name_or_path") == config.value("model_name_or_path"):
+        config.ignore("tokenizer_name_or_path", "is the model's own")
+    elif "tokenizer_name_or_path" in config.values:
+        config.refuse("tokenizer_name_or_path", "the model's own tokenizer is used")
     if config.is_on("use_peft"):
         config.ignore("use_peft", "is what finetune does")
     else:
@@ -228,7 +238,7 @@ def _loss(config: ConfigReader) -> None:
     for key in (name for name in (*_PAIR_KEYS, *_KTO_KEYS) if name in config.values):
         config.ignore(key, "is of a method that this file doesn't use")
     if "loss_type" in config.values:
-        config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll",)))
+        config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll", "chunked_nll")))
     answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
         if key in config.values:

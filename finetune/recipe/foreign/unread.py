@@ -31,7 +31,13 @@ UNREAD: tuple[UnreadTool, ...] = (
         "train.lr_warmup_steps": "warmup_steps", "train.max_norm": "max_grad_norm",
         "optimizer.init_args.lr": "learning_rate", "optimizer.init_args.weight_decay": "weight_decay",
     }),
-    UnreadTool("Oumi", _keys("model.model_name training.trainer_type", "model.model_name peft.lora_r"), {
+    UnreadTool("SkyPilot", _keys("resources run", "resources setup", "num_nodes run"),
+               advice="`finetune export-launch` writes job files; pass the configuration that its commands name."),
+    UnreadTool("Oumi", _keys(
+        "model.model_name training.trainer_type", "model.model_name peft.lora_r", "model generation", "model engine",
+        "judge_params inference_config", "judge_params", "model.model_name tasks", "model.model_name training",
+        "strategy_params", "inference_config strategy", "tuning.n_trials", "inference_engine model",
+    ), {
         "model.model_name": "model_name_or_path", "model.model_max_length": "max_length", "peft.lora_r": "lora_r",
         "peft.lora_alpha": "lora_alpha", "peft.lora_dropout": "lora_dropout",
         "peft.lora_target_modules": "target_modules", "peft.q_lora": "load_in_4bit", "training.optimizer": "optim",
@@ -51,7 +57,7 @@ UNREAD: tuple[UnreadTool, ...] = (
     UnreadTool("ms-swift", _keys(
         "tuner_type model", "train_type model dataset", "split_dataset_ratio", "train.tuner_type", "sampler_type model",
         "sampler_engine", "load_args",
-        "rlhf_type model", "load_data_args",
+        "rlhf_type model", "load_data_args", "infer_backend max_new_tokens model", "isolated",
     ), {
         "model": "model_name_or_path", "dataset": "dataset.path", "lora_rank": "lora_r", "lora_alpha": "lora_alpha",
         "lora_dropout": "lora_dropout", "target_modules": "target_modules", "max_length": "max_length",

@@ -1,19 +1,41 @@
 """Files with one more column, field of messages or split than is read: any name with any kind of value, in any format.
 
+    python benchmarks/hostile_data.py [--seeds 1 2] [--write FOLDER]
+
 What each is comes from how it is made, not from the library: `meaningful` values differ by row and are text, truth values or
-numbers, and the name doesn't say that they are about something else.
+numbers, and the name doesn't say that they are about something else. A file is read rightly if it is stopped with a message
+that names the column and with advice that then reads every row, or is trained on with the column named; a meaningful one is
+never trained on. Folders, patterns and archives of files named for splits are never trained on held-out rows. `--write` keeps
+the files. Prints how many cases ended how; returns 1 if one is wrong. tests/data/test_generated_data.py runs the same.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
+import json
 import random
+import shlex
 import string
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from finetune.data import read_examples  # noqa: E402
+from finetune.errors import DataError  # noqa: E402
+from finetune.recipe import parse_recipe  # noqa: E402
 
 ROWS = 24
 
 
 def listed(text: str) -> list[str]:
+    """The words of a text."""
     return text.split()
 
 
@@ -29,8 +51,13 @@ data state status result rank flag quality grade comment output2 final_answer ca
 premise hypothesis sql schema plan Context2 systemPrompt userProfile user_name product price amount total age stars
 helpful human_rating preference_score id idx index uuid prompt_id conversation_id hash source dataset model generator
 url link lang language locale date created_at timestamp year license file path num_tokens length count topic type task
-difficulty tags metadata seed turn name
+difficulty tags metadata seed turn name image_path img screenshot_url photo video_file audio_path category_id topic_id type_id
+meta properties annotator_label 标签 оценка Étiquette 답변 label_ answer2
 """)
+#: Names of what is looked at or heard: an address is no less a part of the question.
+MEDIA = set(listed("image_path img screenshot_url photo video_file audio_path"))
+#: Numbers of a class: what is to be learnt, beside plain text.
+CLASS_NUMBERS = set(listed("category_id topic_id type_id"))
 #: Names that say what a column is about -> the kinds of values that bear it out; either is right there, if it is named.
 ABOUT = {
     **dict.fromkeys(listed("id idx index uuid prompt_id conversation_id hash"), {"integer", "uuid", "url", "date", "path"}),
@@ -40,13 +67,15 @@ ABOUT = {
     **dict.fromkeys(["date", "created_at", "timestamp", "year"], {"date", "integer", "decimal", "uuid"}),
     **dict.fromkeys(["num_tokens", "length", "count", "turn"], {"integer", "decimal"}),
     **dict.fromkeys(listed("topic type task difficulty tags category"), {"class", "integer", "decimal", "path", "list"}),
-    "metadata": {"class", "list", "integer", "decimal", "url", "uuid", "date", "path", "object"},
+    **dict.fromkeys(["metadata", "meta"], {"class", "list", "integer", "decimal", "url", "uuid", "date", "path", "object"}),
+    **dict.fromkeys(CLASS_NUMBERS, {"class", "integer", "decimal", "path", "list", "date"}),
 }
 #: Kinds that say themselves that they are about something else, unless the name says that they are an answer.
 POINTERS = {"url", "uuid"}
 
 
 def sentence(generator: random.Random) -> str:
+    """A sentence that no other row has."""
     return f"The {' '.join(generator.choices(WORDS, k=7))}."
 
 
@@ -60,6 +89,7 @@ KINDS = {
     "decimal": lambda generator, row: row / 8 + 0.05,
     "list": lambda generator, row: generator.sample(WORDS, 3),
     "object": lambda generator, row: {"first": row, "second": sentence(generator)},
+    "verdict inside": lambda generator, row: {"id": row, "label": ("good", "bad")[row % 2]},
     "one row": lambda generator, row: sentence(generator) if row == 5 else None,
     "late flag": lambda generator, row: True if row == ROWS - 1 else None,
     "other script": lambda generator, row: "".join(generator.choices("今天天气很好我们去公园吧", k=12)),
@@ -77,6 +107,7 @@ ASK, REPLY = {"role": "user"}, {"role": "assistant"}
 
 
 def messages_of(question: str, answer: str) -> list[dict]:
+    """A conversation of two turns."""
     return [{**ASK, "content": question}, {**REPLY, "content": answer}]
 
 
@@ -124,6 +155,7 @@ def column_cases(seed: int) -> list[Case]:
                 {**FORMATS[form](sentence(generator), sentence(generator)), name: value(generator, row)} for row in range(ROWS)
             ]
             about = kind in ABOUT.get(name, ()) or kind in POINTERS or kind == "date"
+            about &= name not in MEDIA and not (name in CLASS_NUMBERS and form == "text" and kind not in POINTERS)
             cases.append(Case(f"{form}, {name}, {kind}", rows, name, not about and kind not in EMPTY))
     return cases
 
@@ -145,17 +177,111 @@ def field_cases(seed: int) -> list[Case]:
 
 SPLIT_FORMS = listed("""
 {}.jsonl {}-00000-of-00002.jsonl my_{}.jsonl data.{}.jsonl {}_v2.jsonl {}Set.jsonl {}/rows.jsonl {}/part-0.jsonl
-en-{}.jsonl data/{}.jsonl data/{}/rows.jsonl {}.final.jsonl A-{}-1.jsonl
+en-{}.jsonl data/{}.jsonl data/{}/rows.jsonl {}.final.jsonl A-{}-1.jsonl {}_split/a.jsonl squad_{}_v1.1.jsonl v2/{}-en.jsonl
 """)
+#: How the files are named in a recipe.
+SPLIT_PATHS = ("folder", "pattern", "archive")
 SPLITS = ("train", "valid", "validation", "dev", "eval", "test", "training", "heldout")
 
 
-def split_cases(seed: int) -> list[list[str]]:
-    """Names of files in a folder: two or three splits, sometimes with a file that has no split in its name."""
+def split_cases(seed: int) -> list[tuple[str, list[str]]]:
+    """How files are named, and their names: two or three splits, sometimes with a file that has no split in its name."""
     generator = random.Random(seed)
     cases = []
     for form in SPLIT_FORMS:
         for _ in range(20):
             names = [form.format(name) for name in generator.sample(SPLITS, generator.choice([2, 3]))]
-            cases.append(names + (["more.jsonl"] if generator.random() < 0.2 else []))
+            more = ["more.jsonl"] if generator.random() < 0.2 else []
+            cases.append((generator.choice(SPLIT_PATHS), names + more))
     return cases
+
+
+def typed(fix: str) -> list[list[str]]:
+    """The overrides of each line of an error's fix that sets something of the dataset."""
+    lines = [
+        [word for word in shlex.split(line) if word.startswith("dataset.")] for line in fix.splitlines() if "dataset." in line
+    ]
+    return [[word for word in line if "=" in word] for line in lines if any("=" in word for word in line)]
+
+
+def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Any:
+    """The rows of a path, as a recipe with these overrides reads them."""
+    recipe = parse_recipe(f"model_name_or_path: tiny\ndataset: {{path: {json.dumps(str(path))}}}\n", "recipe", overrides)
+    return read_examples(recipe.dataset)
+
+
+def outcome_of_case(case: Case, path: Path) -> tuple[str, str]:
+    """What became of a file, `stopped by name`, `trained, named` or `wrong`, and what is wrong."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
+    try:
+        split = read(path).train
+    except DataError as error:
+        problem = "\n".join(error.problems)
+        if case.unread not in problem:
+            return "wrong", f"{case.name}: is stopped, and the column isn't named: {problem}"
+        for overrides in typed(error.fix):
+            rows = read(path, overrides).train
+            if len(rows.examples) != len(case.rows):
+                return "wrong", f"{case.name}: {overrides} refuses rows: {rows.refused[:1]}"
+        return "stopped by name", ""
+    if case.unread not in [name.removeprefix("messages[].") for name in split.unused_columns]:
+        return "wrong", f"{case.name}: is trained on, and the column isn't named"
+    return ("wrong", f"{case.name}: is trained on without asking") if case.meaningful else ("trained, named", "")
+
+
+def outcome_of_splits(form: str, names: list[str], folder: Path) -> tuple[str, str]:
+    """The same of files named for splits: held-out rows are never trained on."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": name}) + "\n", encoding="utf-8")
+    path = {"folder": folder, "pattern": folder / "**" / "*.jsonl", "archive": folder.with_suffix(".zip")}[form]
+    if form == "archive":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.write(folder / name, name)
+    try:
+        examples = read(path).train.examples
+    except DataError as error:
+        return ("stopped by name", "") if error.fix else ("wrong", f"{form} of {names}: no advice")
+    texts = [example.text for example in examples if "train" not in example.text.lower() and example.text != "more.jsonl"]
+    return ("wrong", f"{form} of {names}: trains on {texts}") if texts else ("trained, named", "")
+
+
+def outcomes(
+    columns: list[Case], fields: list[Case], splits: list[tuple[str, list[str]]], folder: Path
+) -> list[tuple[str, str, str]]:
+    """Kind of case, what became of it, and what is wrong; the files are written below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for kind, cases in (("column", columns), ("field of messages", fields)):
+        results += [(kind, *outcome_of_case(case, folder / f"{kind[0]}{n}.jsonl")) for n, case in enumerate(cases)]
+    return results + [("split", *outcome_of_splits(*case, folder / f"s{n}")) for n, case in enumerate(splits)]
+
+
+def main() -> int:
+    """Print a table in Markdown and what is wrong; returns 1 if anything is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--write", type=Path, help="keep the files in this folder")
+    options = parser.parse_args()
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    problems = []
+    makers: tuple[Callable[[int], Any], ...] = (column_cases, field_cases, split_cases)
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in options.seeds:
+            folder = (options.write or Path(temporary)) / str(seed)
+            columns, fields, splits = (maker(seed) for maker in makers)
+            for kind, outcome, problem in outcomes(columns, fields, splits, folder):
+                counts[kind][outcome] += 1
+                problems += [problem] if problem else []
+    names = ("stopped by name", "trained, named", "wrong")
+    print(f"| kind | files | {' | '.join(names)} |\n| --- | --: | {' | '.join('--:' for _ in names)} |")
+    for kind, by_outcome in counts.items():
+        print(f"| {kind} | {by_outcome.total()} | {' | '.join(str(by_outcome[name]) for name in names)} |")
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
