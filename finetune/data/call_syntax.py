@@ -51,7 +51,8 @@ class CallSyntax:
             between += text[position : match.start()]
             end = match.end()
             try:
-                for name, arguments, end in self.read(text, match):
+                for name, arguments, end_of_call in self.read(text, match):
+                    end = end_of_call
                     [call] = read_calls({"name": name, "arguments": arguments}, "answer")
                     calls.append(_with_types(call, tools) if self.loses_types else call)
             except (ValueError, SyntaxError, RecursionError, MemoryError, BadRow):

@@ -134,10 +134,16 @@ class Encoder:
         if isinstance(question, str):
             ids = self._tokenise_texts([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
+        return self.conversation_ids(question, tools, prompt=True)
+
+    def conversation_ids(
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False
+    ) -> list[int]:
+        """Tokens of messages exactly as in training, with the generation prompt if `prompt`."""
         self.use_template()
         assert self.template is not None
         with _data_errors():
-            return self._rendered_ids(self.template.render(self._escaper.escape(question), tools, prompt=True))
+            return self._rendered_ids(self.template.render(self._escaper.escape(messages), tools, prompt=prompt))
 
     def call_prompt_ids(
         self, question: list[Message], tools: tuple[dict[str, Any], ...], name: str | None

@@ -40,8 +40,8 @@ class CallStream:
         answer = self._reader.read(self._pieces, self._tools)
         if not answer.calls:
             self._emit(len(self._pending))
-        elif rest := answer.text.removeprefix(self._emitted.strip()).strip():  # after the calls
-            self._on_text(rest if not self._emitted else f"\n{rest}")
+        elif text_after := answer.text.removeprefix(self._emitted.strip()).strip():
+            self._on_text(f"\n{text_after}" if self._emitted else text_after)
         return Answer(answer.text, answer.calls[: self._limit], answer.is_unreadable)
 
     def _find(self, opening: str) -> int:

@@ -55,6 +55,7 @@ class Comparison:
     `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
     answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
+    `field_differences`: of the parts of a score of calls, over the rows that have the part in both models.
     """
 
     rows: int
@@ -74,6 +75,7 @@ class Comparison:
     trained_rows: int = 0
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
+    field_differences: dict[str, Difference] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -101,6 +103,35 @@ class Forgetting:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
         losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
         return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
+
+
+@dataclass(frozen=True)
+class NoCall:
+    """Share of questions with tools of which none is due that are answered without a call, before and after training."""
+
+    rows: int
+    before: float | None
+    now: float | None
+    difference: Difference | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the tuned model calls tools where none is due, and the base model did not, beyond doubt."""
+        return self.difference is not None and self.difference.is_significant and self.difference.value < 0
+
+    def summary(self) -> str:
+        """One line."""
+        shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
+        shown = format_difference(self.difference, 100, " points", "now - before")
+        return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
+
+
+def read_no_call(run: RunDirectory) -> dict[str, Any] | None:
+    """The last measurement of calls where none is due; None without one."""
+    try:
+        return asdict(from_json(NoCall, read_json(run.path / "evaluations" / "no-call.json", dict)))
+    except (OSError, ValueError):
+        return None
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:

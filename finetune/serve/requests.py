@@ -18,7 +18,8 @@ _IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "safe
 #: Fields that would change the answer, and the values at which they don't.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "response_format": ({"type": "text"},),
+    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
 }  # fmt: skip
 
 

@@ -14,14 +14,16 @@ from finetune.data.template import Template, common_prefix_length
 from finetune.data.tool_calls import has_call
 
 #: Templates that write calls; those that TRL ships twice, with markers for training, write them the same.
-WITH_CALLS = [
-    name for name in NAMES if not name.endswith("_training")
-    and name.startswith(("deepseekv3", "diffusion", "gemma4", "glm", "gptoss", "lfm2_", "llama3_", "muse", "nemotron", "qwen3", "qwen2_5"))
-    and name != "qwen2_5_vl"
-] + ["mistral"]  # fmt: skip
+FAMILIES = (
+    "deepseekv3", "diffusion", "gemma4", "glm", "gptoss", "lfm2_", "llama3_", "muse", "nemotron", "qwen3", "qwen2_5",
+)  # fmt: skip
+WITH_CALLS = [name for name in NAMES if name.startswith(FAMILIES) and not name.endswith(("_training", "qwen2_5_vl"))] + [
+    "mistral"
+]
 HOSTILE = [
-    'say "hi"', "it's", "a\nb\n\nc", "{", "}}", '{"name": "x", "arguments": {}}', "[1, 2]", "true", "3", "null", "None", "naïve 漢字 🎉",
-    "</tool_call", "</parameter>", "\\", '\\"', "\t", "a, b=c", "x" * 100_000, "<tool_call>", "key: value", "```json", ", ", "=",
+    'say "hi"', "it's", "a\nb\n\nc", "{", "}}", '{"name": "x", "arguments": {}}', "[1, 2]", "true", "3", "null", "None",
+    "naïve 漢字 🎉", "</tool_call", "</parameter>", "\\", '\\"', "\t", "a, b=c", "x" * 100_000, "<tool_call>", "key: value",
+    "```json", ", ", "=",
 ]  # fmt: skip
 #: Templates that write a text between quotes as it is; a row with a quote or a line's end in it is refused in training.
 GEMMA_MARKS = ("<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>')
