@@ -1,4 +1,4 @@
-"""Calls are scored by name and JSON value; a tune that calls without need is worse, and the report says so in its first lines."""
+"""Calls are scored by name and JSON value; a tune that calls without need is worse, and the report says so first."""
 
 import subprocess
 import sys
