@@ -89,8 +89,8 @@ def show_scores(
         out.print(f"[red]worse:[/] {escape(no_call.summary())}")
     restraint = result.field_differences.get(NO_CALL_DUE)
     if restraint and restraint.is_significant and restraint.value < 0:
-        shown = format_difference(restraint, 100, " points", gap)
-        out.print(f"[red]worse:[/] calls tools in rows where none is due: {shown}")
+        verdict = format_difference(restraint, 100, " points", gap)
+        out.print(f"[red]worse:[/] calls tools in rows where none is due: {verdict}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: what is learnt by heart scores well here")

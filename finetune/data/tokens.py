@@ -154,6 +154,12 @@ class Encoder:
             text, start = self.answers.forced_prompt(self._escaper.escape(question), tools, name)
         return self._rendered_ids(text), start
 
+    def text_prompt_ids(self, question: list[Message]) -> list[int]:
+        """Tokens of a prompt after which the answer's text follows at once, without thinking."""
+        self.use_template()
+        with _data_errors():
+            return self._rendered_ids(self.answers.text_prompt(self._escaper.escape(question)))
+
     @cached_property
     def answers(self) -> AnswerReader:
         """Reads answers in the form of the chat template."""

@@ -141,6 +141,13 @@ class Answerer:
         """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
         return self.encoder.prompt_ids(messages[-1]["content"], ()) if self.plain else self.encoder.prompt_ids(messages, tools)
 
+    def constrained_prompt(self, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
+        """Tokens of a prompt, and the constraint under which its answer is JSON of a schema. Raises DataError, CommandError."""
+        from finetune.model.constrained import Constraint
+
+        constraint = Constraint(self.tokenizer, schema, self.encoder.stops)
+        return self.prompt_ids(messages) if self.plain else self.encoder.text_prompt_ids(messages), constraint
+
     @property
     def reader(self) -> AnswerReader | None:
         """Reads this model's answers with their calls; None for prompts or templates without any."""

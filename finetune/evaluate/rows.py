@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.bundled import NO_CALL_PROBE, PROBE
@@ -171,10 +171,10 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
 def _eval_rows(questions: list[dict[str, Any]], *sequences: list[list[int]]) -> EvalRows:
     """`sequences`: ids and labels, and of pairs those of the rejected answers."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
+    rows = EvalRows(prompts, prompt_ids, answers, *sequences)
     if not any("calls" in row for row in questions):
-        return EvalRows(prompts, prompt_ids, answers, *sequences)
-    return EvalRows(
-        prompts, prompt_ids, answers, *sequences, calls=[row.get("calls") or [] for row in questions],
-        tools=[row.get("tools") or [] for row in questions],
+        return rows
+    return replace(
+        rows, calls=[row.get("calls") or [] for row in questions], tools=[row.get("tools") or [] for row in questions],
         answer_tokens=max(int(row.get("answer_tokens") or 0) for row in questions),
     )  # fmt: skip

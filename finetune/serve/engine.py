@@ -7,9 +7,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import DataError
+from finetune.errors import CommandError, DataError
 from finetune.evaluate.call_stream import CallStream
 from finetune.serve.requests import ChatRequest, RequestError
 
@@ -33,10 +33,11 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Tokens of a prompt, and the beginning of the answer that they have."""
+    """Tokens of a prompt, the beginning of the answer that they have, and what constrains the answer."""
 
     ids: list[int]
     start: str = ""
+    constraint: Any = None
 
 
 #: What an answer consists of: pieces of text, the list of its calls, and its end.
@@ -94,6 +95,9 @@ class Engine:
 
     def _prompt(self, request: ChatRequest) -> _Prompt:
         try:
+            if (schema := request.schema_of_answer) is not None:
+                ids, constraint = self.models.constrained_prompt(request.model, request.conversation, schema)
+                return _Prompt(ids, constraint=constraint)
             if not request.offered_tools:
                 return _Prompt(self.models.prompt_ids(request.model, request.conversation))
             if self.models.reader(request.model) is None:
@@ -102,8 +106,11 @@ class Engine:
             return _Prompt(
                 *self.models.prompt_with_tools(request.model, request.conversation, request.offered_tools, request.forced_tool)
             )
+        except CommandError as error:
+            raise RequestError(f"{error.problems[0]}.", param="response_format", code="unsupported_parameter") from None
         except DataError as error:
-            raise RequestError(" ".join(error.problems), param="messages", code="invalid_value") from None
+            param = "messages" if request.schema_of_answer is None else "response_format"
+            raise RequestError(" ".join(error.problems), param=param, code="invalid_value") from None
 
     def _call_stream(self, request: ChatRequest, start: str, send: Callable[[str], None]) -> CallStream | None:
         """Reads the calls of an answer to a request with tools."""
@@ -129,6 +136,7 @@ class Engine:
                     request.model, prompt.ids, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
                     stopped=lambda: stop_filter.is_stopped or cancelled.is_set(),
                     **({"with_calls": True} if call_stream else {}),
+                    **({"constraint": prompt.constraint} if prompt.constraint else {}),
                 )  # fmt: skip
                 stop_filter.finish()
                 reason = _reason(streamed, stop_filter.is_stopped, max_new_tokens)
@@ -139,6 +147,8 @@ class Engine:
                         reason = "tool_calls"
                         send(whole.calls)
                 send(AnswerEnd(reason, len(prompt.ids), streamed.tokens))
+            except DataError as error:  # a schema that is too complex to go on
+                send(RequestError(error.problems[0], param="response_format", code="invalid_value"))
             except Exception as error:  # noqa: BLE001 - the client gets it
                 send(error)
 
@@ -147,6 +157,8 @@ class Engine:
             self._worker.submit(answer)
             while True:
                 value = await pieces.get()
+                if isinstance(value, RequestError):
+                    raise value
                 if isinstance(value, Exception):
                     raise RequestError(f"{type(value).__name__}: {value}", status=500, code="internal_error") from value
                 yield value

@@ -126,5 +126,30 @@ def _unique(tools: list[_Tool]) -> list[_Tool]:
     return tools
 
 
+class _JsonSchema(BaseModel):
+    name: str = Field(pattern=_NAME)
+    definition: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer, None for text."""
+        if self.json_schema is not None and self.type == "json_schema":
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS), AfterValidator(_unique)]
 ToolChoice = Literal["none", "auto", "required"] | _NamedTool

@@ -91,6 +91,10 @@ class Models:
             return answerer.prompt_ids(messages, tools), ""
         return answerer.encoder.call_prompt_ids(messages, tools, force or None)
 
+    def constrained_prompt(self, name: str, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
+        """Tokens of a conversation, and the constraint of its answer. Raises DataError for what can't be used."""
+        return self._answerers[name].constrained_prompt(messages, schema)
+
     def reader(self, name: str) -> AnswerReader | None:
         """Reads the answers of that model with their calls; None if its chat template writes none."""
         return self._answerers[name].reader

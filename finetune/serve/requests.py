@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.model.generate import Sampling
-from finetune.serve.messages import Message, ToolChoice, Tools, as_conversation
+from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
@@ -19,7 +19,6 @@ _IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "safe
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
 }  # fmt: skip
 
 
@@ -59,6 +58,12 @@ class ChatRequest(BaseModel):
     tools: Tools | None = None
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows, None without one."""
+        return self.response_format.schema_of_answer if self.response_format else None
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -128,6 +133,9 @@ def _check_tools(request: ChatRequest) -> None:
     """Raises RequestError for a choice of a tool that is not there, and for replies to no call."""
     names = [tool.function.name for tool in request.tools or ()]
     forced = request.forced_tool
+    if request.offered_tools and request.schema_of_answer is not None:
+        raise RequestError("response_format and tools can't be used together here.", param="response_format",
+                           code="unsupported_parameter")  # fmt: skip
     if forced is not None and not names:
         raise RequestError("tool_choice asks for a call, and there are no tools.", param="tool_choice", code="invalid_value")
     if forced and forced not in names:

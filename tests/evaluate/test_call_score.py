@@ -69,7 +69,7 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     from finetune.run.directory import RunDirectory
 
     held_out = tmp_path / "held-out.jsonl"
-    calls_run.write_rows(held_out, [calls_run.ONE, calls_run.TWO, *[calls_run.NO_CALL] * 4])
+    calls_run.write_rows(held_out, [calls_run.ONE, calls_run.TWO, *[calls_run.NO_CALL] * 8])
     run = calls_run.make(tmp_path, (calls_run.ONE, calls_run.TWO), f"dataset.eval_path={held_out}")
     result = compare(RunDirectory(run))
     assert result.score == "calls"

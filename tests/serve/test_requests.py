@@ -48,7 +48,16 @@ def test_an_answer_ends_before_a_stop_however_it_is_cut_into_pieces(stops, piece
         ({"stop": ["a", ""]}, "stop"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "response_format",
+        ),
         ({"logit_bias": {"5": 100}}, "logit_bias"),
         ({"temprature": 0.5}, "temprature"),
     ],

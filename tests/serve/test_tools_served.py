@@ -120,6 +120,34 @@ def test_what_makes_no_sense_is_refused_by_name(client, change, param):
     assert error.value.param == param
 
 
+SCHEMA = {
+    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["base", "calls"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_follows_its_schema_with_base_and_adapter(client, model, stream):
+    pytest.importorskip("llguidance", reason="no llguidance; pip install 'llguidance>=1.9,<2'")
+    options = {"model": model, "messages": calls_run.NO_CALL[:1], "max_tokens": 300, "temperature": 1, "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    answered = client.chat.completions.create(**options, response_format=form, stream=stream)
+    text = (
+        "".join(piece.choices[0].delta.content or "" for piece in answered) if stream else answered.choices[0].message.content
+    )
+    value = json.loads(text)
+    assert value.keys() == {"city", "days"} and len(value["city"]) <= 9 and value["days"] <= 9
+
+
+def test_a_schema_that_can_not_be_used_is_refused(client):
+    pytest.importorskip("llguidance", reason="no llguidance; pip install 'llguidance>=1.9,<2'")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="calls", messages=calls_run.NO_CALL[:1], response_format=form)
+    assert error.value.param == "response_format" and "Invalid type" in error.value.message
+
+
 JUNK = [
     None,
     3,
