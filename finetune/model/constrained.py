@@ -25,7 +25,7 @@ class Constraint:
             from llguidance import LLMatcher
         except ImportError:
             problem = "answers in JSON need llguidance, which is not installed"
-            raise CommandError(problem, "Install it: pip install 'llguidance>=1.9,<2'") from None
+            raise CommandError(problem, "Install it: pip install 'llguidance>=1.9,<2' (the extra 'json')") from None
         self._tokens = _token_trie(tokenizer, tuple(sorted(stops)))
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": r"[ \n]{0,2}"})
         if problem := LLMatcher.validate_grammar(grammar, self._tokens):
