@@ -19,12 +19,11 @@ def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer
     """1 for the same calls in any order; without an expected call, for an answer that doesn't even begin one.
 
     Arguments are compared as JSON values; a missing one has the default of the tool's schema. `valid`: whether the answer's
-    calls can be read. `fields`: the parts of the score, and for each expected tool whether its calls are right.
+    calls can be read. `fields`: the parts of the score, and for each expected tool whether its calls are right; which these are
+    does not depend on the answer.
     """
-    fields: dict[str, bool] = {}
-    if answer.calls:
-        offered = {tool.get("function", {}).get("name") for tool in tools}
-        fields[KNOWN_TOOL] = all(_name(call) in offered for call in answer.calls) if offered else True
+    offered = {tool.get("function", {}).get("name") for tool in tools}
+    fields = {KNOWN_TOOL: not offered or all(_name(call) in offered for call in answer.calls)}
     if not expected:
         fields[NO_CALL_DUE] = not answer.calls and not answer.is_unreadable
         return RowScore(float(fields[NO_CALL_DUE]), fields, not answer.is_unreadable)

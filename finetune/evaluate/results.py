@@ -55,7 +55,7 @@ class Comparison:
     `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
     answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
-    `field_differences`: of the parts of a score of calls, over the rows that have the part in both models.
+    `field_differences`: of the parts of a score of calls, over the rows that have the part.
     """
 
     rows: int
@@ -126,10 +126,10 @@ class NoCall:
         return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
 
 
-def read_no_call(run: RunDirectory) -> dict[str, Any] | None:
+def read_no_call(run: RunDirectory) -> NoCall | None:
     """The last measurement of calls where none is due; None without one."""
     try:
-        return asdict(from_json(NoCall, read_json(run.path / "evaluations" / "no-call.json", dict)))
+        return from_json(NoCall, read_json(run.path / "evaluations" / "no-call.json", dict))
     except (OSError, ValueError):
         return None
 

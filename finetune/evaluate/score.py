@@ -121,12 +121,12 @@ def _span(scorer: Scorer, base: Score, tuned: Score) -> float:
 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
-    """The difference of each part of the score, over the rows that have it with both models."""
+    """The difference of each part of the score, over the rows that have it."""
     pairs: dict[str, list[tuple[bool, bool]]] = {}
     for base_row, tuned_row in zip(base.row_scores, tuned.row_scores, strict=True):
-        for name in base_row.fields.keys() & tuned_row.fields.keys():
-            pairs.setdefault(name, []).append((base_row.fields[name], tuned_row.fields[name]))
-    return {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in sorted(pairs.items()) if len(rows) > 1}
+        for name, is_right in base_row.fields.items():
+            pairs.setdefault(name, []).append((is_right, tuned_row.fields[name]))
+    return {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in pairs.items() if len(rows) > 1}
 
 
 def _check(rows: EvalRows, scorer: Scorer) -> None:

@@ -64,7 +64,9 @@ def test_the_bundled_questions_are_thirty_and_each_has_tools():
 
 @pytest.mark.slow
 def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path):
+    from app.report import page
     from finetune.evaluate.no_call import measure_no_call
+    from finetune.evaluate.results import read_evaluations
     from finetune.evaluate.score import compare
     from finetune.run.directory import RunDirectory
 
@@ -80,4 +82,7 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     first_lines = "\n".join(printed.splitlines()[:5])
     assert "worse:" in first_lines and "none due (30): answered without a call 100% before" in " ".join(first_lines.split())
+    [evaluation] = read_evaluations(RunDirectory(run)).values()
+    assert evaluation["field_differences"][NO_CALL_DUE]["value"] == -1.0
+    assert "Worse: questions with tools, none due" in page([RunDirectory(run)])
     assert measure_no_call(RunDirectory(run), pytest.fail).is_worse  # from the file of answers: no model is loaded
