@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
-from finetune.evaluate.results import read_evaluations, read_forgetting
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.run.base_adapter import base_adapter_of
@@ -27,7 +27,7 @@ from .views import plan as plan_view
 from .views import run as run_view
 from .views.compare import comparison
 from .views.markup import inert, note, table
-from .views.scores import forgetting_table, scores
+from .views.scores import forgetting_table, no_call_note, scores
 
 _ROWS_SHOWN = 5
 _STYLE = """
@@ -144,7 +144,7 @@ def _evaluations(run: RunDirectory) -> str:
     if not evaluations:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
     shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())
-    return shown + forgetting_table(read_forgetting(run))
+    return no_call_note(read_no_call(run)) + shown + forgetting_table(read_forgetting(run))
 
 
 def _paired(runs: list[RunDirectory]) -> str:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.errors import FinetuneError
-from finetune.evaluate.results import read_evaluations, read_forgetting
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.base_adapter import base_adapter_of
@@ -22,7 +22,7 @@ from ..context import Context
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem, table
-from ..views.scores import forgetting_table, rows_of, scores
+from ..views.scores import forgetting_table, no_call_note, rows_of, scores
 
 _TICK_S = 1.0
 _SCORES = {
@@ -293,7 +293,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
     shown += [
         f"<details><summary>{inert(_title(results[name]))}</summary>{scores(results[name], order)}</details>" for name in others
     ]
-    return progress + "".join(shown)
+    return progress + no_call_note(read_no_call(run)) + "".join(shown)
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
+from finetune.evaluate.results import NoCall
 from finetune.units import format_seconds
 
 from .markup import note, table
@@ -64,6 +65,13 @@ def forgetting_table(groups: list[dict[str, Any]]) -> str:
     return table(columns, lines, "Forgetting", hidden_caption=True) if lines else ""
 
 
+def no_call_note(no_call: NoCall | None) -> str:
+    """Whether the model leaves tools alone where none is due."""
+    if no_call is None:
+        return ""
+    return note(f"{'Worse: ' if no_call.is_worse else ''}{no_call.summary()}")
+
+
 def _gap(group: dict[str, Any]) -> str:
     gap = group["difference"]
     return format_difference(Difference(**gap) if gap else None, names="now - before")
@@ -74,7 +82,8 @@ def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:
     own = [] if result["score"] == "exact" else [(result["score"], result["score_difference"], 1.0, "")]
     exact = ("exact match", result["exact_match_difference"], 100.0, " points")
     pairs = ("pairs in order", result.get("pairs_in_order_difference"), 100.0, " points")
-    return [*own, exact, pairs, ("loss", result["loss_difference"], 1.0, "")]
+    parts = [(name, gap, 100.0, " points") for name, gap in (result.get("field_differences") or {}).items()]
+    return [*own, *parts, exact, pairs, ("loss", result["loss_difference"], 1.0, "")]
 
 
 def _percent(share: float | None) -> str:

@@ -14,6 +14,9 @@ _DATASETS = {
 #: Short questions of general knowledge, arithmetic, language and form, to measure forgetting.
 PROBE = _HERE / "probe.jsonl"
 
+#: Questions with tools that none of them answers, to measure whether a model calls one all the same.
+NO_CALL_PROBE = _HERE / "no_call_probe.jsonl"
+
 
 def model_path(name: str) -> Path | None:
     """Folder of the bundled model `name`; None when there is no such model."""

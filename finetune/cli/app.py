@@ -221,7 +221,10 @@ def evaluate(
         bool, typer.Option("--forgetting", help="Score the held-out rows of the run whose adapter this one continued.")
     ] = False,
     probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
-    score: Annotated[str, typer.Option(help="exact, contains, regex, json, numeric or loss.")] = "exact",
+    score: Annotated[
+        str | None,
+        typer.Option(help="exact, contains, regex, json, numeric, calls or loss; default calls for rows with tools."),
+    ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
     score_function: Annotated[
@@ -241,7 +244,9 @@ def evaluate(
     from finetune.cli.evaluate import show_scores
     from finetune.evaluate.scorers import scorer
 
-    chosen = scorer(score, pattern=pattern, tolerance=tolerance, function=score_function)
+    chosen = None
+    if score or pattern or tolerance or score_function:
+        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance, function=score_function)
     show_scores(
         run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,
         as_json=json,
@@ -262,6 +267,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token, 1 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    tools: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON list of tools that the model may call; you type their answers.")
+    ] = None,
 ) -> None:  # fmt: skip
     """Chat with the tuned model, the base model, or both.
 
@@ -277,7 +285,7 @@ def chat(
     run, *others = runs or ["latest"]
     chat_with(
         run, others=others, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
-        temperature=temperature, top_p=top_p, seed=seed, as_json=json,
+        temperature=temperature, top_p=top_p, seed=seed, as_json=json, tools_file=tools,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ _ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst
 
 
 def show_scores(
-    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer, show: str, examples: int, as_json: bool,
-    forgetting: bool = False, probe: bool = False,
+    source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer | None, show: str, examples: int,
+    as_json: bool, forgetting: bool = False, probe: bool = False,
 ) -> None:  # fmt: skip
     """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error.
 
@@ -47,7 +47,9 @@ def show_scores(
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)
+    from finetune.evaluate.call_score import NO_CALL_DUE
     from finetune.evaluate.forgetting import load_answerer, measure_forgetting
+    from finetune.evaluate.no_call import measure_no_call
     from finetune.evaluate.paired import format_difference, rank_rows
     from finetune.evaluate.score import compare
 
@@ -64,8 +66,10 @@ def show_scores(
         result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=progress)
         probe = probe and data is None and not forgetting
         losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []
+        no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
-        print_json({"run": str(run.path), **result.as_json(), "lost": [asdict(group) for group in losses]})
+        measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
+        print_json({"run": str(run.path), **result.as_json(), **measured})
         return
     origin = base_adapter_of(run)
     kind = (
@@ -81,6 +85,12 @@ def show_scores(
         kind += f", loss of {len(result.tuned.row_losses)} sequences"
     reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
+    if no_call and no_call.is_worse:
+        out.print(f"[red]worse:[/] {escape(no_call.summary())}")
+    restraint = result.field_differences.get(NO_CALL_DUE)
+    if restraint and restraint.is_significant and restraint.value < 0:
+        verdict = format_difference(restraint, 100, " points", gap)
+        out.print(f"[red]worse:[/] calls tools in rows where none is due: {verdict}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: what is learnt by heart scores well here")
@@ -105,10 +115,14 @@ def show_scores(
     if result.labels_in_order is not None:
         out.print(f"good answers gained more than bad ones in {_percent(result.labels_in_order)} of all pairs of these rows")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
+    for name, gap_of_field in result.field_differences.items():
+        out.print(f"  {escape(name)}: {format_difference(gap_of_field, 100, ' points', gap)}")
     if losses:
         out.print("\nforgetting:")
         for group in losses:
             out.print(f"  {escape(group.summary())}")
+    if no_call:
+        out.print(f"  {escape(no_call.summary())}")
     shown = rank_rows(result.base.scores, result.tuned.scores, show)[:examples]
     if shown:
         out.print(f"\nrows, {_ORDERS[show]} first:")
@@ -143,12 +157,16 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
 
 def chat_with(
     source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (),
+    temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (), tools_file: str | None = None,
 ) -> None:  # fmt: skip
     """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed.
 
     The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
+    `tools_file`: JSON with the tools that the models may call; the user types what they answer.
     """
+    from finetune.cli.chat_tools import answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
+
+    tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
         raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")
     runs = [open_run(source) for source in dict.fromkeys([source, *others])]
@@ -167,6 +185,9 @@ def chat_with(
             err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.summary()}[/]")
         first = Answerer(run, need_adapter="tuned" in models or len(runs) > 1)
         answerers = {run.path.name: first, **{other.path.name: first.sharing_base(other) for other in runs[1:]}}
+        if tools:
+            for answerer in answerers.values():
+                require_calls(answerer)
     if first.plan.layer_copies and not as_json:
         err.print(f"[dim]{first.plan.layer_copies.generation_summary}[/]")
     if first.plain and not as_json:
@@ -186,21 +207,27 @@ def chat_with(
             turns.append({"role": "user", "content": question})
             if len(asked) > 1 and not as_json:
                 out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
-            with answerer.using(model), _stop_on_ctrl_c() as stopped:
-                reply = answerer.stream(
-                    answerer.prompt_ids(turns), max_new_tokens=max_new_tokens, sampling=sampling,
-                    say=(lambda _: None) if as_json else _print_piece, stopped=stopped,
-                )  # fmt: skip
-            turns.append({"role": "assistant", "content": reply.text})
-            if as_json:
-                print_json({"run": str(answerer.run.path), "model": model, "prompt": question, "answer": reply.text,
-                            "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped})  # fmt: skip
-                continue
-            print()
-            rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
-            err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
-            if prompt is not None and reply.stopped:
-                raise KeyboardInterrupt
+            while True:
+                with answerer.using(model), _stop_on_ctrl_c() as stopped:
+                    reply, answer = answer_turns(
+                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece,
+                        max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped,
+                    )  # fmt: skip
+                if as_json:
+                    calls = {"calls": answer.calls} if tools else {}
+                    print_json({
+                        "run": str(answerer.run.path), "model": model, "prompt": question, "answer": answer.text, **calls,
+                        "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
+                    })  # fmt: skip
+                else:
+                    print(end="\n" if answer.text or not answer.calls else "")
+                    print_calls(answer)
+                    rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
+                    err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
+                    if prompt is not None and reply.stopped:
+                        raise KeyboardInterrupt
+                if prompt is not None or not ask_for_replies(answer, turns):
+                    break
 
 
 def _switch_run(question: str, used: list[str], names: Collection[str], as_json: bool) -> list[str]:

@@ -54,6 +54,10 @@ class Example:
         """The messages before the last answer, or the prompt; empty for plain text."""
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the last answer."""
+        return list(self.messages[self.answers[-1]].get("tool_calls") or ()) if self.messages else []
+
     def texts(self) -> list[str]:
         """The texts of all its messages or fields."""
         messages = (*self.messages, *self.rejected)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.answer_reader import AnswerReader
 from finetune.data.byte_level import ByteLevel, overlap_mask
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
@@ -44,6 +46,15 @@ class Encoded:
     def first_trained(self) -> int:
         """Index of the first trained token."""
         return int((self.labels != NOT_TRAINED).argmax())
+
+
+@contextlib.contextmanager
+def _data_errors() -> Iterator[None]:
+    """Turn what the template refuses into a DataError."""
+    try:
+        yield
+    except BadRow as error:
+        raise DataError(f"{error.field}: {error.reason}") from None
 
 
 class Encoder:
@@ -123,12 +134,40 @@ class Encoder:
         if isinstance(question, str):
             ids = self._tokenise_texts([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
+        return self.conversation_ids(question, tools, prompt=True)
+
+    def conversation_ids(
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False
+    ) -> list[int]:
+        """Tokens of messages exactly as in training, with the generation prompt if `prompt`."""
         self.use_template()
         assert self.template is not None
-        try:
-            text = self.template.render(self._escaper.escape(question), tools, prompt=True)
-        except BadRow as error:
-            raise DataError(f"{error.field}: {error.reason}") from None
+        with _data_errors():
+            return self._rendered_ids(self.template.render(self._escaper.escape(messages), tools, prompt=prompt))
+
+    def call_prompt_ids(
+        self, question: list[Message], tools: tuple[dict[str, Any], ...], name: str | None
+    ) -> tuple[list[int], str]:
+        """Tokens of a prompt whose answer begins with a call, of the tool `name` if given, and the text of that beginning."""
+        self.use_template()
+        with _data_errors():
+            text, start = self.answers.forced_prompt(self._escaper.escape(question), tools, name)
+        return self._rendered_ids(text), start
+
+    def text_prompt_ids(self, question: list[Message]) -> list[int]:
+        """Tokens of a prompt after which the answer's text follows at once, without thinking."""
+        self.use_template()
+        with _data_errors():
+            return self._rendered_ids(self.answers.text_prompt(self._escaper.escape(question)))
+
+    @cached_property
+    def answers(self) -> AnswerReader:
+        """Reads answers in the form of the chat template."""
+        self.use_template()
+        assert self.template is not None
+        return AnswerReader(self.template)
+
+    def _rendered_ids(self, text: str) -> list[int]:
         prompt = self._escaper.unescape(Rendered(text, []))
         if prompt.escaped_spans:
             return self._escaper.tokenise(prompt.text, prompt.escaped_spans)[0]

@@ -161,11 +161,18 @@ def has_call(text: str, name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
+def json_at(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value that begins at a position, and the position after it. Raises ValueError or RecursionError."""
+    return _DECODER.raw_decode(text, position)
+
+
+_DECODER = json.JSONDecoder()
+
+
 def _json_calls(text: str, name: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder()
     for start in (match.start() for match in re.finditer(r"\{", text)):
         try:
-            value, _ = decoder.raw_decode(text, start)
+            value, _ = json_at(text, start)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and any(value.get(key) == name for key in _NAME_KEYS):
@@ -180,15 +187,33 @@ def _tagged_calls(text: str, name: str) -> Iterator[dict[str, str]]:
         rf"<function={re.escape(name)}>|<[\w:|]*invoke name=\"{re.escape(name)}\">|<tool_call>\s*{re.escape(name)}\s*(?=<)"
     )
     for match in re.finditer(opening, text):
-        body = re.split(r"</function>|</[\w:|]*invoke>|</tool_call>(?!</)", text[match.end() :], maxsplit=1)[0]
-        pairs = re.findall(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", body, re.S)
-        pairs += re.findall(r"<[\w:|]*parameter name=\"([^\"]+)\"[^>]*>(.*?)</[\w:|]*parameter>", body, re.S)
-        pairs += re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.S)
-        yield dict(pairs)
+        yield tagged_arguments(text, match.end())[0]
+
+
+#: An argument in tags. Its end counts only before the next argument or the end of the call: it may be part of a value.
+_TAGGED = tuple(
+    re.compile(rf"\s*{before}(.*?){after}(?=\s*(?:{next_tags}|\Z))", re.S)
+    for before, after, next_tags in (
+        (r"<parameter=([^>]+)>\n?", r"\n?</parameter>", "<parameter=|</function>"),
+        (
+            r"<[\w:|｜]*parameter name=\"([^\"]+)\"[^>]*>", r"</[\w:|｜]*parameter>",
+            r"<[\w:|｜]*parameter name=|</[\w:|｜]*invoke>",
+        ),
+        (r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>", "<arg_key>|</tool_call>"),
+    )
+)  # fmt: skip
+
+
+def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
+    """The arguments that begin at a position, each in tags of its own, as text, and the position after them."""
+    arguments: dict[str, str] = {}
+    while match := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED)), None):
+        arguments[match[1]], position = match[2], match.end()
+    return arguments, position
 
 
 def _other_calls(text: str, name: str) -> Iterator[dict[str, Any]]:
-    """Calls as in Python, and Gemma 4's `call:name{key:<|"|>text<|"|>}`."""
+    """Calls as in Python, and Gemma 4's."""
     for match in re.finditer(rf"(?<![\w.]){re.escape(name)}\(", text):
         for end in (parenthesis.end() for parenthesis in re.finditer(r"\)", text[match.start() :])):
             source = text[match.start() : match.start() + end]
@@ -197,17 +222,45 @@ def _other_calls(text: str, name: str) -> Iterator[dict[str, Any]]:
             except (SyntaxError, ValueError, MemoryError, RecursionError):
                 continue
             if isinstance(call, ast.Call):
-                yield {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
+                yield python_arguments(call)
             break
     for match in re.finditer(rf"call:{re.escape(name)}(?=\{{)", text):
-        segments = text[match.end() :].split('<|"|>')  # every second part is the text of a string
-        without_strings = "".join(f'"\0{index // 2}"' if index % 2 else text for index, text in enumerate(segments))
-        quoted_keys = re.sub(r"([{,])\s*([^\s\"{}\[\],:]+):", r'\1"\2":', without_strings)
         try:
-            value, _ = json.JSONDecoder(strict=False).raw_decode(quoted_keys)
+            yield gemma_arguments(text, match.end())[0]
         except (ValueError, RecursionError):
             continue
-        yield _with_strings(value, segments[1::2])
+
+
+def python_arguments(call: ast.Call) -> dict[str, Any]:
+    """The keyword arguments of a call as in Python."""
+    return {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
+
+
+#: A string of Gemma 4's, or a key: `key:<|"|>text<|"|>`.
+_GEMMA_TOKEN = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{,])\s*([^\s"{}\[\],:<]+):|[{}\[\]]|[^{}\[\],<]+|,|<', re.S)
+
+
+def gemma_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
+    """Gemma 4's `{key:<|"|>text<|"|>}` at a position, and the position after it. Raises ValueError or RecursionError."""
+    strings: list[str] = []
+    source, depth = "", 0
+    while match := _GEMMA_TOKEN.match(text, position):
+        token, position = match[0], match.end()
+        if match[1] is not None:
+            strings.append(match[1])
+            source += f'"\\u0000{len(strings) - 1}"'
+        elif match[2]:
+            depth += match[2] == "{"
+            source += f'{match[2]}"{match[3]}":'
+        else:
+            depth += (token in "{[") - (token in "]}")
+            source += token
+        if depth == 0:
+            break
+    value = json.loads(source)
+    if not isinstance(value, dict):
+        raise ValueError("no arguments")
+    return _with_strings(value, strings), position
 
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}

@@ -29,6 +29,7 @@ from finetune.run.seal import newest_verified
 from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
+    from finetune.data.answer_reader import AnswerReader
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
@@ -111,26 +112,48 @@ class Answerer:
             self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
         yield
 
-    def answer(self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None) -> list[str]:
-        """Greedy answers to tokenised prompts, as one batch, without special tokens."""
+    def answer(
+        self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False
+    ) -> list[str]:
+        """Greedy answers to tokenised prompts, as one batch, without special tokens; `with_calls`: with them, as calls need."""
         return greedy_answers(
-            self.model, self.tokenizer, questions,
-            stops=self.encoder.stops, max_new_tokens=max_new_tokens, streamer=streamer,
+            self.model, self.tokenizer, questions, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
+            streamer=streamer, with_special_tokens=with_calls,
         )  # fmt: skip
+
+    def _stops(self, with_calls: bool) -> set[int]:
+        return self.encoder.stops | (self.encoder.answers.stops if with_calls else set())
 
     def stream(
         self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool] = lambda: False,
+        stopped: Callable[[], bool] = lambda: False, with_calls: bool = False, constraint: Any = None,
     ) -> Streamed:  # fmt: skip
-        """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`."""
+        """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`.
+
+        `with_calls`: the text keeps its special tokens, of which the calls of some templates consist.
+        """
         return streamed_answer(
-            self.model, self.tokenizer, question,
-            stops=self.encoder.stops, max_new_tokens=max_new_tokens, sampling=sampling, on_text=say, stopped=stopped,
+            self.model, self.tokenizer, question, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
+            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=with_calls, constraint=constraint,
         )  # fmt: skip
 
-    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
         """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
-        return self.encoder.prompt_ids(messages[-1]["content"] if self.plain else messages)
+        return self.encoder.prompt_ids(messages[-1]["content"], ()) if self.plain else self.encoder.prompt_ids(messages, tools)
+
+    def constrained_prompt(self, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
+        """Tokens of a prompt, and the constraint under which its answer is JSON of a schema. Raises DataError, CommandError."""
+        from finetune.model.constrained import Constraint
+
+        constraint = Constraint(self.tokenizer, schema, self.encoder.stops)
+        return self.prompt_ids(messages) if self.plain else self.encoder.text_prompt_ids(messages), constraint
+
+    @property
+    def reader(self) -> AnswerReader | None:
+        """Reads this model's answers with their calls; None for prompts or templates without any."""
+        if self.plain or self.tokenizer.chat_template is None:
+            return None
+        return self.encoder.answers if self.encoder.answers.syntax else None
 
 
 def is_plain(run: RunDirectory) -> bool:

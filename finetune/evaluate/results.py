@@ -58,6 +58,7 @@ class Comparison:
     `labels_in_order`: of answers that are marked good or bad, the share of all pairs of a good and a bad one in which the good
     one has become likelier by more; one half where nothing was learnt. `against_adapter`: `base` is the adapter that this run
     continued, its method's reference.
+    `field_differences`: of the parts of a score of calls, over the rows that have the part.
     """
 
     rows: int
@@ -79,6 +80,7 @@ class Comparison:
     pair_margin_difference: Difference | None = None
     labels_in_order: float | None = None
     against_adapter: bool = False
+    field_differences: dict[str, Difference] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """All fields as a dict, e.g. `base.exact_match`."""
@@ -106,6 +108,35 @@ class Forgetting:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
         losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
         return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
+
+
+@dataclass(frozen=True)
+class NoCall:
+    """Share of questions with tools of which none is due that are answered without a call, before and after training."""
+
+    rows: int
+    before: float | None
+    now: float | None
+    difference: Difference | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the tuned model calls tools where none is due, and the base model did not, beyond doubt."""
+        return self.difference is not None and self.difference.is_significant and self.difference.value < 0
+
+    def summary(self) -> str:
+        """One line."""
+        shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
+        shown = format_difference(self.difference, 100, " points", "now - before")
+        return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
+
+
+def read_no_call(run: RunDirectory) -> NoCall | None:
+    """The last measurement of calls where none is due; None without one."""
+    try:
+        return from_json(NoCall, read_json(run.path / "evaluations" / "no-call.json", dict))
+    except (OSError, ValueError):
+        return None
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:

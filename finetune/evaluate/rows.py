@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.bundled import PROBE
+from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.example import Example
 from finetune.data.examples import SplitRows, read_examples
@@ -40,6 +40,9 @@ class EvalRows:
     A row of plain text has no prompt, and a chat template may render several sequences of a row. Of pairs, `ids` and `labels`
     are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order. `desirable`: of
     labelled rows, whether each answer is marked good.
+
+    `calls` are those that are expected of each row's answer, `tools` those that are offered, `answer_tokens` the most tokens of
+    an expected answer with calls; all are empty if no row has tools.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -50,6 +53,9 @@ class EvalRows:
     rejected_ids: list[list[int]] = field(default_factory=list)
     rejected_labels: list[list[int]] = field(default_factory=list)
     desirable: list[bool] = field(default_factory=list)
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    tools: list[list[dict[str, Any]]] = field(default_factory=list)
+    answer_tokens: int = 0
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
@@ -144,6 +150,15 @@ def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
     return sum(content in trained for content in contents)
 
 
+def no_call_rows(encoder: Encoder) -> EvalRows:
+    """The bundled questions with tools of which none is due."""
+    rows = [parse_json(line) for line in NO_CALL_PROBE.read_text(encoding="utf-8").splitlines()]
+    questions = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    tools = [[{"type": "function", "function": tool} for tool in row["tools"]] for row in rows]
+    ids = [encoder.prompt_ids(question, tuple(offered)) for question, offered in zip(questions, tools, strict=True)]
+    return EvalRows([row["prompt"] for row in rows], ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
+
+
 def probe_rows(tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> EvalRows:
     """At most `limit` of the bundled general questions, with the tokenizer's chat template if it has one."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()[:limit]
@@ -164,4 +179,10 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
 def _eval_rows(questions: list[dict[str, Any]], **sequences: list[Any]) -> EvalRows:
     """`sequences`: fields of EvalRows."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    return EvalRows(prompts, prompt_ids, answers, **sequences)
+    rows = EvalRows(prompts, prompt_ids, answers, **sequences)
+    if not any("calls" in row for row in questions):
+        return rows
+    return replace(
+        rows, calls=[row.get("calls") or [] for row in questions], tools=[row.get("tools") or [] for row in questions],
+        answer_tokens=max(int(row.get("answer_tokens") or 0) for row in questions),
+    )  # fmt: skip

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.call_syntax import display_text
 from finetune.data.tokenizer import run_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
+from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, run_halving
-from finetune.evaluate.paired import difference
+from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer
@@ -51,6 +55,7 @@ def compare(
 
     What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
     one. With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
+    Without `score` it is `calls` for rows with tools, else `exact`.
     `load`: returns an answerer, loaded on the first call.
 
     Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
@@ -58,15 +63,16 @@ def compare(
     """
     started = time.perf_counter()
     require_data(run)
-    chosen_scorer = score or scorer("exact")
     plan = read_plan(run.plan)
     tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
     if data is None:
         eval_rows = held_out_rows(run, rows, of_first_run=forgetting)
     else:
         eval_rows = file_rows(data, plan.settings, tokenizer, rows)
+    chosen_scorer = score or scorer("calls" if eval_rows.calls else "exact")
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
+    reader = Encoder(tokenizer, conversations=True).answers if eval_rows.calls else None
     folder = adapter_folder(run, last=last)
 
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
@@ -76,15 +82,17 @@ def compare(
         progress("loading base model and adapter")
         return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if against_adapter else None)
 
-    max_new_tokens = longest_token_count(tokenizer, eval_rows.references) + 16 if chosen_scorer.name != "loss" else None
+    max_new_tokens = None
+    if chosen_scorer.name != "loss":
+        max_new_tokens = max(longest_token_count(tokenizer, eval_rows.references), eval_rows.answer_tokens) + 16
     reference = ("origin", run.base_adapter) if against_adapter else ("base", None)
     journals = [
         Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
         for model, adapter in (reference, ("tuned", folder))
     ]
     load = load or load_now
-    base_outputs = ModelOutputs(load, journals[0], eval_rows, reference[0], max_new_tokens, progress)
-    tuned_outputs = ModelOutputs(load, journals[1], eval_rows, "tuned", max_new_tokens, progress)
+    base_outputs = ModelOutputs(load, journals[0], eval_rows, reference[0], max_new_tokens, progress, reader)
+    tuned_outputs = ModelOutputs(load, journals[1], eval_rows, "tuned", max_new_tokens, progress, reader)
     base, tuned = base_outputs.score(chosen_scorer), tuned_outputs.score(chosen_scorer)
     has_intervals = len(base.scores) > 1
     comparison = Comparison(
@@ -100,6 +108,7 @@ def compare(
         difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
         difference(base.margins, tuned.margins) if len(base.margins) > 1 else None,
         _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
+        _field_differences(base_outputs, tuned_outputs) if chosen_scorer.name == "calls" else {},
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -124,10 +133,23 @@ def _span(scorer: Scorer, base: Score, tuned: Score) -> float:
     return max(scores) - min(scores) if scorer.span is None else scorer.span
 
 
+def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
+    """The difference of each part of the score, over the rows that have it."""
+    pairs: dict[str, list[tuple[bool, bool]]] = {}
+    for base_row, tuned_row in zip(base.row_scores, tuned.row_scores, strict=True):
+        for name, is_right in base_row.fields.items():
+            pairs.setdefault(name, []).append((is_right, tuned_row.fields[name]))
+    return {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in pairs.items() if len(rows) > 1}
+
+
 def _check(rows: EvalRows, scorer: Scorer) -> None:
     """Score each expected answer as if it were the model's, to report what can't be scored before anything is loaded."""
     if not rows.prompts:
         raise DataError("no row has a prompt and an answer: they are plain text", "Use --score loss.")
+    if scorer.name == "calls":
+        if not rows.calls:
+            raise DataError("no row has tools or calls", "Use another --score for these rows.")
+        return
     problems, fix = [], ""
     for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
         try:
@@ -143,17 +165,19 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
 class ModelOutputs:
     """Answers and losses of one model, from an earlier evaluation or computed now, when the model is loaded.
 
-    `max_new_tokens`: limit of an answer, None without answers.
+    `max_new_tokens`: limit of an answer, None without answers. `reader`: of answers with calls, which are then shown as text.
     """
 
     def __init__(
         self, load: Callable[[], Answerer], journal: Journal, rows: EvalRows, model: str, max_new_tokens: int | None,
-        progress: Progress,
+        progress: Progress, reader: AnswerReader | None = None,
     ) -> None:  # fmt: skip
-        self._load, self._journal, self._rows = load, journal, rows
+        self._load, self._journal, self._rows, self._reader = load, journal, rows, reader
+        self.row_scores: list[RowScore] = []
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
-        self._answer_keys = [digest([ids, max_new_tokens]) for ids in rows.prompt_ids] if max_new_tokens else []
+        form = ["calls"] if reader else []
+        self._answer_keys = [digest([ids, max_new_tokens, *form]) for ids in rows.prompt_ids] if max_new_tokens else []
         self._sequences = list(zip((*rows.ids, *rows.rejected_ids), (*rows.labels, *rows.rejected_labels), strict=True))
         self._loss_keys = [digest([ids, labels]) for ids, labels in self._sequences]
         lengths = [len(ids) + (max_new_tokens or 0) for ids in rows.prompt_ids]
@@ -198,7 +222,8 @@ class ModelOutputs:
                 finished += len(batch)
 
     def _add_answers(self, batch: list[int]) -> None:
-        answers = self._load().answer([self._rows.prompt_ids[row] for row in batch], max_new_tokens=self._max_new_tokens or 1)
+        questions, options = [self._rows.prompt_ids[row] for row in batch], {"with_calls": True} if self._reader else {}
+        answers = self._load().answer(questions, max_new_tokens=self._max_new_tokens or 1, **options)
         self._journal.add({self._answer_keys[row]: {"answer": answer} for row, answer in zip(batch, answers, strict=True)})
 
     def _add_losses(self, batch: list[int]) -> None:
@@ -216,10 +241,18 @@ class ModelOutputs:
         total = sum(row_loss * count for row_loss, count in zip(row_losses, row_tokens, strict=True))
         loss = total / sum(row_tokens) if any(row_tokens) else None
         answers = [entries[key]["answer"] for key in self._answer_keys]
-        row_scores = [
-            scorer.score_answer(prompt, reference, answer)
-            for prompt, reference, answer in zip(rows.prompts, rows.references, answers, strict=False)
-        ]
+        if self._reader:
+            read = [self._reader.read(answer, tools) for answer, tools in zip(answers, rows.tools, strict=False)]
+            answers = [display_text(answer) for answer in read]
+        if self._reader and scorer.name == "calls":
+            expected_calls = zip(rows.calls, rows.tools, read, strict=False)
+            row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]
+        else:
+            row_scores = [
+                scorer.score_answer(prompt, reference, answer)
+                for prompt, reference, answer in zip(rows.prompts, rows.references, answers, strict=False)
+            ]
+        self.row_scores = row_scores
         exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, rows.references, strict=False)]
         scores = [row_score.score for row_score in row_scores]
         validity = [row_score.valid for row_score in row_scores if row_score.valid is not None]

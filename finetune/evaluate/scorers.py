@@ -21,6 +21,7 @@ SCORES = {
     "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
+    "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -63,6 +64,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0, fun
         "regex": _by_pattern(pattern),
         "json": lambda _, expected, answer: json_score(expected, answer),
         "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
+        "calls": lambda *_: RowScore(0.0),  # of rows, not of texts: call_score
         "loss": lambda *_: RowScore(0.0),
     }
     return Scorer(name, functions[name])
@@ -80,10 +82,10 @@ def json_score(expected: str, answer: str) -> RowScore:
         raise DataError(f"the expected answer is not JSON: {expected[:100]!r}", "Use another --score for these rows.")
     answer_value = _parse_json(answer)
     if not isinstance(expected_value, dict) or not expected_value:
-        return RowScore(float(_json_equal(expected_value, answer_value)), {}, answer_value is not _NOT_JSON)
+        return RowScore(float(json_equal(expected_value, answer_value)), {}, answer_value is not _NOT_JSON)
     targets = dict(_flat_fields(expected_value))
     answers = dict(_flat_fields(answer_value)) if isinstance(answer_value, dict) else {}
-    fields = {name: name in answers and _json_equal(target, answers[name]) for name, target in targets.items()}
+    fields = {name: name in answers and json_equal(target, answers[name]) for name, target in targets.items()}
     return RowScore(sum(fields.values()) / len({*targets, *answers}), fields, answer_value is not _NOT_JSON)
 
 
@@ -147,14 +149,14 @@ def _flat_fields(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any
     return fields
 
 
-def _json_equal(first: Any, second: Any) -> bool:
+def json_equal(first: Any, second: Any) -> bool:
     """Equal JSON values: 1 is 1.0, but true is not 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_json_equal, first, second))
+        return len(first) == len(second) and all(map(json_equal, first, second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_json_equal(first[name], second[name]) for name in first)
+        return first.keys() == second.keys() and all(json_equal(first[name], second[name]) for name in first)
     return bool(first == second)
 
 

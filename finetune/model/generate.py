@@ -45,6 +45,7 @@ def greedy_answers(
     stops: Collection[int],
     max_new_tokens: int,
     streamer: Any = None,
+    with_special_tokens: bool = False,
 ) -> list[str]:
     """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`; returns text.
 
@@ -58,7 +59,7 @@ def greedy_answers(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
         max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=streamer,
     )  # fmt: skip
-    return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=True)
+    return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=not with_special_tokens)
 
 
 @torch.no_grad()
@@ -72,14 +73,17 @@ def streamed_answer(
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     on_text: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
+    with_special_tokens: bool = False,
+    constraint: Any = None,
 ) -> Streamed:
     """Continue a tokenised prompt, passing each new piece of text to `on_text`; ends early once `stopped()`.
 
-    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here.
+    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here. `constraint`: of
+    transformers' LogitsProcessor, it decides which tokens are allowed.
     """
     from transformers import StoppingCriteriaList
 
-    pieces, began, stop_requested = _Pieces(tokenizer, on_text), time.perf_counter(), [False]
+    pieces, began, stop_requested = _Pieces(tokenizer, on_text, with_special_tokens), time.perf_counter(), [False]
 
     def is_stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         stop_requested[0] = stop_requested[0] or stopped()
@@ -94,7 +98,8 @@ def streamed_answer(
     criteria: Any = StoppingCriteriaList([is_stopped])
     output_ids = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
-        pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria, **sampled,
+        pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
+        logits_processor=[constraint] if constraint else None, **sampled,
     )  # fmt: skip
     new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)
@@ -112,8 +117,8 @@ def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
 class _Pieces:
     """transformers' streamer interface: decodes tokens as they arrive and emits text that later tokens can't change."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], with_special: bool) -> None:
+        self._tokenizer, self._on_text, self._with_special = tokenizer, on_text, with_special
         self._ids: list[int] = []
         self._prompt, self._emitted = True, ""
 
@@ -137,7 +142,7 @@ class _Pieces:
         return text if text.startswith(self._emitted) else self._emitted
 
     def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not self._with_special))
 
     def _emit(self, text: str) -> None:
         if text.startswith(self._emitted) and len(text) > len(self._emitted):

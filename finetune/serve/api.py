@@ -8,8 +8,8 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -17,14 +17,20 @@ from openai.types import CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMessageToolCall, Function
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from finetune.files import parse_json
-from finetune.serve.engine import AnswerEnd, Engine
+from finetune.serve.engine import AnswerEnd, AnswerPart, Engine
 from finetune.serve.requests import ChatRequest, RequestError, read_request
 
+if TYPE_CHECKING:
+    from finetune.data.tool_calls import Call
+
+#: Characters of a call's arguments in one event.
+_ARGUMENTS_PIECE = 64
 _BODY_BYTES = 4 * 2**20
 #: Seconds between two checks whether the client of an answer that is not streamed is still connected.
 _DISCONNECT_POLL_S = 0.2
@@ -54,8 +60,8 @@ def build(engine: Engine, token: str) -> FastAPI:
                                code="invalid_api_key")  # fmt: skip
 
     @api.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "unreadable_calls": engine.unreadable_calls}
 
     guarded = APIRouter(prefix="/v1", dependencies=[Depends(check)])
 
@@ -117,7 +123,7 @@ class _ChatResponse:
     def __init__(self, request: ChatRequest) -> None:
         self._request, self._id, self._created = request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
-    async def complete(self, pieces: AsyncIterator[str | AnswerEnd], request: Request) -> dict[str, Any]:
+    async def complete(self, pieces: AsyncIterator[AnswerPart], request: Request) -> dict[str, Any]:
         """One object, when the answer is complete; the answer ends early if the client disconnects."""
         disconnect = asyncio.create_task(_wait_for_disconnect(request))
         collected = asyncio.create_task(_collect(pieces))
@@ -125,18 +131,22 @@ class _ChatResponse:
             await asyncio.wait((disconnect, collected), return_when=asyncio.FIRST_COMPLETED)
             if not collected.done():
                 raise _CLIENT_LEFT
-            text, end = collected.result()
+            text, calls, end = collected.result()
         finally:
             for task in (disconnect, collected):
                 task.cancel()
-        message = ChatCompletionMessage(role="assistant", content=text)
-        return ChatCompletion(
+        message = ChatCompletionMessage(role="assistant", content=None if calls and not text else text)
+        if calls:
+            message.tool_calls = [*map(_tool_call, calls)]
+        values = ChatCompletion(
             id=self._id, created=self._created, model=self._request.model, object="chat.completion", usage=_usage(end),
             choices=[Choice(index=0, finish_reason=end.reason, message=message)],
         ).model_dump(mode="json", exclude_none=True)  # fmt: skip
+        values["choices"][0]["message"].setdefault("content", None)
+        return values
 
-    async def events(self, pieces: AsyncIterator[str | AnswerEnd]) -> AsyncIterator[str]:
-        """Server-sent events: the role, each piece, the reason of the end, and `[DONE]`."""
+    async def events(self, pieces: AsyncIterator[AnswerPart]) -> AsyncIterator[str]:
+        """Server-sent events: the role, each piece, the calls, the reason of the end, and `[DONE]`."""
         options = self._request.stream_options
         async with contextlib.aclosing(pieces):  # type: ignore[type-var]
             yield self._event(ChoiceDelta(role="assistant", content=""))
@@ -144,6 +154,10 @@ class _ChatResponse:
                 async for piece in pieces:
                     if isinstance(piece, str):
                         yield self._event(ChoiceDelta(content=piece))
+                        continue
+                    if isinstance(piece, list):
+                        for delta in _call_deltas(piece):
+                            yield self._event(ChoiceDelta(tool_calls=[delta]))
                         continue
                     yield self._event(ChoiceDelta(), piece.reason)
                     if options and options.include_usage:
@@ -155,7 +169,7 @@ class _ChatResponse:
     def _event(
         self,
         delta: ChoiceDelta | None,
-        reason: Literal["stop", "length"] | None = None,
+        reason: Literal["stop", "length", "tool_calls"] | None = None,
         usage: CompletionUsage | None = None,
     ) -> str:
         chunk = ChatCompletionChunk(
@@ -170,14 +184,36 @@ async def _wait_for_disconnect(request: Request) -> None:
         await asyncio.sleep(_DISCONNECT_POLL_S)
 
 
-async def _collect(pieces: AsyncIterator[str | AnswerEnd]) -> tuple[str, AnswerEnd]:
-    text = ""
+async def _collect(pieces: AsyncIterator[AnswerPart]) -> tuple[str, list[Call], AnswerEnd]:
+    text, calls = "", list[Any]()
     async with contextlib.aclosing(pieces):  # type: ignore[type-var]
         async for piece in pieces:
             if isinstance(piece, AnswerEnd):
-                return text, piece
-            text += piece
+                return text, calls, piece
+            if isinstance(piece, str):
+                text += piece
+            else:
+                calls += piece
     raise AssertionError("an answer has an end")
+
+
+def _tool_call(call: Call) -> ChatCompletionMessageToolCall:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return ChatCompletionMessageToolCall(
+        id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=Function(name=function["name"], arguments=arguments)
+    )
+
+
+def _call_deltas(calls: list[Call]) -> Iterator[ChoiceDeltaToolCall]:
+    """Each call as OpenAI streams it: id and name, then its arguments in pieces."""
+    for index, call in enumerate(map(_tool_call, calls)):
+        opened = ChoiceDeltaToolCallFunction(name=call.function.name, arguments="")
+        yield ChoiceDeltaToolCall(index=index, id=call.id, type="function", function=opened)
+        arguments = call.function.arguments
+        for start in range(0, len(arguments), _ARGUMENTS_PIECE):
+            piece = ChoiceDeltaToolCallFunction(arguments=arguments[start : start + _ARGUMENTS_PIECE])
+            yield ChoiceDeltaToolCall(index=index, function=piece)
 
 
 def _usage(end: AnswerEnd) -> CompletionUsage:

@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import DataError
+from finetune.errors import CommandError, DataError
+from finetune.evaluate.call_stream import CallStream
 from finetune.serve.requests import ChatRequest, RequestError
 
 if TYPE_CHECKING:
+    from finetune.data.tool_calls import Call
     from finetune.model.generate import Streamed
     from finetune.serve.models import Models
 
@@ -24,15 +26,29 @@ MAX_TOKEN_CHARACTERS = 256
 class AnswerEnd:
     """The end of an answer, for OpenAI's `finish_reason` and `usage`."""
 
-    reason: Literal["stop", "length"]
+    reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens of a prompt, the beginning of the answer that they have, and what constrains the answer."""
+
+    ids: list[int]
+    start: str = ""
+    constraint: Any = None
+
+
+#: What an answer consists of: pieces of text, the list of its calls, and its end.
+AnswerPart = str | list["Call"] | AnswerEnd
 
 
 class Engine:
     """Answers of the loaded models.
 
     `tokens`: limit of a prompt with its answer. `max_waiting`: limit of requests that wait behind the one being answered.
+    `unreadable_calls`: answers that began a call of a tool which could not be read, and stayed text.
     """
 
     def __init__(self, models: Models, tokens: int, max_waiting: int = 32) -> None:
@@ -40,10 +56,10 @@ class Engine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
         self._tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._open_requests: set[threading.Event] = set()
-        self._tokenising = 0
+        self._tokenising = self.unreadable_calls = 0
 
-    async def answer(self, request: ChatRequest) -> AsyncIterator[str | AnswerEnd]:
-        """Check a request and queue it; yields the pieces of the answer, then its end.
+    async def answer(self, request: ChatRequest) -> AsyncIterator[AnswerPart]:
+        """Check a request and queue it; yields the pieces of the answer, the list of its calls if it has some, then its end.
 
         Closing the iterator ends the answer. Raises RequestError for what can't be answered, before anything is yielded.
         """
@@ -53,19 +69,18 @@ class Engine:
         if (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
             raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
                                code="rate_limit_exceeded")  # fmt: skip
-        characters = sum(len(message.as_message()["content"]) for message in request.messages)
-        if characters > self._tokens * MAX_TOKEN_CHARACTERS:
-            message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
+        if request.characters > self._tokens * MAX_TOKEN_CHARACTERS:
+            message = f"This server has a limit of {self._tokens} tokens; the messages have {request.characters:,} characters."
             raise RequestError(message, param="messages", code="context_length_exceeded")
         self._tokenising += 1
         try:  # in a thread: the event loop serves the other clients meanwhile
             prompt = await asyncio.get_running_loop().run_in_executor(self._tokeniser, self._prompt, request)
         finally:
             self._tokenising -= 1
-        remaining = self._tokens - len(prompt)
+        remaining = self._tokens - len(prompt.ids)
         if remaining < 1 or (request.max_new_tokens or 1) > remaining:
             raise RequestError(
-                f"This server has a limit of {self._tokens} tokens; the messages have {len(prompt)} and "
+                f"This server has a limit of {self._tokens} tokens; the messages have {len(prompt.ids)} and "
                 f"{request.max_new_tokens or 1} were requested.",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
@@ -78,30 +93,62 @@ class Engine:
         for pool in (self._worker, self._tokeniser):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prompt(self, request: ChatRequest) -> list[int]:
+    def _prompt(self, request: ChatRequest) -> _Prompt:
         try:
-            return self.models.prompt_ids(request.model, [message.as_message() for message in request.messages])
+            if (schema := request.schema_of_answer) is not None:
+                ids, constraint = self.models.constrained_prompt(request.model, request.conversation, schema)
+                return _Prompt(ids, constraint=constraint)
+            if not request.offered_tools:
+                return _Prompt(self.models.prompt_ids(request.model, request.conversation))
+            if self.models.reader(request.model) is None:
+                message = f"The chat template of {request.model} writes no calls of tools."
+                raise RequestError(message, param="tools", code="unsupported_parameter")
+            return _Prompt(
+                *self.models.prompt_with_tools(request.model, request.conversation, request.offered_tools, request.forced_tool)
+            )
+        except CommandError as error:
+            raise RequestError(f"{error.problems[0]}.", param="response_format", code="unsupported_parameter") from None
         except DataError as error:
-            raise RequestError(" ".join(error.problems), param="messages", code="invalid_value") from None
+            param = "messages" if request.schema_of_answer is None else "response_format"
+            raise RequestError(" ".join(error.problems), param=param, code="invalid_value") from None
 
-    async def _pieces(self, request: ChatRequest, prompt: list[int], max_new_tokens: int) -> AsyncIterator[str | AnswerEnd]:
-        loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[str | AnswerEnd | Exception](), threading.Event()
+    def _call_stream(self, request: ChatRequest, start: str, send: Callable[[str], None]) -> CallStream | None:
+        """Reads the calls of an answer to a request with tools."""
+        reader = self.models.reader(request.model) if request.offered_tools else None
+        if reader is None:
+            return None
+        return CallStream(reader, request.offered_tools, send, start=start, limit=None if request.parallel_tool_calls else 1)
 
-        def send(value: str | AnswerEnd | Exception) -> None:
+    async def _pieces(self, request: ChatRequest, prompt: _Prompt, max_new_tokens: int) -> AsyncIterator[AnswerPart]:
+        loop, pieces, cancelled = asyncio.get_running_loop(), asyncio.Queue[AnswerPart | Exception](), threading.Event()
+
+        def send(value: AnswerPart | Exception) -> None:
             if not cancelled.is_set():
                 loop.call_soon_threadsafe(pieces.put_nowait, value)
 
         def answer() -> None:
             if cancelled.is_set():
                 return
-            stop_filter = StopFilter(request.stops, send)
+            call_stream = self._call_stream(request, prompt.start, send)
+            stop_filter = StopFilter(request.stops, call_stream.add if call_stream else send)
             try:
                 streamed = self.models.stream(
-                    request.model, prompt, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
+                    request.model, prompt.ids, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
                     stopped=lambda: stop_filter.is_stopped or cancelled.is_set(),
+                    **({"with_calls": True} if call_stream else {}),
+                    **({"constraint": prompt.constraint} if prompt.constraint else {}),
                 )  # fmt: skip
                 stop_filter.finish()
-                send(AnswerEnd(_reason(streamed, stop_filter.is_stopped, max_new_tokens), len(prompt), streamed.tokens))
+                reason = _reason(streamed, stop_filter.is_stopped, max_new_tokens)
+                if call_stream:
+                    whole = call_stream.finish()
+                    self.unreadable_calls += whole.is_unreadable
+                    if whole.calls:
+                        reason = "tool_calls"
+                        send(whole.calls)
+                send(AnswerEnd(reason, len(prompt.ids), streamed.tokens))
+            except DataError as error:  # a schema that is too complex to go on
+                send(RequestError(error.problems[0], param="response_format", code="invalid_value"))
             except Exception as error:  # noqa: BLE001 - the client gets it
                 send(error)
 
@@ -110,6 +157,8 @@ class Engine:
             self._worker.submit(answer)
             while True:
                 value = await pieces.get()
+                if isinstance(value, RequestError):
+                    raise value
                 if isinstance(value, Exception):
                     raise RequestError(f"{type(value).__name__}: {value}", status=500, code="internal_error") from value
                 yield value
@@ -120,7 +169,7 @@ class Engine:
             self._open_requests.discard(cancelled)
 
 
-def _reason(streamed: Streamed, stopped: bool, max_new_tokens: int) -> Literal["stop", "length"]:
+def _reason(streamed: Streamed, stopped: bool, max_new_tokens: int) -> Literal["stop", "length", "tool_calls"]:
     return "length" if not streamed.ended and not stopped and streamed.tokens >= max_new_tokens else "stop"
 
 

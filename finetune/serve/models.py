@@ -15,6 +15,7 @@ from finetune.run.directory import require_data
 from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:
+    from finetune.data.answer_reader import AnswerReader
     from finetune.run.directory import RunDirectory
 
 BASE = "base"
@@ -78,14 +79,36 @@ class Models:
         """Tokens of a conversation with that run's chat template. Raises DataError if the template refuses it."""
         return self._answerers[name].prompt_ids(messages)
 
+    def prompt_with_tools(
+        self, name: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...], force: str | None
+    ) -> tuple[list[int], str]:
+        """Tokens of a conversation with tools, and the beginning of the answer that they have.
+
+        `force`: the answer begins with a call, of that tool; of any if empty. Raises DataError if the template refuses it.
+        """
+        answerer = self._answerers[name]
+        if force is None:
+            return answerer.prompt_ids(messages, tools), ""
+        return answerer.encoder.call_prompt_ids(messages, tools, force or None)
+
+    def constrained_prompt(self, name: str, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
+        """Tokens of a conversation, and the constraint of its answer. Raises DataError for what can't be used."""
+        return self._answerers[name].constrained_prompt(messages, schema)
+
+    def reader(self, name: str) -> AnswerReader | None:
+        """Reads the answers of that model with their calls; None if its chat template writes none."""
+        return self._answerers[name].reader
+
     def stream(
         self, name: str, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool],
+        stopped: Callable[[], bool], with_calls: bool = False, constraint: Any = None,
     ) -> Streamed:  # fmt: skip
         """The answer of that model to a tokenised prompt."""
         with self._using(name):
-            answerer = self._answerers[name]
-            return answerer.stream(question, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped)
+            return self._answerers[name].stream(
+                question, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped, with_calls=with_calls,
+                constraint=constraint,
+            )  # fmt: skip
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[None]:

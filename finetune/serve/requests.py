@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.model.generate import Sampling
+from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
-_IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice",
-            "safety_identifier", "prompt_cache_key", "verbosity"}  # fmt: skip
+_IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
+            "prompt_cache_key", "verbosity"}  # fmt: skip
 #: Fields that would change the answer, and the values at which they don't.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "tools": ([],), "functions": ([],), "modalities": (["text"],), "response_format": ({"type": "text"},),
+    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
 }  # fmt: skip
 
 
@@ -34,23 +36,6 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
-class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
-
-    def as_message(self) -> dict[str, str]:
-        """Role and text in the form of the training data."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
 class _StreamOptions(BaseModel):
     include_usage: bool = False
 
@@ -61,7 +46,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -70,6 +55,38 @@ class ChatRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows, None without one."""
+        return self.response_format.schema_of_answer if self.response_format else None
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages in the form of the training data. Raises ValueError for one that can't be."""
+        return as_conversation(self.messages)
+
+    @property
+    def offered_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools or ())
+
+    @property
+    def forced_tool(self) -> str | None:
+        """Name of the tool that must be called; empty if it may be any, None if none must be."""
+        if isinstance(self.tool_choice, str):
+            return "" if self.tool_choice == "required" else None
+        return self.tool_choice.function.name
+
+    @property
+    def characters(self) -> int:
+        """Characters of the prompt, as far as the request decides them."""
+        tools = json.dumps(self.offered_tools, ensure_ascii=False) if self.tools else ""
+        return sum(message.characters for message in self.messages) + len(tools)
 
     @property
     def stops(self) -> list[str]:
@@ -98,13 +115,33 @@ def read_request(body: Any) -> ChatRequest:
     except ValidationError as error:
         first_error = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first_error["loc"]) or None
-        raise RequestError(f"{name}: {first_error['msg']}", param=name, code="invalid_value") from None
+        message = first_error["msg"].removeprefix("Value error, ")
+        raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):
             continue
         raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+    _check_tools(request)
     if len(request.stops) > _MAX_STOPS:
         raise RequestError(f"stop: at most {_MAX_STOPS} texts", param="stop", code="invalid_value")
     if not all(request.stops):
         raise RequestError("stop: an empty text would end every answer", param="stop", code="invalid_value")
     return request
+
+
+def _check_tools(request: ChatRequest) -> None:
+    """Raises RequestError for a choice of a tool that is not there, and for replies to no call."""
+    names = [tool.function.name for tool in request.tools or ()]
+    forced = request.forced_tool
+    if request.offered_tools and request.schema_of_answer is not None:
+        raise RequestError("response_format and tools can't be used together here.", param="response_format",
+                           code="unsupported_parameter")  # fmt: skip
+    if forced is not None and not names:
+        raise RequestError("tool_choice asks for a call, and there are no tools.", param="tool_choice", code="invalid_value")
+    if forced and forced not in names:
+        message = f"tool_choice asks for {forced[:60]!r}, which is none of the tools."
+        raise RequestError(message, param="tool_choice", code="invalid_value")
+    try:
+        as_conversation(request.messages)
+    except ValueError as error:
+        raise RequestError(f"{error}.", param="messages", code="invalid_value") from None

@@ -1,0 +1,278 @@
+"""Tool calls in a model's answer, read in the form in which its chat template writes them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.checks import BadRow
+from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_arguments, read_calls, tagged_arguments
+
+#: A call that was read and the position after it.
+_ReadCall = tuple[str, dict[str, Any], int]
+_NAME = r"[\w.\-/]+"
+_CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
+_THINKING = re.compile(r".*</think>", re.S)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as its text and its calls. `is_unreadable`: it has the opening of a call that can't be read, and stays text."""
+
+    text: str
+    calls: list[Call] = field(default_factory=list)
+    is_unreadable: bool = False
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """A form of calls. `opening` begins a call, `openings` are the literal texts with which that may begin.
+
+    `read(text, match)` yields the calls that begin at the opening. It raises ValueError for one that can't be read.
+    """
+
+    name: str
+    openings: tuple[str, ...]
+    opening: re.Pattern[str]
+    read: Callable[[str, re.Match[str]], Iterator[_ReadCall]]
+    loses_types: bool = False
+
+    def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
+        """The calls of a whole answer, and its text without them. Arguments written as text get the types of `tools`."""
+        thinking = _THINKING.match(text)
+        start = thinking.end() if thinking else 0
+        calls: list[Call] = []
+        position, before, between = start, text[:start], ""
+        while match := self.opening.search(text, position):
+            between += text[position : match.start()]
+            end = match.end()
+            try:
+                for name, arguments, end_of_call in self.read(text, match):
+                    end = end_of_call
+                    [call] = read_calls({"name": name, "arguments": arguments}, "answer")
+                    calls.append(_with_types(call, tools) if self.loses_types else call)
+            except (ValueError, SyntaxError, RecursionError, MemoryError, BadRow):
+                return Answer(text, is_unreadable=True)
+            position = end
+        after = text[position:]
+        parts = [part.strip() for part in (before, between, after)] if calls else []
+        return Answer("\n".join(filter(None, parts)), calls) if calls else Answer(text)
+
+
+def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyntax | None:
+    """The form in which a rendered text has exactly these calls; None if there is none."""
+    tools = [{"function": {"name": name, "parameters": _schema_of(arguments)}} for name, arguments in calls]
+    for syntax in SYNTAXES:
+        answer = syntax.answer(text, tools)
+        if [(call["function"]["name"], call["function"]["arguments"]) for call in answer.calls] == list(calls):
+            return syntax
+    return None
+
+
+def display_text(answer: Answer) -> str:
+    """An answer as people read it: its text, then each call on a line."""
+    lines = [
+        f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})" for call in answer.calls
+    ]
+    return "\n".join(filter(None, [answer.text, *lines]))
+
+
+def _with_types(call: Call, tools: Sequence[dict[str, Any]]) -> Call:
+    """A call whose arguments were written as text, with the types that the tool's schema says."""
+    functions = (tool.get("function") for tool in tools)
+    name, values = call["function"]["name"], call["function"]["arguments"]
+    tool = next((function for function in functions if isinstance(function, dict) and function.get("name") == name), {})
+    parameters = tool.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schemas = properties if isinstance(properties, dict) else {}
+    return {
+        "type": "function",
+        "function": {"name": name, "arguments": {k: _typed(v, schemas.get(k)) for k, v in values.items()}},
+    }
+
+
+def _typed(text: Any, schema: Any) -> Any:
+    """A value written as text: text where the schema says so, else the JSON value or Python's constant that it spells."""
+    types = _types(schema)
+    if not isinstance(text, str) or types == {"string"}:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    return text if types and "string" in types and _type_of(value) not in types else value
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema allows, as far as it names them."""
+    if not isinstance(schema, dict):
+        return set()
+    names = schema.get("type")
+    types = {names} if isinstance(names, str) else {name for name in names or () if isinstance(name, str)}
+    if "enum" in schema and isinstance(schema["enum"], list):
+        types |= {_type_of(value) for value in schema["enum"]}
+    for key in ("anyOf", "oneOf"):
+        types |= {name for part in schema.get(key) or () for name in _types(part)}
+    return types
+
+
+def _type_of(value: Any) -> str:
+    for kind, name in (
+        (bool, "boolean"),
+        (str, "string"),
+        (int, "integer"),
+        (float, "number"),
+        (dict, "object"),
+        (list, "array"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "null"
+
+
+def _schema_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {name: {"type": _type_of(value)} for name, value in arguments.items()}}
+
+
+def _closing(text: str, position: int, pattern: str) -> int:
+    """The position after the closing mark. Raises ValueError where other text follows."""
+    match = re.compile(rf"\s*(?:{pattern})").match(text, position)
+    if match is None:
+        raise ValueError("a call without its end")
+    return match.end()
+
+
+def _json_objects(closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+    """One object with name and arguments, or a list of them, up to `closing`."""
+
+    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+        value, end = json_at(text, match.end())
+        end = _closing(text, end, closing)
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+                raise ValueError("no name of a tool")
+            yield item["name"], item.get("arguments", item.get("parameters", {})), end
+
+    return read
+
+
+def _named_json(closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+    """Arguments as JSON after an opening that has the name."""
+
+    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+        arguments, end = json_at(text, match.end())
+        if not isinstance(arguments, dict):
+            raise ValueError("arguments that are no object")
+        yield match["name"], arguments, _closing(text, end, closing)
+
+    return read
+
+
+def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+    """The whole answer is one object or several, with a name and parameters and nothing else; other JSON is no call."""
+    position, values = match.end(), []
+    while position < len(text) and text[position] == "{":
+        value, end = json_at(text, position)
+        values.append(value)
+        position = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
+    if text[position:].strip():
+        raise ValueError("text after the calls")
+    for value in values:
+        yield value["name"], value.get("parameters", value.get("arguments", {})), position
+
+
+def _tagged(end_tag: str, closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+    """A tag for each argument. `end_tag` follows the last argument, `closing` the call."""
+
+    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+        pairs, end = tagged_arguments(text, match.end())
+        yield match["name"], pairs, _closing(text, _closing(text, end, end_tag), closing)
+
+    return read
+
+
+def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+    """A Python list of calls with keyword arguments."""
+    end = text.find("<|tool_call_end|>", match.end())
+    while end >= 0:
+        try:
+            tree = ast.parse(text[match.end() : end].strip(), mode="eval").body
+            break
+        except SyntaxError:  # the mark may be inside an argument
+            end = text.find("<|tool_call_end|>", end + 1)
+    else:
+        raise ValueError("a list without its end")
+    for item in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(item, ast.Call) or item.args:
+            raise ValueError("no call with named arguments")
+        yield ast.unparse(item.func), python_arguments(item), end + len("<|tool_call_end|>")
+
+
+def _gemma(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
+    arguments, end = gemma_arguments(text, match.end())
+    yield match["name"], arguments, _closing(text, end, r"<tool_call\|>")
+
+
+def _syntax(
+    name: str, openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], *, loses_types: bool = False
+) -> CallSyntax:
+    return CallSyntax(name, openings, re.compile(pattern), read, loses_types)
+
+
+#: The forms, more special ones first.
+SYNTAXES = (
+    _syntax(
+        "tags in tool_call", ("<tool_call>",), rf"<tool_call>\s*<function=(?P<name>{_NAME})>\s*",
+        _tagged("</function>", "</tool_call>"), loses_types=True,
+    ),
+    _syntax(
+        "key and value tags", ("<tool_call>",), rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<)",
+        _tagged("", "</tool_call>"), loses_types=True,
+    ),
+    _syntax(
+        "invoke", ("<", " to="),
+        rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
+        rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
+        _tagged(r"</[\w:|｜]*invoke>", r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?"), loses_types=True,
+    ),
+    _syntax(
+        "JSON in a tag", ("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects("</tool_call>"),
+    ),
+    _syntax(
+        "JSON after a mark", ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
+        _json_objects(r"(?:<\|/tool_call\|>)?"),
+    ),
+    _syntax(
+        "name and JSON in a tag", ("[TOOL_CALLS]",),
+        rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _named_json(""),
+    ),
+    _syntax(
+        "DeepSeek", ("<｜tool▁call",),
+        rf"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>{_NAME})(?:<｜tool▁sep｜>)?{_CODE_FENCE}",
+        _named_json(r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?"),
+    ),
+    _syntax(
+        "Harmony", ("<|channel|>", " to=functions."),
+        rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?"
+        r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
+        _named_json(""),
+    ),
+    _syntax(
+        "Kimi", ("<|tool_call",),
+        r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w\-./]+?)(?::\d+)?\s*"
+        r"<\|tool_call_argument_begin\|>\s*",
+        _named_json(r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?"),
+    ),
+    _syntax("Python", ("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
+    _syntax("Gemma", ("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
+    _syntax(
+        "bare JSON", ("{", "<|python_tag|>"),
+        r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:\s*\"[^\"]+\"\s*,\s*"
+        r"\"(?:parameters|arguments)\"\s*:)",
+        _bare_objects,
+    ),
+)  # fmt: skip

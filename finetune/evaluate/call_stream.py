@@ -1,0 +1,63 @@
+"""An answer in pieces: its text as it arrives, its calls of tools when they are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.call_syntax import Answer
+
+
+class CallStream:
+    """Passes on the text before a call, and delays what may be the beginning of one.
+
+    `start`: the beginning of the answer that is in the prompt already. `limit`: the most calls that are read.
+    """
+
+    def __init__(
+        self, reader: AnswerReader, tools: Sequence[dict[str, Any]], on_text: Callable[[str], None], *, start: str = "",
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self._reader, self._tools, self._on_text, self._limit = reader, tools, on_text, limit
+        self._pieces, self._pending, self._emitted = start, start, ""
+        self._is_delaying = bool(start)
+
+    def add(self, piece: str) -> None:
+        """The next piece, with its special tokens."""
+        self._pieces += piece
+        self._pending += piece
+        if self._is_delaying:
+            return
+        openings = self._reader.openings
+        positions = [position for opening in openings if (position := self._find(opening)) >= 0]
+        self._is_delaying = bool(positions)
+        partial = max((_partial_match(opening, self._pending) for opening in openings), default=0)
+        self._emit(min(positions, default=len(self._pending) - partial))
+
+    def finish(self) -> Answer:
+        """There are no more pieces: the whole answer. Text that was delayed and is no call is passed on."""
+        answer = self._reader.read(self._pieces, self._tools)
+        if not answer.calls:
+            self._emit(len(self._pending))
+        elif text_after := answer.text.removeprefix(self._emitted.strip()).strip():
+            self._on_text(f"\n{text_after}" if self._emitted else text_after)
+        return Answer(answer.text, answer.calls[: self._limit], answer.is_unreadable)
+
+    def _find(self, opening: str) -> int:
+        """Where a call may begin; bare JSON only at the beginning of the answer."""
+        position = self._pending.find(opening)
+        if opening == "{" and position >= 0 and (self._emitted + self._pending[:position]).strip():
+            return -1
+        return position
+
+    def _emit(self, length: int) -> None:
+        text, self._pending = self._reader.without_special_tokens(self._pending[:length]), self._pending[length:]
+        if text:
+            self._emitted += text
+            self._on_text(text)
+
+
+def _partial_match(opening: str, text: str) -> int:
+    """How many characters at the end of the text are the start of `opening`."""
+    return next((size for size in range(min(len(opening) - 1, len(text)), 0, -1) if text.endswith(opening[:size])), 0)
