@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.fault_kinds import damage, kills
+from benchmarks.fault_kinds import damage, kills, malformed
 from benchmarks.fault_kinds.runs import import_worker
 from benchmarks.fault_kinds.tally import Tally
 
@@ -59,6 +59,8 @@ def rows_of(kind: str) -> list:
         return [(f"kills, {name}", 200, lambda *args, name=name: kills.kill_cases(name, *args)) for name in kills.KINDS]
     if kind == "damage":
         return [("damaged bytes of run, base and cache", 500, damage.damage_cases)]
+    if kind == "json":
+        return [("damaged JSON files and headers", 2000, malformed.malformed_cases)]
     raise SystemExit(f"--kinds {kind}: one of {', '.join(_KINDS)}")
 
 

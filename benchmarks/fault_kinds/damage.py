@@ -52,7 +52,8 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.folder, self.base, self.cache = folder, folder / "base", cache_dir()
         shutil.copytree(model_path("tiny"), self.base)
-        self.interrupted, self.finished = RunDirectory(folder / "interrupted"), RunDirectory(folder / "finished")
+        runs = folder / "runs"
+        self.interrupted, self.finished = RunDirectory(runs / "interrupted"), RunDirectory(runs / "finished")
         new_run(
             self.finished.path, f"model_name_or_path={self.base}", "dataset.test_split_size=2", "max_steps=6", "eval_steps=3"
         )
@@ -88,7 +89,7 @@ class Scene:
         log.unlink(missing_ok=True)
         shutil.rmtree(merged, ignore_errors=True)
         page.unlink(missing_ok=True)
-        code = wait_for(in_fork(lambda: _command(arguments), log))
+        code = wait_for(in_fork(lambda: run_command(arguments), log))
         text = log.read_text(encoding="utf-8", errors="replace")
         result = page.read_text(encoding="utf-8") if page.exists() else text[text.find("{") :]
         if merged.is_dir():
@@ -105,7 +106,8 @@ class Scene:
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def _command(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
+    """Run a command of finetune; returns its exit code."""
     from finetune.cli import main
 
     sys.argv = ["finetune", *arguments]
