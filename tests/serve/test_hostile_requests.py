@@ -79,12 +79,33 @@ def test_other_clients_are_served_while_a_prompt_is_tokenised(engine):
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_a_connection_that_sends_no_request_is_closed(monkeypatch, sent):
+@pytest.fixture
+def address(engine, monkeypatch):
     monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 3)
     bound = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=http_server.serve_until_interrupted, args=[None, bound], daemon=True).start()
-    with socket.create_connection(bound.getsockname(), timeout=60) as connection:
+    threading.Thread(target=http_server.serve_until_interrupted, args=[build(engine, "token"), bound], daemon=True).start()
+    return bound.getsockname()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n", HEALTH + HEALTH[:20]])
+def test_a_connection_that_sends_no_complete_request_is_closed(address, sent):
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(sent)
         began = time.monotonic()
-        assert connection.recv(100) == b"" and time.monotonic() - began < 30
+        while connection.recv(1000):
+            pass
+        assert time.monotonic() - began < 4  # uvicorn's own limit is 5 s, for those that are silent after a request
+
+
+def test_more_connections_than_the_limit_are_refused(address, monkeypatch):
+    monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 60)
+    silent = [socket.create_connection(address, timeout=60) for _ in range(3)]
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(HEALTH)
+        assert b" 503 " in connection.recv(1000)
+    for connection in silent:
+        connection.close()
