@@ -9,6 +9,7 @@ message, an internal error, a traceback, a server that keeps others waiting. Run
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
@@ -16,13 +17,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.fault_kinds import damage, kills, malformed
+from benchmarks.fault_kinds import damage, disk, kills, malformed, serve
 from benchmarks.fault_kinds.runs import import_worker
 from benchmarks.fault_kinds.tally import Tally
 
-#: Cases of each row of the table: (kind, row, function, target).
-_KINDS = ("kills", "damage", "json", "serve", "disk")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: A row of the table: its title, the usual number of cases, and what runs them.
+Row = tuple[str, int, "Callable[[random.Random, Tally, Path], None]"]
+_OTHERS: dict[str, Row] = {
+    "damage": ("damaged bytes of run, base and cache", 500, damage.damage_cases),
+    "json": ("damaged JSON files and headers", 2000, malformed.malformed_cases),
+    "serve": ("serve beside hostile clients", 20, serve.serve_cases),
+    "disk": ("disks that fill", 100, disk.disk_cases),
+}
 
 
 def main() -> int:
@@ -30,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--kinds", default=",".join(_KINDS))
+    parser.add_argument("--kinds", default=",".join(("kills", *_OTHERS)))
     parser.add_argument("--only", default="", help="only rows of the table that have this text")
     parser.add_argument("--cases", type=int, help="cases of each row, instead of its usual number")
     options = parser.parse_args()
@@ -53,15 +64,13 @@ def main() -> int:
     return code
 
 
-def rows_of(kind: str) -> list:
-    """The rows of the table that a kind has: title, usual number of cases, function."""
+def rows_of(kind: str) -> list[Row]:
+    """The rows of the table that a kind has."""
     if kind == "kills":
-        return [(f"kills, {name}", 200, lambda *args, name=name: kills.kill_cases(name, *args)) for name in kills.KINDS]
-    if kind == "damage":
-        return [("damaged bytes of run, base and cache", 500, damage.damage_cases)]
-    if kind == "json":
-        return [("damaged JSON files and headers", 2000, malformed.malformed_cases)]
-    raise SystemExit(f"--kinds {kind}: one of {', '.join(_KINDS)}")
+        return [(f"kills, {name}", 200, functools.partial(kills.kill_cases, name)) for name in kills.KINDS]
+    if kind not in _OTHERS:
+        raise SystemExit(f"--kinds {kind}: one of kills, {', '.join(_OTHERS)}")
+    return [_OTHERS[kind]]
 
 
 def report(tallies: list[Tally]) -> int:

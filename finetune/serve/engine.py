@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: No vocabulary has a token of more characters: the longest of Llama 3 and Qwen are 128 spaces.
 MAX_TOKEN_CHARACTERS = 256
+#: Longer prompts are tokenised in a thread of their own: others don't wait for them.
+_LONG_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,14 @@ class Engine:
         self.models, self._tokens, self._max_waiting = models, tokens, max_waiting
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
         self._tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self._long_tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long prompts")
         self._open_requests: set[threading.Event] = set()
         self._tokenising = 0
+
+    @property
+    def max_characters(self) -> int:
+        """No messages with more have few enough tokens."""
+        return self._tokens * MAX_TOKEN_CHARACTERS
 
     async def answer(self, request: ChatRequest) -> AsyncIterator[str | AnswerEnd]:
         """Check a request and queue it; yields the pieces of the answer, then its end.
@@ -54,12 +62,13 @@ class Engine:
             raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
                                code="rate_limit_exceeded")  # fmt: skip
         characters = sum(len(message.as_message()["content"]) for message in request.messages)
-        if characters > self._tokens * MAX_TOKEN_CHARACTERS:
+        if characters > self.max_characters:
             message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
             raise RequestError(message, param="messages", code="context_length_exceeded")
         self._tokenising += 1
+        pool = self._long_tokeniser if characters > _LONG_CHARACTERS else self._tokeniser
         try:  # in a thread: the event loop serves the other clients meanwhile
-            prompt = await asyncio.get_running_loop().run_in_executor(self._tokeniser, self._prompt, request)
+            prompt = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, request)
         finally:
             self._tokenising -= 1
         remaining = self._tokens - len(prompt)
@@ -75,7 +84,7 @@ class Engine:
         """End the current answer, and cancel the waiting requests."""
         for cancelled in list(self._open_requests):
             cancelled.set()
-        for pool in (self._worker, self._tokeniser):
+        for pool in (self._worker, self._tokeniser, self._long_tokeniser):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _prompt(self, request: ChatRequest) -> list[int]:

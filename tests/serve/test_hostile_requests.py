@@ -53,6 +53,11 @@ def test_a_body_that_is_no_request_is_refused_as_openai_does(client, body):
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_that_no_prompt_fits_is_not_parsed(client):
+    answer = client.post("/v1/chat/completions", content=b"[" * 400_000)
+    assert answer.status_code == 413 and "limit of tokens" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("method, path, status", [("get", "/none", 404), ("put", "/health", 405), ("get", "/health/", 404)])
 def test_a_route_that_is_not_there_is_refused_as_openai_does(client, method, path, status):
     answer = client.request(method, path, follow_redirects=False)
@@ -72,6 +77,26 @@ def test_other_clients_are_served_while_a_prompt_is_tokenised(engine):
         request = read_request({"model": "base", "messages": [{"role": "user", "content": "x"}]})
         asking = asyncio.create_task(engine.answer(request))
         await asyncio.sleep(0.05)
+        assert not asking.done()
+        engine.models.go.set()
+        await (await asking).aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(engine):
+    class Models(SlowTokeniser):
+        def prompt_ids(self, name, messages):
+            return super().prompt_ids(name, messages) if len(messages[0]["content"]) > 10_000 else [1]
+
+    def ask(text):
+        return engine.answer(read_request({"model": "base", "messages": [{"role": "user", "content": text}]}))
+
+    async def scenario():
+        engine.models, engine._tokens = Models(), 10_000
+        asking = asyncio.create_task(ask("x" * 10_001))
+        await asyncio.sleep(0)  # it is tokenised first
+        await (await ask("x")).aclose()
         assert not asking.done()
         engine.models.go.set()
         await (await asking).aclose()
