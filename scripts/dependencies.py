@@ -1,6 +1,6 @@
 """Versions, hashes and licences of what an install brings.
 
-    python scripts/dependencies.py hashes   # writes requirements-hashed.txt from constraints.txt; needs uv and the package index
+    python scripts/dependencies.py hashes   # writes requirements-hashed.txt from constraints.txt; needs uv and an index
     python scripts/dependencies.py check    # that file has the versions of constraints.txt; the licences of what is installed
     python scripts/dependencies.py sbom     # writes the CycloneDX list of that file to dist/, beside the wheel
 
@@ -47,15 +47,7 @@ def main() -> int:
 def write_hashes() -> list[str]:
     """Write the hashes of every file of each version, for all platforms."""
     extras = [part for extra in EXTRAS for part in ("--extra", extra)]
-    options = [
-        "--generate-hashes",
-        "--universal",
-        "--no-header",
-        "--no-annotate",
-        "--no-emit-index-url",
-        "--python-version",
-        "3.11",
-    ]
+    options = ["--generate-hashes", "--universal", "--no-header", "--no-annotate", "--python-version", "3.11"]
     command = ["uv", "pip", "compile", "-q", *options, *extras, "-c", str(CONSTRAINTS), "pyproject.toml"]
     try:
         text = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -63,9 +55,8 @@ def write_hashes() -> list[str]:
         return ["uv is missing: pip install uv"]
     except subprocess.CalledProcessError as error:
         return [f"uv ended with {error.returncode}"]
-    HASHED.write_text(
-        f"# Made by scripts/dependencies.py: pip install --require-hashes -r {HASHED.name}\n{text}", encoding="utf-8"
-    )
+    head = f"# Made by scripts/dependencies.py: pip install --require-hashes -r {HASHED.name}\n"
+    HASHED.write_text(head + text, encoding="utf-8")
     return []
 
 
