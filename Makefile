@@ -46,15 +46,17 @@ check: setup-check docs
 	$(VENV)/bin/ruff check --preview --select PLW1514 finetune app  # each text file names its encoding
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python scripts/dependencies.py check  # hashes are of the pinned versions; licences
 	$(VENV)/bin/python scripts/vague_names.py  # each local name says what its value is
 	$(VENV)/bin/python docs/generate.py --check --quick
 
 docs: setup-check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
-wheel: # dist/*.whl; build/ would bring in what an earlier build left there
+wheel: # dist/*.whl and the list of what it needs, *.cdx.json; build/ would bring in what an earlier build left there
 	rm -rf build dist
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
+	$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)) scripts/dependencies.py sbom
 	@[ -e app/fetched/uplot.js ] || echo "This wheel's charts are plain SVG: uPlot could not be fetched."
 
 charts: setup # what the install could not fetch

@@ -286,7 +286,7 @@ class LiveRun:
             return
         self._saved_offset = self._reader.offset
         saved = {"file": self._file, "offset": self._saved_offset, "digest": self.digest.as_json(), "chunks": self._chunks.rows}
-        write_json(self._digest_path, saved)
+        write_json(self._digest_path, saved, checksum=True)
 
     def _restore_digest(self) -> None:
         try:

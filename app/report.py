@@ -18,6 +18,7 @@ from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
+from finetune.planner.plan import plan_was_edited
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.units import format_bytes
@@ -79,7 +80,7 @@ def _one(live: LiveRun) -> str:
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Plan": _edited(live.run) + plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": run_view.samples(digest),
         "Messages": run_view.messages(digest),
@@ -98,6 +99,10 @@ def _several(lives: list[LiveRun]) -> str:
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
         f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
     )
+
+
+def _edited(run: RunDirectory) -> str:
+    return note("plan.json has changed since it was written.") if plan_was_edited(run.plan) else ""
 
 
 def _base_adapter(run: RunDirectory) -> str:

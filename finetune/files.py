@@ -1,4 +1,4 @@
-"""The cache folder, atomic writes, bounded reading of JSON, hashes, and free disk space."""
+"""The cache folder, atomic writes, bounded reading of JSON, checksums, hashes, and free disk space."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
@@ -33,18 +34,21 @@ MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 100
 #: Of a safetensors file: https://github.com/huggingface/safetensors#format
 MAX_HEADER_BYTES = 100_000_000
+#: The end of a JSON object with a checksum, with its eight digits.
+_CHECKSUM_KEY = b', "checksum": "'
+_CHECKSUM_BYTES = len(_CHECKSUM_KEY) + 10
 _T = TypeVar("_T")
 
 
 @overload
-def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any: ...
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any: ...
 @overload
-def read_json(path: Path, kind: type[_T], *, max_bytes: int = MAX_JSON_BYTES) -> _T: ...
-def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Path, kind: type[_T], *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> _T: ...
+def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
     """The values of a JSON file that anybody may have written.
 
     Raises OSError, also for what is no regular file (a FIFO would wait), and ValueError for one that is too large, is no JSON,
-    or has values of another `kind`.
+    has another checksum than its content (unless it `may_be_edited`), or has values of another `kind`.
     """
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -52,7 +56,7 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes:,} bytes")
-    values = parse_json(content)
+    values = parse_json(content) if may_be_edited else parse_checked(content)
     if not isinstance(values, kind):
         raise ValueError(f"{type(values).__name__}, not {kind.__name__}")  # noqa: TRY004 - a fault of the file
     return values
@@ -71,6 +75,29 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
         if not level:
             return values
     raise ValueError("nested too deeply")
+
+
+def with_checksum(text: str) -> str:
+    """The text of a JSON object that has keys, with the CRC-32 of what stands before it as its last key."""
+    body = text.rstrip()[:-1].rstrip()
+    return f'{body}{_CHECKSUM_KEY.decode()}{zlib.crc32(body.encode()):08x}"}}'
+
+
+def is_damaged(text: bytes) -> bool:
+    """Whether the text of a JSON object is another than the one that its checksum was made of; False where it has none."""
+    if text[-_CHECKSUM_BYTES:-10] != _CHECKSUM_KEY:
+        return False
+    return b"%08x" % zlib.crc32(text[:-_CHECKSUM_BYTES]) != text[-10:-2]
+
+
+def parse_checked(text: bytes) -> Any:
+    """The values of JSON that may have a checksum, which is left out. Raises ValueError, also when it is another."""
+    if is_damaged(text):
+        raise ValueError("it has changed since it was written")
+    values = parse_json(text)
+    if isinstance(values, dict) and text[-_CHECKSUM_BYTES:-10] == _CHECKSUM_KEY:
+        del values["checksum"]
+    return values
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -102,9 +129,10 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, values: Any) -> None:
-    """Replace a JSON file atomically and durably."""
-    write_text(path, json.dumps(values, indent=1, ensure_ascii=False), durable=True)
+def write_json(path: Path, values: Any, *, checksum: bool = False) -> None:
+    """Replace a JSON file atomically and durably; the values of one with a `checksum` are a dict that is not empty."""
+    text = json.dumps(values, indent=1, ensure_ascii=False)
+    write_text(path, with_checksum(text) if checksum else text, durable=True)
 
 
 def write_output(path: Path, text: str, *, new: bool = False) -> None:

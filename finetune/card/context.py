@@ -6,7 +6,7 @@ import json
 import statistics
 from pathlib import Path
 
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_json, with_checksum, write_text
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.
@@ -27,7 +27,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
     values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(values, indent=1, sort_keys=True))
+    write_text(path, with_checksum(json.dumps(values, indent=1, sort_keys=True)))
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:

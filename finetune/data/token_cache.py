@@ -30,7 +30,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
-from finetune.files import cache_dir, parse_json, read_json, write_text
+from finetune.files import cache_dir, read_json, with_checksum, write_text
 from finetune.system import replace, take_lock
 
 if TYPE_CHECKING:
@@ -306,17 +306,15 @@ def _disk_full(folder: Path, error: OSError) -> DiskFull:
     )
 
 
-def _write_sealed(path: Path, values: Any) -> None:
-    text = json.dumps(values)
-    write_text(path, json.dumps({"crc32": zlib.crc32(text.encode()), "values": text}))
+def _write_sealed(path: Path, values: dict[str, Any]) -> None:
+    write_text(path, with_checksum(json.dumps(values)))
 
 
 def _read_sealed(path: Path) -> Any:
     """The values of a file that `_write_sealed` wrote; None when it is missing or damaged."""
     try:
-        sealed = read_json(path)
-        return parse_json(sealed["values"]) if zlib.crc32(sealed["values"].encode()) == sealed["crc32"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_json(path, dict)
+    except (OSError, ValueError):
         return None
 
 

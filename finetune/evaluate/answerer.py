@@ -21,10 +21,10 @@ from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
-from finetune.model.weights import configuration_fingerprint, weights_fingerprint
+from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
-from finetune.run.fingerprint import require_own_adapter, require_same_base
+from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 from finetune.settings.base_formats import base_format_of
 
@@ -208,7 +208,7 @@ def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[s
     files = [] if adapter is None else sorted(adapter.glob("adapter_*"))
     return {
         "settings": plan.settings.model_dump(mode="json"), "base": weights_fingerprint(plan.settings),
-        "base_config": configuration_fingerprint(plan.settings, for_answers=True),
+        "base_config": [configuration_fingerprint(plan.settings), generation_fingerprint(plan.settings)],
         "adapter": {path.name: sha256_of(path) for path in files}, "card": plan.card.name,
         "versions": [__version__, *(version(name) for name in ("torch", "transformers", "peft"))],
     }  # fmt: skip
@@ -223,7 +223,7 @@ def _load(plan: Plan, adapter: Any, device: str) -> Any:
     settings = plan.settings
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     if adapter:  # whose base model may have been downloaded only now
-        require_same_base(adapter, settings)
+        require_same_base(adapter, settings, reread=not reads_own_file(settings))
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
     if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):

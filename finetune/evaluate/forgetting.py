@@ -55,7 +55,7 @@ def measure_forgetting(
     path = run.path / "evaluations" / f"lost{'-last' if last else ''}.json"
     with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
         remove_left_over(path)
-        write_json(path, [asdict(result) for result in results])
+        write_json(path, {"groups": [asdict(result) for result in results]}, checksum=True)
     return results
 
 

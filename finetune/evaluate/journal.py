@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.files import parse_json
+from finetune.files import parse_checked, with_checksum
 
 
 class Journal:
@@ -26,7 +26,7 @@ class Journal:
             lines = []
         for line in lines:
             try:
-                entry = parse_json(line)
+                entry = parse_checked(line)
                 self.entries[entry.pop("row")] = entry
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
@@ -34,7 +34,7 @@ class Journal:
     def add(self, entries: dict[str, dict[str, Any]]) -> None:
         """Add entries, also to the file; if it can't be written only in memory, and `problem` says why."""
         self.entries.update(entries)
-        lines = "".join(json.dumps({"row": row, **entry}) + "\n" for row, entry in entries.items())
+        lines = "".join(with_checksum(json.dumps({"row": row, **entry})) + "\n" for row, entry in entries.items())
         try:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("ab", buffering=0) as file:  # begins with a new line: the last one may be incomplete

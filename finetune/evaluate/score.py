@@ -115,7 +115,7 @@ def compare(
         path = run.path / "evaluations" / f"scores-{chosen_scorer.name}{''.join(suffixes)}.json"
         with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
             remove_left_over(path)
-            write_json(path, comparison.as_json())
+            write_json(path, comparison.as_json(), checksum=True)
     return comparison
 
 

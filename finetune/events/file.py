@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.events.kinds import KINDS, Event, Unknown
+from finetune.events.kinds import KINDS, Event, RunWarning, Unknown
+from finetune.files import is_damaged, with_checksum
 from finetune.serialise import from_json, readable, to_json
 from finetune.system import one_writer_at_a_time
 
@@ -42,7 +43,7 @@ class EventWriter:
     def emit(self, event: Event) -> None:
         """Write one event, with the time. Raises OSError when the disk is full."""
         event = dataclasses.replace(event, time_s=round(time.time(), 3))
-        line = json.dumps(event_json(event), allow_nan=False).encode() + b"\n"
+        line = with_checksum(json.dumps(event_json(event), allow_nan=False)).encode() + b"\n"
         if self._is_incomplete:
             line = b"\n" + line
         with self._write_lock:
@@ -68,7 +69,7 @@ class EventReader:
         self.path, self.offset, self._kinds = path, offset, kinds
 
     def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
-        """Events appended since the last call, from at most `max_bytes`; damaged lines are skipped."""
+        """Events appended since the last call, from at most `max_bytes`; incomplete lines are skipped, a changed one warns."""
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
                 return []
@@ -112,12 +113,15 @@ def _field_order(kind: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
 
 
+_DAMAGED = "a line of events.jsonl has changed since it was written, and is left out"
 #: The writer puts the kind first, so that a line is parsed only once.
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
 
 
 def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
-    """The event of a line; None for an incomplete line and for anything else."""
+    """The event of a line; a warning for one with another checksum, None for an incomplete line and for anything else."""
+    if is_damaged(line):
+        return RunWarning(message=_DAMAGED) if RunWarning.kind in kinds else None
     match = _KIND.match(line)
     kind = kinds.get(match[1].decode()) if match else None
     if kind is not None:

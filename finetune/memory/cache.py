@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_json, with_checksum, write_text
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
-_OWN_CODE = ("compat", "forecast", "model")
+_OWN_CODE = ("compat", "memory", "methods", "model")
 
 
 @cache
@@ -48,7 +48,7 @@ def write(key: str, values: dict[str, Any]) -> None:
     path = _path(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(values))
+        write_text(path, with_checksum(json.dumps(values)))
 
 
 def _path(key: str) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import ModelError
-from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
+from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, with_checksum, write_text
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 #: Files of a checkpoint in several parts, and of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 _HASHING_THREADS = 4
 _DIGEST = re.compile("[0-9a-f]{64}")
 _DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
@@ -50,19 +52,24 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
     return hashlib.sha256(hashes.encode()).hexdigest()
 
 
-def configuration_fingerprint(settings: Settings, *, for_answers: bool = False) -> str | None:
+def configuration_fingerprint(settings: Settings) -> str | None:
     """One hash of the files beside the weights that decide what the base model computes; None when it is not on this disk.
 
-    They are its config.json, the index of its weights, and its Python files if the recipe trusts them. `for_answers`: also its
-    defaults for generation.
+    They are its config.json, the index of its weights, and its Python files if the recipe trusts them.
     """
     folder = _folder_on_disk(settings)
     if folder is None:
         return None
-    paths = [folder / CONFIG, folder / INDEX, *([folder / "generation_config.json"] if for_answers else [])]
+    paths = [folder / CONFIG, folder / INDEX]
     paths += sorted(folder.glob("*.py")) if settings.trust_remote_code else []
     hashes = "".join(f"{path.name} {sha256_of(path)}\n" for path in paths if path.is_file())
     return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def generation_fingerprint(settings: Settings) -> str | None:
+    """The hash of the base model's defaults for generation, which decide answers; None when it has none on this disk."""
+    folder = _folder_on_disk(settings)
+    return sha256_of(path) if folder and (path := folder / GENERATION_CONFIG).is_file() else None
 
 
 def _folder_on_disk(settings: Settings) -> Path | None:
@@ -85,8 +92,8 @@ def _hash(path: Path, reread: bool) -> str:
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
-    with contextlib.suppress(OSError, ValueError):
-        if not reread and _DIGEST.fullmatch(cached := cache_file.read_text(encoding="utf-8")):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if not reread and _DIGEST.fullmatch(cached := read_json(cache_file, dict)["sha256"]):
             return cached
     digest = sha256_of(path)
     if is_of_hub:
@@ -95,7 +102,7 @@ def _hash(path: Path, reread: bool) -> str:
         return digest
     with contextlib.suppress(OSError):  # without a cache it is hashed again
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache_file, digest)
+        write_text(cache_file, with_checksum(json.dumps({"sha256": digest})))
     return digest
 
 

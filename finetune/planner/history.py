@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, parse_json, write_text
+from finetune.files import cache_dir, parse_checked, with_checksum, write_text
 from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def record_run(
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     retained = [*(old for old in rows if old not in forgotten), row]
-    write_text(path, "".join(json.dumps(old) + "\n" for old in retained))
+    write_text(path, "".join(with_checksum(json.dumps(old)) + "\n" for old in retained))
 
 
 def read_history(card_name: str) -> History:
@@ -93,13 +93,13 @@ def _path() -> Path:
 def _rows() -> list[dict[str, Any]]:
     """All valid rows; a damaged line is skipped."""
     try:
-        text = _path().read_text(encoding="utf-8", errors="replace")
+        lines = _path().read_bytes().splitlines()
     except OSError:
         return []
     rows = []
-    for line in text.splitlines():
+    for line in lines:
         try:
-            row = parse_json(line)
+            row = parse_checked(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("card"), str):

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.card.card import Card
 from finetune.errors import CommandError, DataError, DoesNotFit
-from finetune.files import read_json
+from finetune.files import is_damaged, read_json
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
 from finetune.serialise import from_json, to_json
@@ -345,10 +345,18 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "alternatives": rows}
 
 
+def plan_was_edited(path: Path) -> bool:
+    """Whether a plan.json is another than this program wrote; False for one of an earlier version, or none at all."""
+    try:
+        return is_damaged(path.read_bytes())
+    except OSError:
+        return False
+
+
 def read_plan(path: Path) -> Plan:
     """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
     try:
-        return Plan.from_json(read_json(path, dict))
+        return Plan.from_json(read_json(path, dict, may_be_edited=True))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CommandError, DiskFull
-from finetune.files import cache_dir, parse_json
+from finetune.files import cache_dir, parse_checked, with_checksum
 from finetune.run.seal import changes_in, writes_manifests
 from finetune.system import is_locked, rename, take_lock
 
@@ -208,7 +208,7 @@ def remember(run: RunDirectory) -> None:
     try:
         _index().parent.mkdir(parents=True, exist_ok=True)
         with _index().open("a", encoding="utf-8") as file:  # one short line: two processes don't mix theirs
-            file.write(json.dumps({"from": str(here), "run": str(path)}) + "\n")
+            file.write(with_checksum(json.dumps({"from": str(here), "run": str(path)})) + "\n")
     except OSError:  # a full disk or a read-only home: the run is found by its path
         return
 
@@ -217,12 +217,12 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below `runs`, and those that were started in this folder with another output_dir; newest first."""
     here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
     try:
-        lines = _index().read_text(encoding="utf-8").splitlines()
+        lines = _index().read_bytes().splitlines()
     except OSError:
         lines = []
     for line in lines:
         try:
-            entry = parse_json(line)
+            entry = parse_checked(line)
             path = Path(entry["run"]) if entry["from"] == here else None
         except (ValueError, TypeError, KeyError):  # a line that was cut off
             continue

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CommandError
 from finetune.files import read_json, sha256_of
 from finetune.model.adapter_files import adapter_problems
-from finetune.model.weights import ADAPTER_WEIGHTS, configuration_fingerprint, weights_fingerprint
+from finetune.model.weights import (
+    ADAPTER_WEIGHTS,
+    configuration_fingerprint,
+    generation_fingerprint,
+    weights_fingerprint,
+)  # fmt: skip
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
 from finetune.settings.base_formats import base_format_of
@@ -36,16 +41,23 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
     with contextlib.suppress(FileNotFoundError):  # a finished adapter is merged without its rows
         facts["data"] = (run.data / "fingerprint").read_text(encoding="utf-8")
     if base:
-        has_own_file = plan.settings.layer_offloading is not False and base_format_of(plan.settings).quantised_file
-        facts |= base_facts(plan.settings, reread=not has_own_file)
+        facts |= base_facts(plan.settings, reread=not reads_own_file(plan.settings))
     if (origin := run.base_adapter / ADAPTER_WEIGHTS).is_file():
         facts["origin"] = sha256_of(origin)
     return facts
 
 
+def reads_own_file(settings: Settings) -> bool:
+    """Whether the base model is read from this project's file of quantised weights, which is verified when it is opened."""
+    return settings.layer_offloading is not False and bool(base_format_of(settings).quantised_file)
+
+
 def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
-    """Hashes of the base model's weights and configuration; none where it is not on this disk. Raises ModelError."""
-    hashes = {"base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings)}
+    """Hashes of the base model's weights and configurations; none where it is not on this disk. Raises ModelError."""
+    hashes = {
+        "base": weights_fingerprint(settings, reread=reread), "base_config": configuration_fingerprint(settings),
+        "base_generation": generation_fingerprint(settings),
+    }  # fmt: skip
     return {name: value for name, value in hashes.items() if value is not None}
 
 

@@ -144,7 +144,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))
     run.checkpoints.mkdir()
-    write_json(run.plan, prepared.plan.as_json())
+    write_json(run.plan, prepared.plan.as_json(), checksum=True)
 
 
 def _check_disk(path: Path, plan: Plan) -> None:

@@ -71,7 +71,7 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
         return dataclasses.replace(plan, forecast=None)
     with contextlib.suppress(OSError):  # a full disk: it is made again at the next attempt
         adjusted = _AdjustedForecast(_changes_of(changes, Decides.BYTES), forecast, time.time())
-        write_json(run.adjusted_forecast, to_json(adjusted))
+        write_json(run.adjusted_forecast, to_json(adjusted), checksum=True)
     return dataclasses.replace(plan, forecast=forecast)
 
 
@@ -115,7 +115,7 @@ def adjusted_since_s(run: RunDirectory) -> float:
 
 def adjust(run: RunDirectory, changes: dict[str, Any]) -> None:
     """Save `changes` for the next attempts."""
-    write_json(run.adjustments, {**_adjustments(run), **changes})
+    write_json(run.adjustments, {**_adjustments(run), **changes}, checksum=True)
 
 
 def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:

@@ -26,7 +26,8 @@ _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
 _HASHED = {"data": "the training data has changed", "base": "the base model's weights have changed",
            "base_config": "the base model's config.json or index has changed",
            "origin": "the adapter that it continued from has changed",
-           "reference": "the precomputed reference has changed"}  # fmt: skip
+           "reference": "the precomputed reference has changed",
+           "base_generation": "the base model's generation_config.json has changed"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 def writes_manifests(path: Path) -> bool:
     """Whether the run of this plan.json seals its data and its adapter with manifests: the first version did not."""
     try:
-        return "version" in read_json(path, dict)
+        return "version" in read_json(path, dict, may_be_edited=True)
     except (OSError, ValueError):
         return True
 

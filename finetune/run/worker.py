@@ -18,6 +18,7 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
+from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_at_end, record_measurements
@@ -234,7 +235,8 @@ class Worker:
         return checkpoint, skipped
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
-        for line in skipped:
+        edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
+        for line in (*skipped, *edited):
             self.events.emit(events.RunWarning(message=line))
         approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 #: Characters of a call's arguments in one event.
 _ARGUMENTS_PIECE = 64
 _BODY_BYTES = 4 * 2**20
-#: Seconds between two checks whether the client of an answer that is not streamed is still connected.
-_DISCONNECT_POLL_S = 0.2
+_BYTES_A_CHARACTER = 4  # in UTF-8
 #: Seconds in which a body has to arrive.
 _BODY_S = 30.0
+_SURROGATE = re.compile(rb"\\u[dD]")
 _CLIENT_LEFT = RequestError("The client has left.", status=499)
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "5"}}
 
@@ -77,7 +78,7 @@ def build(engine: Engine, token: str) -> FastAPI:
 
     @guarded.post("/chat/completions")
     async def answer(request: Request) -> Response:
-        chat_request = read_request(await _body(request))
+        chat_request = read_request(await _body(request, min(_BODY_BYTES, engine.max_characters * _BYTES_A_CHARACTER + 2**18)))
         response, pieces = _ChatResponse(chat_request), await engine.answer(chat_request)
         if chat_request.stream:
             return StreamingResponse(response.events(pieces), media_type="text/event-stream")
@@ -96,22 +97,27 @@ def _model(name: str, created: int) -> dict[str, Any]:
     return Model(id=name, created=created, object="model", owned_by="finetune").model_dump(mode="json")
 
 
-async def _body(request: Request) -> Any:
-    """The JSON body. Raises RequestError if it is too large or not JSON."""
-    body = b""
+async def _body(request: Request, max_bytes: int) -> Any:
+    """The JSON body. Raises RequestError if it is too large or not JSON; a body over `max_bytes` is read, but not parsed."""
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > _BODY_BYTES:
+                size += len(chunk)
+                if size > _BODY_BYTES:
                     raise RequestError("The body is too large.", status=413)
+                if size <= max_bytes:
+                    body += chunk
     except TimeoutError:
         raise RequestError("The body did not arrive in time.", status=408) from None
     except ClientDisconnect:
         raise _CLIENT_LEFT from None
+    if size > max_bytes:
+        raise RequestError("The body is too large for this server's limit of tokens.", status=413)
     try:
-        values = parse_json(body)
-        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        values = parse_json(bytes(body))
+        if _SURROGATE.search(body):  # half of a pair is no text
+            json.dumps(values, ensure_ascii=False).encode()
     except ValueError:
         raise RequestError("The body is not JSON in UTF-8.") from None
     return values
@@ -180,8 +186,9 @@ class _ChatResponse:
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(_DISCONNECT_POLL_S)
+    """Until the client has left; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
 
 
 async def _collect(pieces: AsyncIterator[AnswerPart]) -> tuple[str, list[Call], AnswerEnd]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: No vocabulary has a token of more characters: the longest of Llama 3 and Qwen are 128 spaces.
 MAX_TOKEN_CHARACTERS = 256
+#: Longer prompts are tokenised in a thread of their own: others don't wait for them.
+_LONG_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,14 @@ class Engine:
         self.models, self._tokens, self._max_waiting = models, tokens, max_waiting
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
         self._tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self._long_tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long prompts")
         self._open_requests: set[threading.Event] = set()
         self._tokenising = self.unreadable_calls = 0
+
+    @property
+    def max_characters(self) -> int:
+        """No messages with more have few enough tokens."""
+        return self._tokens * MAX_TOKEN_CHARACTERS
 
     async def answer(self, request: ChatRequest) -> AsyncIterator[AnswerPart]:
         """Check a request and queue it; yields the pieces of the answer, the list of its calls if it has some, then its end.
@@ -69,12 +77,13 @@ class Engine:
         if (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
             raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
                                code="rate_limit_exceeded")  # fmt: skip
-        if request.characters > self._tokens * MAX_TOKEN_CHARACTERS:
-            message = f"This server has a limit of {self._tokens} tokens; the messages have {request.characters:,} characters."
+        if (characters := request.characters) > self.max_characters:
+            message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
             raise RequestError(message, param="messages", code="context_length_exceeded")
         self._tokenising += 1
+        pool = self._long_tokeniser if characters > _LONG_CHARACTERS else self._tokeniser
         try:  # in a thread: the event loop serves the other clients meanwhile
-            prompt = await asyncio.get_running_loop().run_in_executor(self._tokeniser, self._prompt, request)
+            prompt = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, request)
         finally:
             self._tokenising -= 1
         remaining = self._tokens - len(prompt.ids)
@@ -90,7 +99,7 @@ class Engine:
         """End the current answer, and cancel the waiting requests."""
         for cancelled in list(self._open_requests):
             cancelled.set()
-        for pool in (self._worker, self._tokeniser):
+        for pool in (self._worker, self._tokeniser, self._long_tokeniser):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _prompt(self, request: ChatRequest) -> _Prompt:

@@ -49,4 +49,4 @@ def test_losses_before_and_now_are_those_of_the_same_rows(run):
     assert before.before == pytest.approx(before.now, rel=1e-6) == pytest.approx(compare(run).tuned.loss, rel=1e-6)
     comparison = compare(run, forgetting=True)
     assert comparison.base.answers == comparison.tuned.answers and comparison.forgetting and comparison.rows == 6
-    assert json.loads((run.path / "evaluations" / "lost.json").read_text())[0]["rows"] == 60
+    assert json.loads((run.path / "evaluations" / "lost.json").read_text())["groups"][0]["rows"] == 60

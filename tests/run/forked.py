@@ -66,7 +66,6 @@ def _supervisor(run, fault):
 
     def worker():
         from faults import put_in
-
         from finetune.run.worker import main
 
         put_in(*fault.split(":"), run.path)

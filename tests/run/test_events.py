@@ -104,12 +104,13 @@ def test_a_reader_can_continue_from_a_saved_offset(tmp_path):
     assert steps(EventReader(tmp_path / "e", reader.offset).new()) == [2]
 
 
-def test_lines_begin_with_kind_and_time_and_memory_comes_last(tmp_path):
+def test_lines_begin_with_kind_and_time_and_memory_comes_before_the_checksum(tmp_path):
     EventWriter(tmp_path / "e").emit(Step(step=1, process_rss_bytes=5))
     names = list(json.loads((tmp_path / "e").read_text()))
-    assert names[:4] == ["kind", "time_s", "step", "total_steps"] and names[-2:] == [
+    assert names[:4] == ["kind", "time_s", "step", "total_steps"] and names[-3:] == [
         "process_rss_bytes",
         "process_peak_rss_bytes",
+        "checksum",
     ]
 
 

@@ -53,6 +53,11 @@ def test_a_body_that_is_no_request_is_refused_as_openai_does(client, body):
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_that_no_prompt_fits_is_not_parsed(client):
+    answer = client.post("/v1/chat/completions", content=b"[" * 400_000)
+    assert answer.status_code == 413 and "limit of tokens" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("method, path, status", [("get", "/none", 404), ("put", "/health", 405), ("get", "/health/", 404)])
 def test_a_route_that_is_not_there_is_refused_as_openai_does(client, method, path, status):
     answer = client.request(method, path, follow_redirects=False)
@@ -79,12 +84,53 @@ def test_other_clients_are_served_while_a_prompt_is_tokenised(engine):
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_a_connection_that_sends_no_request_is_closed(monkeypatch, sent):
+def test_a_short_prompt_does_not_wait_for_a_long_one(engine):
+    class Models(SlowTokeniser):
+        def prompt_ids(self, name, messages):
+            return super().prompt_ids(name, messages) if len(messages[0]["content"]) > 10_000 else [1]
+
+    def ask(text):
+        return engine.answer(read_request({"model": "base", "messages": [{"role": "user", "content": text}]}))
+
+    async def scenario():
+        engine.models, engine._tokens = Models(), 10_000
+        asking = asyncio.create_task(ask("x" * 10_001))
+        await asyncio.sleep(0)  # it is tokenised first
+        await (await ask("x")).aclose()
+        assert not asking.done()
+        engine.models.go.set()
+        await (await asking).aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.fixture
+def address(engine, monkeypatch):
     monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 3)
     bound = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=http_server.serve_until_interrupted, args=[None, bound], daemon=True).start()
-    with socket.create_connection(bound.getsockname(), timeout=60) as connection:
+    threading.Thread(target=http_server.serve_until_interrupted, args=[build(engine, "token"), bound], daemon=True).start()
+    return bound.getsockname()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n", HEALTH + HEALTH[:20]])
+def test_a_connection_that_sends_no_complete_request_is_closed(address, sent):
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(sent)
         began = time.monotonic()
-        assert connection.recv(100) == b"" and time.monotonic() - began < 30
+        while connection.recv(1000):
+            pass
+        assert time.monotonic() - began < 4  # uvicorn's own limit is 5 s, for those that are silent after a request
+
+
+def test_more_connections_than_the_limit_are_refused(address, monkeypatch):
+    monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 60)
+    silent = [socket.create_connection(address, timeout=60) for _ in range(3)]
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(HEALTH)
+        assert b" 503 " in connection.recv(1000)
+    for connection in silent:
+        connection.close()

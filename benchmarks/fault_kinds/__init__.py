@@ -1,0 +1,1 @@
+"""What `benchmarks/faults.py` does to a run, a module for each kind."""

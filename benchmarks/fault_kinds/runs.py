@@ -1,0 +1,137 @@
+"""Tiny runs whose training is a fork of this process, which has the libraries imported already."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.distributed.ranks import ending_path
+from finetune.events import Step, read_events
+from finetune.recipe import load_recipe
+from finetune.run.directory import RunDirectory
+from finetune.run.prepare import create_run, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHORT = (
+    "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
+    "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0", "sample_answers=0", "lora_dropout=0.1",
+)  # fmt: skip
+_NOT_BEFORE_A_START = ("events.jsonl", "log.txt", "adapter*", ".adapter", "checkpoint-*", ".partial", "*lock", "launch")
+
+
+def import_worker() -> None:
+    """Import what training needs, with one thread for each process."""
+    import torch
+
+    import finetune.model.techniques
+    import finetune.run.callbacks
+    import finetune.run.training  # noqa: F401 - so that a fork need not
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def new_run(folder: Path, *overrides: str) -> RunDirectory:
+    """A run of a few steps on a CPU that has not been started."""
+    return create_run(prepare(load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={folder}"])))
+
+
+def fresh_copy(run: RunDirectory, path: Path) -> RunDirectory:
+    """A copy of a run as it was before its start."""
+    return RunDirectory(Path(shutil.copytree(run.path, path, ignore=shutil.ignore_patterns(*_NOT_BEFORE_A_START))))
+
+
+def overfitting_rows(folder: Path) -> tuple[str, ...]:
+    """Settings of rows on which held-out loss falls and then rises: the held-out answer is another one."""
+    chance = random.Random(1)
+    for split, answer in (("train", "red"), ("held", "blue")):
+        rows = [{"prompt": f"The {split} box {chance.randrange(10**6)} is ", "completion": answer} for _ in range(8)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return (
+        f"dataset.path={folder}/train.jsonl", f"dataset.eval_path={folder}/held.jsonl", "max_steps=12", "eval_steps=2",
+        "save_steps=2", "effective_batch_size=8", "per_device_train_batch_size=8", "learning_rate=1e-3",
+        "lr_scheduler_type=constant", "save_total_limit=1",
+    )  # fmt: skip
+
+
+def in_fork(work: Callable[[], int | None], log: Path) -> int:
+    """Run `work` in a fork whose output goes to `log`; returns its process id."""
+    gc.freeze()  # or the collector of every fork would scan all objects of this process
+    if pid := os.fork():
+        return pid
+    code = 99
+    try:
+        number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(number, 1)
+        os.dup2(number, 2)
+        code = work() or 0
+    except BaseException:  # noqa: BLE001 - a fork must never return into the benchmark
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait_for(pid: int) -> int:
+    """Exit status of a fork, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def work_of(run: RunDirectory, environment: dict[str, str] | None = None) -> Callable[[], int]:
+    """The work of a training process of a run."""
+
+    def work() -> int:
+        os.environ.update(environment or {})
+        from finetune.distributed.ranks import tear_down
+        from finetune.run.worker import Worker
+
+        worker = Worker(run)
+        return tear_down(worker.rank, worker.main())
+
+    return work
+
+
+def start_training(run: RunDirectory, processes: int = 1) -> list[int]:
+    """Start the training processes of a run; returns their process ids."""
+    if processes == 1:
+        return [in_fork(work_of(run), run.log)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ending_path(run.path, 0).parent.mkdir(exist_ok=True)
+    common = {
+        "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    ranks = ({**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes))
+    return [in_fork(work_of(run, environment), run.log) for environment in ranks]
+
+
+def train(run: RunDirectory, processes: int = 1) -> int:
+    """Train to the end; returns the worst exit status."""
+    return max(abs(wait_for(pid)) for pid in start_training(run, processes))
+
+
+def result_of(run: RunDirectory) -> dict[str, Any]:
+    """All that must be equal in a run that was killed: adapters, loss by step, the last step.
+
+    Raises ValueError for a step that shows another loss when it is trained again.
+    """
+    losses: dict[int, Any] = {}
+    for event in read_events(run.events):
+        if isinstance(event, Step) and losses.setdefault(event.step, event.loss) != event.loss:
+            raise ValueError(f"step {event.step} has loss {event.loss} and {losses[event.step]}")
+    adapters = {path.parent.name: file_hash(path) for path in run.path.glob("adapter*/adapter_model.safetensors")}
+    return {"adapters": adapters, "losses": losses, "steps": max(losses, default=0)}
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
