@@ -188,6 +188,38 @@ def plan(
 
 
 @cli.command()
+def sweep(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe, its name, a model's name, or a sweep's folder.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value,...", help="Values to try; with one value, of every arm.")
+    ] = None,
+    model: Model = None, data: Data = None, json: Json = False,
+    budget: Annotated[str | None, typer.Option(help="Try only as many arms as fit in this time, e.g. 3h.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop a sweep after its arm's step, with a checkpoint.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show a sweep without going on with it.")] = False,
+) -> None:  # fmt: skip
+    """Compare runs of a recipe that differ in a few settings.
+
+    Without values it tries five learning rates around the advice. Arms that surely fall behind are stopped early. Ctrl-C
+    stops it; with its folder it goes on.
+
+    Example:  finetune sweep tiny-cpu
+
+    Example:  finetune sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h
+
+    Example:  finetune sweep runs/tiny-sweep-1a2b3c
+    """
+    from finetune.cli.sweep import sweep_command
+
+    raise typer.Exit(sweep_command(
+        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json
+    ))  # fmt: skip
+
+
+@cli.command()
 def data(
     process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
     json: Json = False,
