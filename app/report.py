@@ -31,7 +31,7 @@ from .views.markup import inert, note, table
 from .views.scores import forgetting_table, no_call_note, scores
 
 _ROWS_SHOWN = 5
-_STYLE = """
+STYLE = """
 body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
   background: var(--ft-ground); color: var(--ft-text);
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -64,7 +64,7 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + _STYLE
+    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'

@@ -44,6 +44,9 @@ def run(
     json: Json = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if the forecast says it does not fit.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="First measure what int8 and NF4 cost on the held-out rows.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Plan, check, train and watch a run.
 
@@ -58,7 +61,8 @@ def run(
     from finetune.cli.run import run_recipe
 
     raise typer.Exit(run_recipe(
-        recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach, alone=bool(process.obj)
+        recipe, overrides or [], model=model, data=data, as_json=json, force=force, detach=detach, measure=measure,
+        alone=bool(process.obj),
     ))  # fmt: skip
 
 
@@ -159,22 +163,59 @@ def plan(
     largest: Annotated[
         str | None, typer.Option(help="Find the largest max_length, lora_r or per_device_train_batch_size that fits.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the base's held-out loss in 16 bit, int8 and NF4.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
 
-    Loads no weights. Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
+    Loads no weights, but with --measure. Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 
     Example:  finetune plan Qwen/Qwen2.5-7B-Instruct --gpu 4090
 
     Example:  finetune plan 8b-3090 --largest max_length
+
+    Example:  finetune plan tiny-cpu --measure
     """
     from finetune.cli.plan import show_plan
 
     raise typer.Exit(show_plan(
-        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, largest=largest, as_json=json,
-        alone=bool(process.obj),
+        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, largest=largest, measure=measure,
+        as_json=json, alone=bool(process.obj),
+    ))  # fmt: skip
+
+
+@cli.command()
+def sweep(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Recipe, its name, a model's name, or a sweep's folder.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value,...", help="Values to try; with one value, of every arm.")
+    ] = None,
+    model: Model = None, data: Data = None, json: Json = False,
+    budget: Annotated[str | None, typer.Option(help="Try only as many arms as fit in this time, e.g. 3h.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Start in the background and return.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop a sweep after its arm's step, with a checkpoint.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show a sweep without going on with it.")] = False,
+) -> None:  # fmt: skip
+    """Compare runs of a recipe that differ in a few settings.
+
+    Without values it tries five learning rates around the advice. Arms that surely fall behind are stopped early. Ctrl-C
+    stops it; with its folder it goes on.
+
+    Example:  finetune sweep tiny-cpu
+
+    Example:  finetune sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h
+
+    Example:  finetune sweep runs/tiny-sweep-1a2b3c
+    """
+    from finetune.cli.sweep import sweep_command
+
+    raise typer.Exit(sweep_command(
+        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json
     ))  # fmt: skip
 
 
@@ -232,6 +273,9 @@ def evaluate(
     ] = None,
     show: Annotated[str, typer.Option(help="Rows to show: differ, worst or best.")] = "differ",
     examples: Annotated[int, typer.Option(min=0, help="How many rows to show.")] = 2,
+    quantisation: Annotated[
+        bool, typer.Option("--quantisation", help="Only: loss of base and tuned model in 16 bit, int8 and NF4.")
+    ] = False,
 ) -> None:
     """Score base and tuned model on the held-out rows, or on those of a file.
 
@@ -240,7 +284,14 @@ def evaluate(
     Example:  finetune eval latest
 
     Example:  finetune eval latest --score json --data mine.jsonl
+
+    Example:  finetune eval latest --quantisation
     """
+    if quantisation:
+        from finetune.cli.evaluate import show_quantisation
+
+        show_quantisation(run, last=last, as_json=json)
+        return
     from finetune.cli.evaluate import show_scores
     from finetune.evaluate.scorers import scorer
 

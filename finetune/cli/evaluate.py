@@ -134,6 +134,27 @@ def show_scores(
         out.print(f"  {names[1]:6} {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
 
 
+def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
+    """The loss of a run's base and tuned model on its held-out rows by format of the base's weights."""
+    run = open_run(source)
+    from finetune.cli.quantisation import measure_run, won_back
+    from finetune.evaluate.answerer import adapter_folder
+
+    folder = adapter_folder(run, last=last)
+    assert folder is not None
+    with show_progress(quiet=as_json) as progress:
+        costs = measure_run(run, folder, progress)
+    steps = won_back(run, costs["base"])
+    if as_json:
+        by_model = {name: cost.as_json() for name, cost in costs.items()}
+        print_json({"run": str(run.path), "quantisation": by_model, "steps_to_win_back": steps})
+        return
+    for cost in costs.values():
+        out.print(escape(cost.sentence))
+    if steps is not None:
+        out.print(f"The run had won back what its format costs after about {steps:,} step{'' if steps == 1 else 's'}.")
+
+
 def _table(result: Comparison, names: tuple[str, str]) -> Any:
     """Each score of both models."""
     shown = table("", *(f">{name}" for name in names))

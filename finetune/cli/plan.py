@@ -29,9 +29,10 @@ _COLOURS = {"ok": "green", "warn": "yellow"}
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
-    largest: str | None = None, as_json: bool, alone: bool = False,
+    largest: str | None = None, measure: bool = False, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe, or that with the `largest` value of a setting. `alone`: the process does nothing else.
+    """Print the plan of a recipe, or that with the `largest` value of a setting. `measure`: first what quantising costs.
+    `alone`: the process does nothing else.
 
     Returns the exit code.
     """
@@ -43,6 +44,7 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
+    from finetune.cli.quantisation import measure_recipe
     from finetune.planner.largest import plan_largest
     from finetune.planner.planning import encode_rows, plan_recipe, read_rows, without_rows
 
@@ -52,6 +54,7 @@ def show_plan(
         rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
+        cost = measure_recipe(recipe, card, rows, progress) if measure else None
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
@@ -65,7 +68,8 @@ def show_plan(
             plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
     plan = _with_note(plan, without=without)
     if as_json:
-        print_json({**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json())
+        values = {**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json()
+        print_json({**values, "quantisation": cost.as_json()} if cost else values)
         return plan.exit_code
     if not shown:
         _print_result(plan)
@@ -74,6 +78,8 @@ def show_plan(
         out.print(f"\n[bold]{escape(answer.sentence)}[/]{escape(chosen)}")
     else:
         _print_reasons_and_alternatives(plan)
+    if cost:
+        out.print(f"\n{escape(cost.sentence)}")
     here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
     arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -45,7 +46,9 @@ from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from finetune.data.report import DataReport
+    from finetune.planner.quantisation_cost import QuantisationCost
     from finetune.run.directory import RunDirectory
+    from finetune.run.prepare import Prepared
     from finetune.run.state import RunState
 
 #: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
@@ -55,11 +58,11 @@ _EXIT_OF = {"finished": FINISHED, "diverged": Diverged.exit_code, "paused": Disk
 
 def run_recipe(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool,
-    alone: bool = False,
+    measure: bool = False, alone: bool = False,
 ) -> int:  # fmt: skip
     """Plan, create the run directory, start and follow the run. Returns the exit code.
 
-    `alone`: the process does nothing else.
+    `measure`: before that, what quantising costs. `alone`: the process does nothing else.
     """
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
@@ -73,14 +76,29 @@ def run_recipe(
         out.print(escape(renamed))
     with show_progress(quiet=as_json) as progress:
         prepared = prepare(recipe, force=force, progress=progress)
+        if measure:
+            prepared, cost = _with_measured_cost(prepared, progress)
     run = create_run(prepared)
     if not as_json:
         _print_start(run, prepared)
+        if measure:
+            out.print(f"{escape(cost.sentence)}\n")
     control.start(run)
     if detach:
         _print_state(run, read_state(run), as_json)
         return 0
     return _follow(run, 0, as_json)
+
+
+def _with_measured_cost(prepared: Prepared, progress: Any) -> tuple[Prepared, QuantisationCost]:
+    """What quantising costs on the held-out rows, and the plan with it in its reason for the number of bits."""
+    from finetune.cli.quantisation import measure_plan
+    from finetune.planner.quantisation_cost import held_out_sequences, with_quote
+
+    plan = prepared.plan
+    cost = measure_plan(plan, held_out_sequences(prepared.data.splits), progress)
+    reasons = with_quote(dict(plan.reasons), plan.settings, cost)
+    return replace(prepared, plan=replace(plan, reasons=reasons)), cost
 
 
 def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from finetune.data.answer_reader import AnswerReader
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
+    from finetune.settings import Settings
 
 
 class Answerer:
@@ -90,7 +91,7 @@ class Answerer:
 
     def load(self, adapter: Path | None) -> Any:
         """The model in evaluation mode."""
-        return _load(self.plan, adapter, self.device)
+        return load_model(self.plan.settings, adapter, self.device)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
@@ -219,8 +220,11 @@ def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
     return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
-def _load(plan: Plan, adapter: Any, device: str) -> Any:
-    settings = plan.settings
+def load_model(settings: Settings, adapter: Path | None, device: str) -> Any:
+    """The base model on `device`, `cpu` or `cuda`, with an adapter or without, in evaluation mode.
+
+    Raises CommandError for an adapter that can't be loaded or is not finite, RecipeError for one of another base.
+    """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     if adapter:  # whose base model may have been downloaded only now
         require_same_base(adapter, settings, reread=not reads_own_file(settings))

@@ -189,7 +189,7 @@ class ModelOutputs:
         answerer = self._load()
         if verb == "answered":
             return batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
-        return min(_LOSS_TOKENS, _LOGITS // answerer.model.get_input_embeddings().num_embeddings)
+        return loss_batch_tokens(answerer.model)
 
     def _run_batches(self, keys: list[str], lengths: list[int], work: Callable[[list[int]], None], verb: str) -> None:
         """Work on the batches with a row without an entry; the batches are the same as those of a killed evaluation."""
@@ -280,6 +280,11 @@ def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
         for name, is_right in row_score.fields.items():
             rights_by_field.setdefault(name, []).append(is_right)
     return {name: sum(rights) / len(rights) for name, rights in rights_by_field.items()}
+
+
+def loss_batch_tokens(model: Any) -> int:
+    """Tokens of a batch whose loss is computed."""
+    return min(_LOSS_TOKENS, _LOGITS // model.get_input_embeddings().num_embeddings)
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from finetune.model.configuration import named_model, read_config, vocabulary_si
 from finetune.planner.base_adapter import inherit_settings
 from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan
+from finetune.planner.quantisation_cost import held_out_sequences, read_cost, with_quote
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
@@ -30,17 +31,22 @@ if TYPE_CHECKING:
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan
     from finetune.planner.planner import Progress
+    from finetune.planner.quantisation_cost import Sequences
 
 Encode = Callable[[Recipe], "EncodedRows"]
 
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not."""
+    """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not.
+
+    `held_out`: reads the held-out sequences on which quantising is measured.
+    """
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
+    held_out: Callable[[], Sequences] | None = None
 
 
 def plan_recipe(
@@ -58,7 +64,9 @@ def plan_recipe(
     def completed(plan: Plan) -> Plan:
         for note in (renamed, *read.notes):
             plan = plan.with_note(note)
-        return dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
+        cost = read_cost(plan.settings, read.held_out, on_cpu=plan.card.is_cpu) if read.held_out else None
+        every_reason = with_quote({**plan.reasons, **reasons}, plan.settings, cost)
+        return dataclasses.replace(plan, reasons=every_reason, data_problem=read.problem)
 
     shown = (lambda plan: show(completed(plan))) if show else None
     return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
@@ -132,7 +140,8 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         selected.raise_problems()
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
-    return RowsRead(statistics_of(selected) if len(selected.lengths) else None, problem, tuple(selected.notes))
+    statistics = statistics_of(selected) if len(selected.lengths) else None
+    return RowsRead(statistics, problem, tuple(selected.notes), held_out_sequences(selected.splits))
 
 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:

@@ -20,6 +20,7 @@ from finetune.events import Compiled, RunWarning, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
 from finetune.run.best import evaluations, since_best
+from finetune.run.held_out import pause_step
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
 
@@ -42,13 +43,24 @@ class NothingLeftToTrain(Exception):
 
 
 class StopRequest:
-    """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts."""
+    """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts.
+
+    A sweep's arm also stops after the step that its sweep has set.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._pause_after = pause_step(run)
         self.signal: int | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
+
+    def pauses_after(self, step: int) -> bool:
+        """Whether the sweep of this arm stops it after this step; from then on that is a request to stop."""
+        if self._pause_after is None or step < self._pause_after:
+            return False
+        self.signal = self.signal or signal.SIGTERM
+        return True
 
     def agreed(self) -> int | None:
         """The signal, when any rank has received one; all ranks ask after the same step."""
@@ -86,6 +98,8 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """On a stop request, save a checkpoint and stop; after a complete step resuming is exact."""
         self._require_directory()
+        if self._stop.pauses_after(state.global_step) and state.global_step < state.max_steps:
+            control.should_evaluate = True  # the sweep compares its arms here
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
 

@@ -94,6 +94,11 @@ class RunDirectory:
         return self.path / "process.json"
 
     @property
+    def arm(self) -> Path:
+        """Is there in an arm of a sweep: the step after which it stops for now."""
+        return self.path / "arm.json"
+
+    @property
     def lock(self) -> Path:
         """Lock file of the supervisor."""
         return self.path / "lock"

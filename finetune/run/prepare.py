@@ -17,6 +17,7 @@ from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
+from finetune.planner.quantisation_cost import held_out_sequences
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.card import triton_needs
@@ -88,7 +89,7 @@ class _Rows:
         self.selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
         self.selected.raise_problems()
         self._progress("planning")
-        return RowsRead(statistics_of(self.selected))
+        return RowsRead(statistics_of(self.selected), held_out=held_out_sequences(self.selected.splits))
 
 
 def _shorter(settings: Settings, plan: Plan) -> int | None:

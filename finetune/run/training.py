@@ -26,6 +26,7 @@ from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import step_context
 from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.failures import is_disk_full
+from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 
@@ -146,9 +147,12 @@ class RunTrainer(SFTTrainer):
         return LongestEarly(lengths, self.args.seed, self.plan.settings.effective_batch_size, self.plan.total_steps or 0)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Evaluate the loss, as a phase with its own memory peak."""
-        with self._phase("evaluate") as took:
+        """Evaluate the loss, as a phase with its own memory peak; of a sweep's arm also of each row, for its sweep."""
+        is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
+        with self._phase("evaluate") as took, recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows:
             metrics = super().evaluate(*arguments, **named)
+        if rows is not None:
+            write_row_losses(self.run, self.state.global_step, metrics.get("eval_loss"), rows)
         took_s = took()
         self.events.emit(Evaluation(
             step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,

@@ -1,0 +1,128 @@
+"""What quantising costs on held-out rows, beside a computation with transformers alone."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+from finetune.errors import CommandError
+from finetune.evaluate.quantisation import Job, measure, steps_to_win_back
+from finetune.model.configuration import resolve_model_path
+from finetune.planner.planning import encode_rows, plan_recipe, read_rows
+from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Sequences, cost_path, held_out_sequences
+from finetune.recipe import load_recipe, recipe_from
+from finetune.settings import plainest
+
+CONFIGURATIONS = {
+    "llama": LlamaConfig(
+        vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.08,
+    ),
+    "qwen2": Qwen2Config(
+        vocab_size=500, hidden_size=192, intermediate_size=320, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, initializer_range=0.05,
+    ),
+    "mistral": MistralConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, initializer_range=0.1,
+    ),
+}  # fmt: skip
+
+
+def settings_for(model):
+    recipe = recipe_from({"model_name_or_path": str(model), "dataset": "rows.jsonl"})
+    return plainest(recipe, dtype="float32", gpu="cpu")
+
+
+def random_rows(vocabulary, count=12):
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(8, 40, (count,), generator=generator).tolist()
+    ids = [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return Sequences(ids, [[-100] * 4 + row[4:] for row in ids])
+
+
+def independent_losses(path, rows):
+    """Each row by itself, with the loss that transformers computes from labels."""
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+    )
+    quantisations = {"32 bit": None, "int8": BitsAndBytesConfig(load_in_8bit=True), "NF4": nf4}
+    means = {}
+    for label, quantisation in quantisations.items():
+        arguments = {"quantization_config": quantisation} if quantisation else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map={"": "cpu"}, **arguments)
+        total = tokens = 0
+        for ids, labels in zip(rows.ids, rows.labels, strict=True):
+            count = sum(label != -100 for label in labels[1:])
+            with torch.no_grad():
+                loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
+            total, tokens = total + loss * count, tokens + count
+        means[label] = total / tokens
+    return means
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_losses_of_a_random_model_equal_an_independent_computation(name, tmp_path):
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(CONFIGURATIONS[name]).save_pretrained(tmp_path)
+    rows = random_rows(CONFIGURATIONS[name].vocab_size)
+    cost = measure(Job(settings_for(tmp_path), rows))
+    assert {entry.label: entry.loss for entry in cost.formats} == pytest.approx(independent_losses(tmp_path, rows), abs=1e-5)
+    assert cost.of("NF4").cost == pytest.approx(cost.of("NF4").loss - cost.of("32 bit").loss, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_losses_of_the_bundled_model_equal_and_the_plan_quotes_them():
+    recipe = load_recipe("tiny-cpu", ["dataset.max_rows=60", "dataset.test_split_size=20"])
+    rows = held_out_sequences(encode_rows(recipe).select(recipe, 256).splits)()
+    from finetune.card import find_card
+
+    card = find_card("cpu")
+    plan = plan_recipe(recipe, card, read_rows)
+    cost = measure(Job(plan.settings, rows))
+    path = resolve_model_path(plan.settings)
+    assert {entry.label: entry.loss for entry in cost.formats} == pytest.approx(independent_losses(path, rows), abs=1e-5)
+    assert "of your held-out rows: NF4" not in plan.reasons["load_in_4bit"]
+    quoted = plan_recipe(recipe, card, read_rows).reasons["load_in_4bit"]
+    assert quoted.endswith(f"{cost.of('NF4').summary} against 32 bit")
+
+
+@pytest.mark.slow
+def test_a_measurement_that_was_killed_goes_on_with_the_formats_that_are_missing(tmp_path):
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(CONFIGURATIONS["mistral"]).save_pretrained(tmp_path)
+    job = Job(settings_for(tmp_path), random_rows(256, 4))
+    whole = measure(job)
+    path = cost_path(job.settings, job.sequences, on_cpu=True)
+    values = json.loads(path.read_text("utf-8"))
+    del values["row_losses"]["NF4"]
+    path.write_text(json.dumps({**values, "cost": None}), "utf-8")
+    messages = []
+    assert measure(job, messages.append) == whole
+    assert {message.partition(":")[0] for message in messages} == {"measuring NF4"}
+
+
+def test_rows_without_a_trained_token_are_refused(tmp_path):
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(CONFIGURATIONS["mistral"]).save_pretrained(tmp_path)
+    with pytest.raises(CommandError, match="no held-out row has a trained token"):
+        measure(Job(settings_for(tmp_path), Sequences([[1, 2]], [[-100, -100]])))
+
+
+def test_the_sentence_says_what_can_not_be_told():
+    int8, nf4 = FormatLoss("int8", 1.5004, 0.0004, -0.0003, 0.0011), FormatLoss("NF4", 1.512, 0.012, 0.008, 0.016)
+    costs = QuantisationCost("m", 60, 900, (FormatLoss("16 bit", 1.5), int8, nf4))
+    assert costs.sentence == (
+        "on 60 held-out rows the base model has a loss of 1.5000 in 16 bit; int8 can't be told from it (+0.00040 of loss, "
+        "95 % interval -0.00030 to 0.00110); NF4 costs 0.0120 of loss (95 % interval 0.0080 to 0.0160)"
+    )
+    assert costs.quote("16 bit").startswith("measured on 60 of your held-out rows: NF4 costs 0.0120")
+    assert costs.quote("int8").startswith("measured on 60 of your held-out rows: int8 can't be told")
+
+
+def test_a_cost_is_won_back_at_the_step_where_the_loss_has_fallen_by_it():
+    curve = [(0, 2.0), (10, 1.9), (20, 1.5)]
+    assert steps_to_win_back(0.05, curve) == 5 and steps_to_win_back(0.3, curve) == 15
+    assert steps_to_win_back(0.6, curve) is None and steps_to_win_back(-0.1, curve) is None
