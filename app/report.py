@@ -25,6 +25,8 @@ from finetune.units import format_bytes
 from .live import LiveRun
 from .views import plan as plan_view
 from .views import run as run_view
+from .views import run_figures, run_head
+from .views.answers import answers
 from .views.compare import comparison
 from .views.markup import inert, note, table
 from .views.scores import forgetting_table, scores
@@ -63,7 +65,7 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + _STYLE
+    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("theme.css", "run.css")) + _STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
@@ -75,13 +77,13 @@ def page(runs: list[RunDirectory]) -> str:
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
     parts = {
-        "How it went": run_view.headline(live, live.state()) + _base_adapter(live.run) + _result(live),
+        "How it went": _outcome(live) + _base_adapter(live.run) + _result(live),
         "Curves": run_view.curves(live, 0.8),
-        "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
+        "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
         "Plan": plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
-        "Sample answers": run_view.samples(digest),
+        "Sample answers": answers(digest.samples) or note("There are none."),
         "Messages": run_view.messages(digest),
         "Versions": _versions(digest),
     }
@@ -98,6 +100,14 @@ def _several(lives: list[LiveRun]) -> str:
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
         f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
     )
+
+
+def _outcome(live: LiveRun) -> str:
+    """State and progress, and the figures, or why there are none."""
+    state = live.state()
+    is_broken = state.state in run_head.BROKEN
+    shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
+    return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}"
 
 
 def _base_adapter(run: RunDirectory) -> str:
