@@ -74,7 +74,7 @@ def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     with gr.Column(elem_classes="ft-box"):
         with gr.Row(elem_classes="ft-controls ft-sorted"):
             show("<h2>Scores</h2>")
-            order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=0)
+            order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=1)
         scores = show(elem_id="result-eval-shown")
     with gr.Column(elem_classes="ft-box"):
         show('<h2>Report</h2><p class="ft-note">One file that opens offline, with curves, scores and settings.</p>')

@@ -72,7 +72,7 @@ class _View:
             "pause": self._pause, "kill": self._kill, "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
         }  # fmt: skip
         try:
-            deed = deeds.get(json.loads(message).get("run"))
+            deed = deeds.get(str(json.loads(message).get("run")))
         except (ValueError, AttributeError):
             return gr.skip()
         if run is None or deed is None:

@@ -147,10 +147,10 @@ def _age(digest: Digest) -> str:
 
 
 def tabs(name: str, n_samples: int, current: str) -> str:
-    """The run's parts as links; page.js follows them without loading the page anew."""
+    """The run's parts as links; run.js follows them without loading the page anew."""
     links = "".join(
-        f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"{_current(tab == current)}>{label}'
-        f"{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
+        f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"{_current(tab == current)}>'
+        f"{label}{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
         for tab, label in TABS.items()
     )
     return f'<nav class="ft-tabs" aria-label="This run">{links}</nav>'
