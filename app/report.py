@@ -28,7 +28,7 @@ from .views import run as run_view
 from .views import run_figures, run_head
 from .views.answers import answers
 from .views.compare import comparison
-from .views.markup import inert, note, table
+from .views.markup import Safe, inert, note, table
 from .views.scores import forgetting_table, scores
 
 _ROWS_SHOWN = 5
@@ -92,7 +92,7 @@ def _one(live: LiveRun) -> str:
 
 def _several(lives: list[LiveRun]) -> str:
     rows = [
-        [live.run.path.name, live.state().state, f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
+        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
         for live in lives
     ]
     summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)

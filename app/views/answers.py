@@ -47,22 +47,22 @@ def _row(prompt: str, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:
     """`answer` with the words that are not the expected ones struck, and with those that have become right."""
-    words, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
-    if not expected or max(len(words), len(wanted)) > _MOST_WORDS:
+    tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
+    if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
         return inert(answer) or "<em>empty answer</em>"
     was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
     shown = ""
-    for kind, start, stop, low, high in difflib.SequenceMatcher(None, words, wanted, autojunk=False).get_opcodes():
+    for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
         if kind == "equal":
-            for word, index in zip(words[start:stop], range(low, high), strict=True):
-                is_new = index not in was_right and not word.isspace()
-                shown += f"<ins>{inert(word)}</ins>" if is_new else inert(word)
+            for token, index in zip(tokens[start:stop], range(first, end), strict=True):
+                is_new = index not in was_right and not token.isspace()
+                shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
         elif start < stop:
-            shown += f"<del>{inert(''.join(words[start:stop]))}</del>"
+            shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
     return shown or "<em>empty answer</em>"
 
 
-def _right(words: Sequence[str], wanted: Sequence[str]) -> set[int]:
+def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:
     """Indices of the expected words that an answer has."""
-    blocks = difflib.SequenceMatcher(None, words, wanted, autojunk=False).get_matching_blocks()
+    blocks = difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_matching_blocks()
     return {block.b + number for block in blocks for number in range(block.size)}

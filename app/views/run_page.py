@@ -104,8 +104,8 @@ def _settings(live: LiveRun) -> str:
     except OSError:
         text = ""
     recipe = parse_draft(text).recipe if text else None
-    same = f'<h3>The same as a command</h3><p class="ft-mono">{inert(command_line(recipe))}</p>' if recipe else ""
-    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="Recipe">{inert(text, 100_000)}</pre>{same}'
+    command = f'<h3>The same as a command</h3><p class="ft-mono">{inert(command_line(recipe))}</p>' if recipe else ""
+    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="Recipe">{inert(text, 100_000)}</pre>{command}'
     return (
         f'<section class="ft-box"><h2>What was chosen, and why</h2>{chosen(live.plan())}</section>'
         f'<section class="ft-box"><h2>Recipe</h2>{shown}</section>'
