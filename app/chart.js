@@ -17,7 +17,7 @@ const MARKUP = `<div class="ftc-tools">
   <p class="ft-note ftc-note" role="status" hidden></p>
   <div class="ftc-main" tabindex="0" role="slider" aria-orientation="horizontal"></div>
   <p class="ftc-help">Drag to zoom, double click for the whole run, arrow keys to read values.</p>
-  <div class="ftc-table" hidden></div><div class="ftc-small"></div><p class="sr-only" aria-live="polite"></p>`;
+  <div class="ftc-table" hidden></div><details class="ftc-more" hidden><summary>More curves</summary><div class="ftc-small"></div></details><p class="sr-only" aria-live="polite"></p>`;
 
 let library = null;
 // uPlot and the styles, when the first chart is on a page.
@@ -114,11 +114,14 @@ class Chart extends HTMLElement {
     const points = Math.max(100, Math.min(400, Math.round(this.clientWidth / 2)));
     if (run.isGone) return false;
     try {
-      const response = await fetch(`${run.address}?points=${points}&${isZoom ? `from=${from}&to=${to}` : `have=${run.version}`}`);
+      const query = new URLSearchParams(isZoom ? { points, from, to } : { points, have: run.version });
+      this.dispatchEvent(new CustomEvent("ft-ask", { bubbles: true, detail: query })); // the run's page asks for its parts, too
+      const response = await fetch(`${run.address}?${query}`);
       if (response.status === 404) { run.isGone = true; return true; }
       if (!response.ok) throw new Error(response.status);
       const answer = await response.json(), before = run.version;
       run.answered = Date.now();
+      this.dispatchEvent(new CustomEvent("ft-answer", { bubbles: true, detail: answer }));
       if (isZoom) run.takeZoom(answer);
       else if (!run.take(answer)) return this.ask(run);
       return isZoom || run.version !== before || run.read !== null;
@@ -153,6 +156,7 @@ class Chart extends HTMLElement {
     this.main.replaceChildren();
     this.querySelector(".ftc-small").replaceChildren();
     const large = this.panels.filter((panel) => !panel.small);
+    this.querySelector(".ftc-more").hidden = large.length === this.panels.length;
     this.charts = this.panels.map((panel) => {
       const section = document.createElement("section");
       section.innerHTML = '<div class="ftc-values"></div><div class="ftc-plot"></div>';

@@ -18,7 +18,7 @@ const apply = () => {
 };
 
 const send = (message) => {
-  const box = document.querySelector("#fit-act textarea, #fit-act input");
+  const box = document.querySelector(":is(#fit-act, #run-act) :is(textarea, input)");
   if (!box) return;
   state.sent += 1;
   box.value = JSON.stringify({ ...JSON.parse(message), sent: state.sent });

@@ -11,7 +11,7 @@ import gradio as gr
 from . import rail
 from .context import Context
 from .machine import Machine
-from .pages import chat, fit, model_data, result, run, runs
+from .pages import fit, model_data, run, runs
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
@@ -19,8 +19,6 @@ PAGES = (
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
-    ("try", "Chat", chat.build),
-    ("result", "Result", result.build),
 )
 
 

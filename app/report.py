@@ -26,8 +26,10 @@ from finetune.units import format_bytes
 from .live import LiveRun
 from .views import plan as plan_view
 from .views import run as run_view
+from .views import run_figures, run_head
+from .views.answers import answers
 from .views.compare import comparison
-from .views.markup import inert, note, table
+from .views.markup import Safe, inert, note, table
 from .views.scores import forgetting_table, no_call_note, scores
 
 _ROWS_SHOWN = 5
@@ -64,7 +66,7 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + STYLE
+    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("theme.css", "run.css")) + STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
@@ -76,13 +78,13 @@ def page(runs: list[RunDirectory]) -> str:
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
     parts = {
-        "How it went": run_view.headline(live, live.state()) + _base_adapter(live.run) + _result(live),
+        "How it went": _outcome(live) + _base_adapter(live.run) + _result(live),
         "Curves": run_view.curves(live, 0.8),
-        "Forecast against measured": _checks(live) + run_view.memory(digest, plan),
+        "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
         "Plan": _edited(live.run) + plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
-        "Sample answers": run_view.samples(digest),
+        "Sample answers": answers(digest.samples) or note("There are none."),
         "Messages": run_view.messages(digest),
         "Versions": _versions(digest),
     }
@@ -91,7 +93,7 @@ def _one(live: LiveRun) -> str:
 
 def _several(lives: list[LiveRun]) -> str:
     rows = [
-        [live.run.path.name, live.state().state, f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
+        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
         for live in lives
     ]
     summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)
@@ -103,6 +105,14 @@ def _several(lives: list[LiveRun]) -> str:
 
 def _edited(run: RunDirectory) -> str:
     return note("plan.json has changed since it was written.") if plan_was_edited(run.plan) else ""
+
+
+def _outcome(live: LiveRun) -> str:
+    """State and progress, and the figures, or why there are none."""
+    state = live.state()
+    is_broken = state.state in run_head.BROKEN
+    shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
+    return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}"
 
 
 def _base_adapter(run: RunDirectory) -> str:

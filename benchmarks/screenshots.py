@@ -16,7 +16,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-ADDRESSES = {"model": "", "fit": "fit", "run": "run", "runs": "runs", "try": "try", "result": "result"}
+ADDRESSES = {
+    "model": "", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate", "chat": "run?tab=chat", "export": "run?tab=export",
+    "runs": "runs",
+}  # fmt: skip
 SIZES = {"wide": (1440, 900), "phone": (390, 844)}
 ARGUMENTS = [
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--disable-component-update",

@@ -1,4 +1,4 @@
-"""Chat: the same question to base and tuned model, side by side."""
+"""The tab Chat of a run: the same question to base and tuned model, side by side."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ from ..context import Context
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem
 
-_TICK_S = 0.5
+#: Seconds between two looks at the conversation.
+TICK_S = 0.5
 _MOST_TOKENS = 128
 _QUESTION_CHARACTERS = 8000
 _WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned",), "Base": ("base",)}
 
 
-def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their updates."""
+def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
+    """The tab for the run called `name`; it is up to date while the timer ticks."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
-    with gr.Row(elem_classes="ft-controls"):
-        name = gr.Dropdown([], label="Run", elem_id="chat-run", scale=3)
-        who = gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=2)
-        clear = gr.Button("New conversation", elem_id="chat-clear", size="sm")
-    with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
-        system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
-        with gr.Row(elem_classes="ft-controls"):
-            most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
-            temperature = gr.Slider(
-                0, 2, value=0, step=0.05, label="Temperature", info="0 takes the likeliest token", elem_id="chat-temperature"
-            )
-            top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
-            seed = gr.Number(label="Seed", info="the same for both", value=0, minimum=0, precision=0, elem_id="chat-seed")
-    warning = show(elem_id="chat-warning")
-    turns = show(elem_id="chat-turns")
-    with gr.Row(elem_classes="ft-controls"):
-        question = gr.Textbox(label="Your message", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-question", scale=5)
-        send = gr.Button("Send", variant="primary", elem_id="chat-send")
-        stop = gr.Button("Stop", variant="stop", elem_id="chat-stop", interactive=False)
-    status = show(elem_id="chat-status")
+    with gr.Column(elem_classes="ft-pane ft-pane-chat"):
+        warning = show(elem_id="chat-warning")
+        turns = show(elem_id="chat-turns")
+        with gr.Column(elem_classes="ft-box", elem_id="chat-box"):
+            question = gr.Textbox(
+                label="Your message", info="Enter sends, Shift and Enter begin a new line", lines=1, max_lines=8,
+                max_length=_QUESTION_CHARACTERS, elem_id="chat-question",
+            )  # fmt: skip
+            with gr.Row(elem_classes="ft-controls"):
+                who = gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=0)
+                clear = gr.Button("New conversation", elem_id="chat-clear", scale=0)
+                stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, scale=0)
+                send = gr.Button("Send", variant="primary", elem_id="chat-send", scale=0)
+            status = show(elem_id="chat-status")
+            with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
+                system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
+                with gr.Row(elem_classes="ft-controls"):
+                    most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
+                    temperature = gr.Slider(
+                        0, 2, value=0, step=0.05, label="Temperature, 0 takes the likeliest token", elem_id="chat-temperature"
+                    )
+                    top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
+                    seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
     changed = change_trigger()
     asked = [name, question, most, who, system, temperature, top_p, seed]
-    page.load(view.choose, None, name, **QUIET).then(view.tick, name, changed, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, name, changed, **QUIET)
-    name.input(view.tick, name, changed, **QUIET)
+    name.change(view.tick, name, changed, **QUIET)
+    timer.tick(view.tick, name, changed, **QUIET)
     changed.change(view.show, name, [turns, warning, stop], **QUIET)
     send.click(view.ask, asked, [question, status], **BUTTON)
     question.submit(view.ask, asked, [question, status], **BUTTON)
@@ -65,13 +67,6 @@ class _View:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def choose(self, request: gr.Request) -> Any:
-        """Runs with an adapter or checkpoint; the address may name one."""
-        runs = [run for run in self.context.workspace.list_runs() if _has_adapter(run)]
-        asked = self.context.workspace.run(request.query_params.get("run"))
-        chosen = asked or (runs[0] if runs else None)
-        return gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None)
-
     def tick(self, name: str | None) -> str:
         """A fingerprint of all that is shown."""
         return fingerprint(name, self._shown(name))
@@ -84,8 +79,7 @@ class _View:
     def _shown(self, name: str | None) -> tuple[str, str, bool]:
         run = self.context.workspace.run(name)
         if run is None:
-            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            return empty, "", False
+            return "", "", False
         turns = self.context.chats.turns(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
         return _conversation(turns), self._offloading_note(run) + self._warning(run), answering
@@ -99,7 +93,7 @@ class _View:
         run = self.context.workspace.run(name)
         if run is None or not question.strip():
             return [gr.skip(), note("Choose a run and write a message.")]
-        if not _has_adapter(run):
+        if not has_adapter(run):
             return [
                 gr.skip(),
                 problem(
@@ -156,7 +150,8 @@ class _View:
         )
 
 
-def _has_adapter(run: RunDirectory) -> bool:
+def has_adapter(run: RunDirectory) -> bool:
+    """Whether there is anything to answer with."""
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 

@@ -1,4 +1,4 @@
-"""Result: evaluate base against tuned, merge, write a report, compare with other runs, and push to the hub."""
+"""The tabs Evaluate and Export of a run: base against tuned, report; merge, GGUF, serve, push to the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem, table
 from ..views.scores import forgetting_table, no_call_note, rows_of, scores
 
-_TICK_S = 1.0
+#: Seconds between two looks at what the commands have written.
+TICK_S = 1.0
 _SCORES = {
     "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
     "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
@@ -36,88 +37,102 @@ _ORDERS = {"Differing first": "differ", "Tuned model's worst first": "worst", "T
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
-def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers."""
+def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
+    """Both tabs for the run called `name`; they are up to date while the timer ticks."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Result">Result</h1>')
-    with gr.Row(elem_classes="ft-controls"):
-        name = gr.Dropdown([], label="Run", elem_id="result-run", scale=3)
     changed = change_trigger()
-    status = show(elem_id="result-status")
-    show("<h2>Evaluate</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        score = gr.Dropdown(list(_SCORES), value="Exact match", label="Score", elem_id="result-score", scale=2)
-        pattern = gr.Textbox(
-            label="Pattern", info="what it finds in both answers is compared", max_length=200, visible=False,
-            elem_id="result-pattern", scale=2,
-        )  # fmt: skip
-        tolerance = gr.Number(
-            label="Tolerance",
-            info="relative: 0.01 is 1 %",
-            value=0,
-            minimum=0,
-            visible=False,
-            elem_id="result-tolerance",
-            scale=1,
-        )
-        rows = gr.Dropdown([_HELD_OUT], value=_HELD_OUT, label="Rows", elem_id="result-rows", scale=2)
-        most = gr.Number(
-            label="At most", info="rows; 0 is all", value=0, minimum=0, precision=0, elem_id="result-most", scale=1
-        )
-        last = gr.Checkbox(label="Last step, not the best", elem_id="result-last", scale=1)
-        evaluate = gr.Button("Evaluate", elem_id="result-eval", size="sm")
-    with gr.Row(elem_classes="ft-controls"):
-        order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=1)
-    scores = show(elem_id="result-eval-shown")
-    show("<h2>Report</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        others = gr.Dropdown([], label="Compare with", info="other runs", multiselect=True,
-                             elem_id="result-others", scale=3)  # fmt: skip
-        report = gr.Button("Write the report", elem_id="result-report", size="sm")
-        compare = gr.Button("Compare", elem_id="result-compare", size="sm")
-    reported = show(elem_id="result-report-shown")
-    show("<h2>Merge the adapter into the base model</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        folder = gr.Textbox(label="Folder in the run", value="merged", max_length=100, elem_id="result-folder", scale=2)
-        export = gr.Button("Merge", elem_id="result-merge", size="sm")
-    merged = show(elem_id="result-merge-shown")
-    show("<h2>Export to GGUF, for llama.cpp and Ollama</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        precision = gr.Dropdown(list(_TYPES), value=GGUF_TYPES["f16"].label, label="Type", elem_id="result-gguf-type", scale=2)
-        apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1)
-        gguf = gr.Button("Export to GGUF", elem_id="result-gguf", size="sm")
-    exported = show(elem_id="result-gguf-shown")
-    show("<h2>Serve</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        together = gr.Dropdown([], label="Together with", info="other runs of the same base model", multiselect=True,
-                             elem_id="result-together", scale=3)  # fmt: skip
-        serve = gr.Button("Serve", elem_id="result-serve", size="sm")
-        end = gr.Button("Stop serving", variant="stop", elem_id="result-serve-end", size="sm")
-    served = show(elem_id="result-serve-shown")
-    show("<h2>Push to the hub</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        repo = gr.Textbox(label="Repository", info="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2)
-        kind = gr.Dropdown(list(_KINDS), value="Adapter", label="What", elem_id="result-kind", scale=2)
-        public = gr.Checkbox(label="Public", info="else private", elem_id="result-public", scale=1)
-        look = gr.Button("Dry run", elem_id="result-dry-run", size="sm")
-        push = gr.Button("Push", elem_id="result-push", size="sm")
-    pushed = show(elem_id="result-push-shown")
+    with gr.Column(elem_classes="ft-pane ft-pane-evaluate"):
+        order, rows, others, scores, reported = _evaluate_tab(view, name)
+    with gr.Column(elem_classes="ft-pane ft-pane-export"):
+        kind, together, merged, pushed, exported, served = _export_tab(view, name)
+    name.change(view.depending, name, [rows, others, kind, together], **QUIET)
+    name.change(view.tick, [name, order], changed, **QUIET)
+    timer.tick(view.tick, [name, order], changed, **QUIET)
+    order.input(view.tick, [name, order], changed, **QUIET)
+    changed.change(view.show, [name, order], [scores, reported, merged, pushed, exported, served], **QUIET)
+
+
+def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
+    """Scores of base and tuned model, and the report."""
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>Evaluate</h2><p class="ft-note">Base and tuned model answer the same rows; the difference counts.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            score = gr.Dropdown(list(_SCORES), value="Exact match", label="Score", elem_id="result-score", scale=2)
+            pattern = gr.Textbox(
+                label="Pattern", info="what it finds in both answers is compared", max_length=200, visible=False,
+                elem_id="result-pattern", scale=2,
+            )  # fmt: skip
+            tolerance = gr.Number(
+                label="Tolerance", info="relative: 0.01 is 1 %", value=0, minimum=0, visible=False,
+                elem_id="result-tolerance", scale=1,
+            )  # fmt: skip
+            rows = gr.Dropdown([_HELD_OUT], value=_HELD_OUT, label="Rows", elem_id="result-rows", scale=2)
+            most = gr.Number(label="At most, 0 is all", value=0, minimum=0, precision=0, elem_id="result-most", scale=1)
+            last = gr.Checkbox(label="Last step, not the best", elem_id="result-last", scale=1, container=False)
+            evaluate = gr.Button("Evaluate", variant="primary", elem_id="result-eval", scale=0)
+        status = show(elem_id="result-status")
+    with gr.Column(elem_classes="ft-box"):
+        with gr.Row(elem_classes="ft-controls ft-sorted"):
+            show("<h2>Scores</h2>")
+            order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=1)
+        scores = show(elem_id="result-eval-shown")
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>Report</h2><p class="ft-note">One file that opens offline, with curves, scores and settings.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            others = gr.Dropdown([], label="Compare with other runs", multiselect=True, elem_id="result-others", scale=3)
+            report = gr.Button("Write the report", elem_id="result-report", scale=0)
+            compare = gr.Button("Compare", elem_id="result-compare", scale=0)
+        reported = show(elem_id="result-report-shown")
     score.change(view.fields, score, [pattern, tolerance], **QUIET)
     evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], status, **BUTTON)
-    export.click(view.merge, [name, folder], status, **BUTTON)
+    report.click(view.report, name, status, **BUTTON)
+    compare.click(view.compare, [name, others], status, **BUTTON)
+    return order, rows, others, scores, reported
+
+
+def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
+    """The model as files, as a server and on the hub."""
+    status = show(elem_id="export-status")
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>Merge</h2><p class="ft-note">One model folder, with the adapter in its 16-bit weights.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            folder = gr.Textbox(label="Folder in the run", value="merged", max_length=100, elem_id="result-folder", scale=2)
+            merge = gr.Button("Merge", variant="primary", elem_id="result-merge", scale=0)
+        merged = show(elem_id="result-merge-shown")
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>GGUF</h2><p class="ft-note">For llama.cpp and Ollama; kept when llama.cpp gives the adapter\'s answers.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            precision = gr.Dropdown(
+                list(_TYPES), value=GGUF_TYPES["f16"].label, label="Type", elem_id="result-gguf-type", scale=2
+            )
+            apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1, container=False)
+            gguf = gr.Button("Export to GGUF", elem_id="result-gguf", scale=0)
+        exported = show(elem_id="result-gguf-shown")
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>Serve</h2><p class="ft-note">On this machine, for clients of OpenAI\'s interface.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            together = gr.Dropdown(
+                [], label="Together with runs of the same base model", multiselect=True, elem_id="result-together", scale=3
+            )
+            serve = gr.Button("Serve", elem_id="result-serve", scale=0)
+            end = gr.Button("Stop serving", elem_id="result-serve-end", scale=0)
+        served = show(elem_id="result-serve-shown")
+    with gr.Column(elem_classes="ft-box"):
+        show('<h2>Push to the hub</h2><p class="ft-note">The dry run lists the files first; only those are pushed.</p>')
+        with gr.Row(elem_classes="ft-controls"):
+            repo = gr.Textbox(label="Repository", placeholder="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2)
+            kind = gr.Dropdown(list(_KINDS), value="Adapter", label="What", elem_id="result-kind", scale=2)
+            public = gr.Checkbox(label="Public, else private", elem_id="result-public", scale=1, container=False)
+            look = gr.Button("Dry run", elem_id="result-dry-run", scale=0)
+            push = gr.Button("Push", elem_id="result-push", scale=0)
+        pushed = show(elem_id="result-push-shown")
+    merge.click(view.merge, [name, folder], status, **BUTTON)
     gguf.click(view.export, [name, precision, apart], status, **BUTTON)
     serve.click(view.serve, [name, together], status, **BUTTON)
     end.click(view.end, name, status, **BUTTON)
-    report.click(view.report, name, status, **BUTTON)
-    compare.click(view.compare, [name, others], status, **BUTTON)
     look.click(view.dry_run, [name, repo, kind, public], status, **BUTTON)
     push.click(view.push, [name, repo, kind, public], status, **BUTTON)
-    name.change(view.depending, name, [rows, others, kind, together], **QUIET)
-    page.load(view.choose, None, [name, rows], **QUIET).then(view.tick, [name, order], changed, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [name, order], changed, **QUIET)
-    name.input(view.tick, [name, order], changed, **QUIET)
-    order.input(view.tick, [name, order], changed, **QUIET)
-    changed.change(view.show, [name, order], [scores, reported, merged, pushed, exported, served], **QUIET)
+    return kind, together, merged, pushed, exported, served
 
 
 def evaluation(
@@ -144,20 +159,6 @@ class _View:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-
-    def choose(self, request: gr.Request) -> list[Any]:
-        """Runs with an adapter or checkpoint, of which the address may name one; and files with rows."""
-        runs = [
-            run
-            for run in self.context.workspace.list_runs()
-            if run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
-        ]
-        asked = self.context.workspace.run(request.query_params.get("run"))
-        chosen = asked or (runs[0] if runs else None)
-        return [
-            gr.Dropdown(choices=[run.path.name for run in runs], value=chosen.path.name if chosen else None),
-            gr.Dropdown(choices=[_HELD_OUT, *local_datasets(self.context.workspace)], value=_HELD_OUT),
-        ]
 
     def fields(self, score: str) -> list[Any]:
         """Show the field that belongs to a score."""
@@ -270,8 +271,7 @@ class _View:
         """Each command's progress or result."""
         run = self.context.workspace.run(name)
         if run is None:
-            empty = '<div class="ft-empty"><p>No run has an adapter yet.</p><p><a href="/fit">Start a run.</a></p></div>'
-            return [empty, *[""] * 5]
+            return [""] * 6
         tasks = self.context.tasks
         return [
             _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),

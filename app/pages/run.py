@@ -1,52 +1,41 @@
-"""Run: live loss over live memory, stop, resume. Works on any run of the folder, whoever started it."""
+"""Run: one run in tabs, live while it trains. Works on any run of the folder, whoever started it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import gradio as gr
 
 from finetune.errors import FinetuneError
-from finetune.recipe import load_recipe
+from finetune.recipe import load_recipe, recipe_from, write_recipe
 from finetune.run import control
-from finetune.run.state import RunState
+from finetune.run.directory import RunDirectory
 
-from ..browser_files import chart_element, has_charts
 from ..context import Context
-from ..views import run as run_view
-from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views import run_page
+from ..views.binding import QUIET, show
 from ..views.markup import note, problem
+from ..views.run_head import TABS
+from . import chat, result
 
-_TICK_S = 1.0
+#: Tabs with controls, which a timer keeps up to date while one of them is open.
+_WITH_CONTROLS = ("evaluate", "export")
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their updates."""
-    show('<h1 class="ft-title">Run</h1>')
-    with gr.Row(elem_classes="ft-controls"):
-        name = gr.Dropdown([], label="Run", elem_id="run-name", scale=3, allow_custom_value=True)
-        stop = gr.Button("Stop", variant="stop", elem_id="run-stop", interactive=False)
-        resume = gr.Button("Resume", elem_id="run-resume", interactive=False)
-    status = show(elem_id="run-status")
-    head = show(elem_id="run-head")
-    curves = show(elem_id="run-curves")
-    show("<h2>Memory</h2>")
-    memory = show(elem_id="run-memory")
-    show("<h2>Sample answers</h2>")
-    samples = show(elem_id="run-samples")
-    with gr.Accordion("Messages and log", open=False):
-        messages = show(elem_id="run-messages")
-        log = show(elem_id="run-log")
-    changed, reported = change_trigger(), change_trigger()
-    shown = [head, curves, memory, stop, resume]
+    """Components and their handlers. Head and body are followed by the browser (run.js), by the route of the chart's points."""
     view = _View(context)
-    page.load(view.choose, None, name, **QUIET).then(view.tick, name, [changed, reported], **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, name, [changed, reported], **QUIET)
-    name.input(view.tick, name, [changed, reported], **QUIET)
-    changed.change(view.show, name, shown, **QUIET)
-    reported.change(view.report, name, [samples, messages, log], **QUIET)
-    stop.click(view.stop, name, status, **BUTTON)
-    resume.click(view.resume, name, status, **BUTTON)
+    name = gr.Textbox(visible="hidden", elem_id="run-name")
+    tab = gr.Textbox(visible="hidden", elem_id="run-tab")
+    act = gr.Textbox(visible="hidden", elem_id="run-act")
+    head, status, body = show(elem_id="run-head"), show(elem_id="run-status"), show(elem_id="run-body")
+    tasks, talk = gr.Timer(result.TICK_S, active=False), gr.Timer(chat.TICK_S, active=False)
+    result.build(context, name, tasks)
+    chat.build(context, name, talk)
+    page.load(view.open, None, [name, tab, head, body], **QUIET)
+    tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
+    act.change(view.act, [name, act], status, **QUIET)
 
 
 class _View:
@@ -55,72 +44,61 @@ class _View:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def choose(self, request: gr.Request) -> Any:
-        """The run that the address names, else one at work, else the newest."""
-        names = [run.path.name for run in self.context.workspace.list_runs()]
-        asked = self.context.workspace.run(request.query_params.get("run"))
-        chosen = asked or self.context.workspace.newest()
-        return gr.Dropdown(choices=names, value=chosen.path.name if chosen else None)
-
-    def tick(self, name: str | None) -> list[str]:
-        """Fingerprints of what a step changes, and of answers, messages and log, which seldom change."""
-        run = self.context.workspace.run(name)
+    def open(self, request: gr.Request) -> list[Any]:
+        """The run and the tab that the address names; without a run the one at work, else the newest."""
+        tab = request.query_params.get("tab", "")
+        tab = tab if tab in TABS else "overview"
+        run = self.context.workspace.run(request.query_params.get("run")) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
-            return [fingerprint(len(self.context.workspace.list_runs())), ""]
+            return ["", tab, run_page.empty(), ""]
         live = self.context.lives.of(run)
-        whole = live.refresh()
-        return [fingerprint(name, live.version, whole, live.state()), fingerprint(name, self.report(name))]
+        return [run.path.name, tab, run_page.head(live, tab), run_page.body(live, tab)]
 
-    def show(self, name: str | None) -> list[Any]:
-        """The run as its files say now."""
-        run = self.context.workspace.run(name)
-        if run is None:
-            link = '<a href="/fit">Plan and start a run.</a>'
-            empty = f'<div class="ft-empty" data-title="Run"><p>No runs yet.</p><p>{link}</p></div>'
-            return [empty, "", "", gr.Button(interactive=False), gr.Button(interactive=False)]
-        live = self.context.lives.of(run)
-        whole = live.refresh()
-        state = live.state()
-        head = run_view.headline(live, state)
-        if not whole:
-            head += note(f"Reading this run's history: {live.progress:.0%}")
-        digest, plan = live.digest, live.plan()
-        curves = chart_element([run.path.name]) if has_charts() else run_view.plain_curves(live)
-        return [
-            head, curves, run_view.memory(digest, plan),
-            gr.Button(interactive=state.state in ("running", "starting")), gr.Button(**_resume_button(state)),
-        ]  # fmt: skip
+    def _default(self, tab: str) -> RunDirectory | None:
+        if tab not in (*_WITH_CONTROLS, "chat"):
+            return self.context.workspace.newest()
+        runs = self.context.workspace.list_runs()
+        return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
 
-    def report(self, name: str | None) -> list[str]:
-        """Sample answers, messages and the end of the log."""
-        run = self.context.workspace.run(name)
-        if run is None:
-            return ["", "", ""]
-        live = self.context.lives.of(run)
-        return [run_view.samples(live.digest), run_view.messages(live.digest), run_view.log_tail(live)]
+    def tick_what_is_open(self, tab: str) -> list[Any]:
+        """Only the open tab's timer ticks."""
+        return [gr.Timer(active=tab in _WITH_CONTROLS), gr.Timer(active=tab == "chat")]
 
-    def stop(self, name: str | None) -> str:
-        """Ask the run to stop; its state has the outcome."""
+    def act(self, name: str | None, message: str) -> Any:
+        """What a button of the page's head asks for."""
         run = self.context.workspace.run(name)
-        if run is None:
-            return ""
-        asked = control.stop(run)
-        return note("Stopping after this step, with a checkpoint." if asked else "This run is not running.")
-
-    def resume(self, name: str | None) -> str:
-        """Queue the run to continue from its newest checkpoint."""
-        run = self.context.workspace.run(name)
-        if run is None:
-            return ""
+        deeds = {
+            "pause": self._pause, "kill": self._kill, "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
+        }  # fmt: skip
         try:
-            self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+            deed = deeds.get(str(json.loads(message).get("run")))
+        except (ValueError, AttributeError):
+            return gr.skip()
+        if run is None or deed is None:
+            return gr.skip()
+        try:
+            return deed(run)
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
-        return note("Resuming from the newest checkpoint.")
 
+    def _pause(self, run: RunDirectory) -> str:
+        return "" if control.stop(run) else note("This run is not running.")
 
-def _resume_button(state: RunState) -> dict[str, Any]:
-    """Shown where the run can be resumed."""
-    resumable = state.ended and state.state != "finished"
-    return {"interactive": resumable, "visible": resumable}
+    def _kill(self, run: RunDirectory) -> str:
+        return "" if control.stop(run, now=True) else note("This run is not running.")
+
+    def _resume(self, run: RunDirectory) -> str:
+        self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+        return note("In the queue: it goes on from the newest checkpoint.")
+
+    def _duplicate(self, run: RunDirectory) -> str:
+        self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
+        return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with this run\'s recipe.</p>'
+
+    def _halve(self, run: RunDirectory) -> str:
+        """The run's recipe with half its learning rate, as the draft of a new run."""
+        values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
+        rate = self.context.lives.of(run).plan().settings.learning_rate / 2
+        self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
+        return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with half the learning rate.</p>'

@@ -19,6 +19,7 @@ from ..views.charts import sparkline
 from ..views.compare import comparison, last_loss
 from ..views.markup import Safe, inert, note, problem, table
 from ..views.run import measured_peak
+from ..views.run_head import pill
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5
@@ -150,7 +151,7 @@ class _View:
         )
         name = run.path.name
         link = Safe(f'<a href="/run?run={quote(name)}">{inert(name)}</a>')
-        badge = Safe(f'<span class="ft-state {inert(state.state)}"><strong>{inert(state.state)}</strong></span>')
+        badge = Safe(pill(state))
         total = plan.total_steps
         forecast = plan.forecast.peak_bytes if plan.forecast else None
         measured = measured_peak(digest, plan)[1]

@@ -121,8 +121,8 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
     assert forecast is not None
     budget = min(plan.budget_bytes or card.free_bytes, card.total_bytes)
     if phase == "train":
-        whose = "Libraries of the process" if card.is_cpu else "The CUDA context"
-        owner = "Process and allocator" if card.is_cpu else "CUDA and allocator"
+        whose = "What Python and its libraries take" if card.is_cpu else "The CUDA context"
+        owner = "Libraries of the process" if card.is_cpu else "CUDA and allocator"
         beyond = max(0, forecast.peak_bytes - forecast.allocated_bytes)
         spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
         parts = [

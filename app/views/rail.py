@@ -17,11 +17,12 @@ MARK = (
     '<rect x="5" y="14.2" width="4.8" height="2.6" rx="1.3"/></svg>'
 )
 _ICONS = {
-    "run": "M2 12.5 6 7l3 3 5-6.5", "runs": "M3 4.5h10M3 8h10M3 11.5h10", "result": "M8 2.5v11M3 13.5v-5M13 13.5V5.500",
-    "try": "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2z",
+    "runs": "M2 12.5 6 7l3 3 5-6.5", "try": "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2z",
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (("run", "Run"), ("runs", "Runs"), ("result", "Result"), ("try", "Chat"))
+PAGES = (("runs", "Runs"), ("try", "Chat"))
+#: Pages that belong to one of the rail.
+_BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.
 STEPS = (("", "Model & data", "what learns from what"), ("fit", "Fit", "how it uses the GPU"))
 NEW_RUN = tuple(address for address, _, _ in STEPS)
@@ -53,7 +54,8 @@ class GpuMemory:
 
 def rail(address: str) -> str:
     """Skip link, mark, the button for a new run, and the pages; `address` is the one that is open."""
-    pages = "".join(_link(target, name, current=target == address) for target, name in PAGES)
+    current = _BELONGS.get(address, address)
+    pages = "".join(_link(target, name, current=target == current) for target, name in PAGES)
     new = '<i aria-hidden="true">+</i><span>New run</span>'
     return (
         '<a class="ft-skip" href="#ft-main">Skip to the page</a><div class="ft-rail-pages">'

@@ -1,23 +1,20 @@
-"""What the run page shows, as HTML made from a followed run: headline, tiles, charts, memory, samples, messages, tables."""
+"""Curves, messages and log of a run as HTML: charts as SVG, their summary and table, the end of the log."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from finetune.events import Memory, OutOfMemory, Retry, RunWarning, Start, State, Step
-from finetune.memory.forecast import PARTS, PhaseForecast
+from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
-from finetune.run.state import RunState
 from finetune.settings.methods import METRICS
-from finetune.units import GIB, format_bytes, format_count, format_seconds
+from finetune.units import GIB, format_bytes, format_count
 
 from ..live import Digest, LiveRun
-from .charts import Level, Line, Mark, Panel, chart, stacked_bar
-from .markup import Safe, inert, note, table
+from .charts import Level, Line, Mark, Panel, chart
+from .markup import inert, note, table
 from .series import smoothed
 
 _MARK_CSS = {
@@ -28,36 +25,10 @@ _MARK_CSS = {
     "resume": "resume",
     "start": "start",
 }
-_PEAK_NAMES = {
-    "peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved",
-    "card_used_bytes": "whole GPU, with other programs", "process_peak_rss_bytes": "this process, host memory",
-}  # fmt: skip
 _MARKS_SHOWN = 60
 _SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
-
-
-def headline(live: LiveRun, state: RunState) -> str:
-    """The state with the current numbers, and the page's title."""
-    digest, step = live.digest, live.digest.newest_step
-    total = (step.total_steps if step else None) or live.plan().total_steps
-    progress = f"{digest.step:,} of {total:,} steps" if total else f"{digest.step:,} steps"
-    title = f"{state.state} {100 * digest.step // total} %" if total and not state.ended else state.state
-    tiles = [("Step", progress), ("Loss", _loss(step.loss if step else None)), *_memory_tiles(digest), ("Speed", _speed(step))]
-    if not state.ended:
-        tiles.append(("Time left", format_seconds(digest.left_s)))
-    if step and step.temperature_c is not None:
-        tiles.append(("Card", f"{step.temperature_c:.0f} °C, {_number(step.power_w, 0)} W"))
-    shown = "".join(f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd></div>" for name, value in tiles)
-    share = min(1.0, digest.step / total) if total else 0.0
-    bar = f'<progress max="1" value="{share:.4f}" aria-label="Progress: {inert(progress)}"></progress>'
-    name = inert(f"{title} · {live.run.path.name}")
-    state_line = f"<strong>{inert(state.state)}</strong> {inert(state.message)}"
-    return (
-        f'<div class="ft-head" data-title="{name}"><p class="ft-state {inert(state.state)}" role="status">{state_line}</p>'
-        f'{bar}<dl class="ft-tiles">{shown}</dl></div>'
-    )
 
 
 def plain_curves(live: LiveRun) -> str:
@@ -124,67 +95,6 @@ def _method_curves() -> Iterator[tuple[str, str, Callable[[float], str]]]:
     for name, (label, text) in METRICS.items():
         yield name, label.capitalize(), text.format
         yield f"eval/{name}", f"Held-out {label}", text.format
-
-
-def memory(digest: Digest, plan: Plan) -> str:
-    """The forecast by part and what was measured, side by side."""
-    step = digest.newest_step or Memory()
-    rows: list[list[Any]] = []
-    bar = ""
-    if plan.forecast:
-        parts = [(part, plan.forecast.parts.get(part, 0), f"part-{part}") for part in PARTS]
-        parts.append(("CUDA and allocator", plan.forecast.peak_bytes - plan.forecast.allocated_bytes, "part-overhead"))
-        whole = plan.budget_bytes or plan.card.free_bytes
-        sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in parts if size > 0)
-        bar = stacked_bar(parts, whole, f"Forecast by part: {sizes}; of {format_bytes(whole)}", format_bytes)
-        rows += [
-            [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), None]
-            for name, size, css in parts
-            if size > 0
-        ]
-        measured = measured_peak(digest, plan)[1]
-        rows.append(["total at the peak", format_bytes(plan.forecast.peak_bytes), format_bytes(measured)])
-    for name, now_bytes in (
-        ("allocated now", step.allocated_bytes), ("reserved, peak of the step", step.peak_reserved_bytes),
-        ("whole GPU now, with other programs", step.card_used_bytes),
-        ("other programs on the GPU", step.other_processes_bytes),
-        ("this process, host memory now", step.process_rss_bytes),
-    ):  # fmt: skip
-        if now_bytes is not None:
-            rows.append([name, None, format_bytes(now_bytes)])
-    for name, size in digest.peaks.items():
-        rows.append([f"{_PEAK_NAMES.get(name, name)}, peak", None, format_bytes(size)])
-    if not rows:
-        return note("Memory is measured from the first step on.")
-    return (
-        bar + table(["memory", ">forecast", ">measured"], rows, "Memory by part", hidden_caption=True) + _phases(digest, plan)
-    )
-
-
-def _phases(digest: Digest, plan: Plan) -> str:
-    """The allocator's peaks by phase, forecast and measured side by side; nothing where it measures nothing."""
-    rows = []
-    for phase, measured in digest.phases.items():
-        expected = plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
-        pairs = (
-            ("allocated", expected.allocated_bytes, measured.get("peak_allocated_bytes"), format_bytes),
-            ("reserved", expected.reserved_bytes, measured.get("peak_reserved_bytes"), format_bytes),
-            ("segments", expected.segments, measured.get("peak_segments"), format_count),
-        )
-        for name, forecast, value, shown in pairs:
-            if forecast is not None or value is not None:
-                cells = [None if cell is None else shown(cell) for cell in (forecast, value)]
-                rows.append([f"{phase}: {name}", *cells])
-    return table(["peak by phase", ">forecast", ">measured"], rows, "Allocator by phase", hidden_caption=True) if rows else ""
-
-
-def samples(digest: Digest) -> str:
-    """Answers to the same prompts as they change, newest first."""
-    if not digest.samples:
-        return note("No sample answers yet: the model answers held-out prompts at each evaluation.")
-    names = ("prompt", "expected", "answer")
-    rows = [[f"{event.step:,}", *(getattr(event, name) or "" for name in names)] for event in reversed(digest.samples)]
-    return table([">step", *names], rows, "Sample answers", hidden_caption=True)
 
 
 def messages(digest: Digest) -> str:
@@ -288,23 +198,5 @@ def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
     return "Reserved memory and CUDA context", reserved + (context or plan.card.context_bytes or 0)
 
 
-def _memory_tiles(digest: Digest) -> list[tuple[str, str]]:
-    step = digest.newest_step or Memory()
-    if step.peak_allocated_bytes is not None:
-        now, peak = step.allocated_bytes, digest.peaks.get("peak_allocated_bytes")
-    else:
-        now, peak = step.process_rss_bytes, digest.peaks.get("process_peak_rss_bytes")
-    return [("Memory now", format_bytes(now)), ("Peak memory", format_bytes(peak))]
-
-
-def _speed(step: Step | None) -> str:
-    rate = step.tokens_per_s if step else None
-    return f"{format_count(round(rate))} tokens/s" if rate is not None and math.isfinite(rate) else "not measured"
-
-
 def _loss(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else "not measured" if value is None else str(value)
-
-
-def _number(value: Any, digits: int) -> str:
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "–"

@@ -108,6 +108,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"
 
 
+def loss_text(value: float) -> str:
+    """A loss with three decimals; with four below 0.1."""
+    return f"{value:.{4 if abs(value) < 0.1 else 3}f}"
+
+
 def minutes(seconds: float) -> str:
     """`41 min`, `18 h 15 min`, `50 s`."""
     if seconds < 60:

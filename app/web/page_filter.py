@@ -15,7 +15,9 @@ _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]
 _HEAD = (
     b'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg"><link rel="stylesheet" href="/ft/theme.css">'
     b'<link rel="stylesheet" href="/ft/shell.css"><link rel="stylesheet" href="/ft/fit.css">'
-    b'<script type="module" src="/ft/page.js"></script><script type="module" src="/ft/fit.js"></script></head>'
+    b'<link rel="stylesheet" href="/ft/run.css">'
+    b'<script type="module" src="/ft/page.js"></script><script type="module" src="/ft/fit.js"></script>'
+    b'<script type="module" src="/ft/run.js"></script></head>'
 )
 if (FOLDER / "inter.css").is_file():
     _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD

@@ -1,4 +1,8 @@
-"""`GET /ft/series/RUN?have=VERSION&from=&to=&points=`: the points of `<ft-chart>`. Reads only; its answers are bounded."""
+"""`GET /ft/series/RUN?have=VERSION&from=&to=&points=`: the points of `<ft-chart>`. Reads only; its answers are bounded.
+
+With `tab=TAB&shown=CHECKSUMS` the answer has, too, the parts of that tab of the run's page that the browser has not, so that a
+page that follows a run asks once in a tick.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ from fastapi import Request, Response
 from finetune.errors import FinetuneError
 
 from ..context import Context
+from ..views import run_page
 from ..views.chart_series import answer, zoomed
+from ..views.run_head import TABS
 from ..views.series import MOST_BINS
 
 _VERSION = re.compile(r"([0-9a-f]{8})-([0-9]{1,12})-([0-9]{1,10})")
 _STEP = re.compile(r"[0-9]{1,12}")
+_SHOWN = re.compile(r"[0-9a-f.]{0,200}")
 _FEWEST_POINTS = 20
 
 
@@ -40,6 +47,8 @@ def series_of(context: Context) -> Callable[[str, Request], Response]:
                 body = zoomed(live, *_range(query), points)
             else:
                 body = answer(live, _version(query.get("have", "")), points)
+            if "tab" in query:
+                body["parts"] = run_page.changed(live, *_tab(query))
         except RefusedError as error:
             return _plain(400, str(error))
         except (FinetuneError, OSError, ValueError, KeyError):
@@ -57,6 +66,14 @@ def _version(text: str) -> tuple[str, int, int] | None:
     if match is None:
         raise RefusedError("`have` is the version of an earlier answer.")
     return match[1], int(match[2]), int(match[3])
+
+
+def _tab(query: dict[str, str]) -> tuple[str, list[str]]:
+    """The tab, and the checksums of the parts that the browser has."""
+    tab, shown = query["tab"], query.get("shown", "")
+    if tab not in TABS or not _SHOWN.fullmatch(shown):
+        raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
+    return tab, shown.split(".")
 
 
 def _range(query: dict[str, str]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from finetune.errors import CommandError
 from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
@@ -30,8 +31,8 @@ _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 #: Files of the page itself, below /ft.
 _FILES = (
-    "page.js", "fit.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js", "theme.css", "shell.css", "fit.css",
-    "chart.css", "favicon.svg",
+    "page.js", "fit.js", "run.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js", "theme.css", "shell.css",
+    "fit.css", "run.css", "chart.css", "favicon.svg",
 )  # fmt: skip
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 
@@ -79,7 +80,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
     import gradio
     from fastapi import FastAPI
-    from fastapi.responses import FileResponse, PlainTextResponse
+    from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
 
     from ..context import Context
     from ..page import build_page
@@ -95,6 +96,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
+    for old, tab in (("try", "chat"), ("result", "evaluate")):
+        api.get(f"/{old}")(lambda run="", tab=tab: RedirectResponse(f"/run?{urlencode(_named(run, tab))}", 307))
     page, looks = build_page(context)
     page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(
@@ -103,6 +106,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     )  # fmt: skip
     page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
     return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
+
+
+def _named(run: str, tab: str) -> dict[str, str]:
+    """Parameters of a run's tab; without a name the page chooses the run."""
+    return {"run": run, "tab": tab} if run else {"tab": tab}
 
 
 def _report(workspace: Workspace, name: str, file: str) -> Any:

@@ -69,18 +69,17 @@ def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
     components, fired = tab.components, tab.fired
     tab.tick(5)
     assert tab.components == components
-    assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 12
+    assert tab.fired - fired == 5 * len(tab.events("tick")) == 5 * 9
 
 
 def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path, kept_run):
     run = RunDirectory(kept_run(tmp_path / "runs"))
     tab = Tab(page)
-    tab.values[tab.named["run-name"]] = "finished"
     writer, components = EventWriter(run.events), []
     for step in range(1001, 1005):
         writer.emit(Step(step=step, total_steps=2000, loss=1.0))
         tab.tick(2)
-        assert f"{step:,} of " in tab["runs-list"] and f"{step:,} of" in tab["run-head"]
+        assert f"{step:,} of " in tab["runs-list"]
         components.append(tab.components)
     writer.close()
     assert components[1] == components[3]

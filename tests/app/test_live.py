@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import app_ticks
 from app import live as live_module
 from app.live import Digest, LiveRun
 from app.views.compare import last_loss
-from app.views.run import measured_peak, memory, more_curves, numbers, summary_of
+from app.views.run import measured_peak, more_curves, numbers, summary_of
+from app.views.run_figures import figures, memory
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
 from finetune.memory.forecast import Forecast
@@ -122,10 +124,11 @@ def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_
     live = follow(run, tmp_path)
     live.refresh()
     forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
-    plan = Plan(SimpleNamespace(), {}, card, Verdict.FITS, forecast=forecast)
+    plan = dataclasses.replace(app_ticks.plan(1), card=card, forecast=forecast, budget_bytes=None)
     assert measured_peak(live.digest, plan)[1] == measured * GIB
     assert f"peak: {measured:.2f} GiB, forecast {forecast.peak_bytes / GIB:.2f} GiB" in summary_of(live.digest, plan)
-    assert f'<td class="right">{measured:.2f} GiB</td>' in memory(live.digest, plan).partition("total at the peak")[2]
+    assert f'aria-label="Process: measured {measured:.1f} GiB, forecast 8.0 GiB"' in memory(live.digest, plan)
+    assert f"<dd>{measured:.1f} GiB</dd><dd class='sub'>forecast 8.0 GiB" in figures(live.digest, plan)
 
 
 def test_no_number_of_a_damaged_file_stops_the_page(run, tmp_path):
@@ -204,8 +207,10 @@ def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run, tmp_
         6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks,
         reserved_peaks={name: size + GIB // 2 for name, size in peaks.items()}, segments={"train": 91},
     )  # fmt: skip
-    plan = Plan(SimpleNamespace(), {}, find_card("rtx-4090"), Verdict.FITS, forecast=forecast)
+    plan = dataclasses.replace(app_ticks.plan(1), forecast=forecast)
     shown = memory(digest.digest, plan)
-    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in shown.split("<tr>")]
-    assert ["train: reserved", "6.50 GiB", "7.00 GiB"] in cells and ["train: segments", "91", "90"] in cells
-    assert ["load: segments", "\N{EN DASH}", "70"] in cells and ["evaluate: reserved", "1.50 GiB", "3.00 GiB"] in cells
+    labels = re.findall(r'class="track" role="img" aria-label="([^"]*)"', shown)
+    assert labels[1:] == [
+        "Loading: measured 4.0 GiB, forecast 4.0 GiB", "Training: measured 6.0 GiB, forecast 6.0 GiB",
+    ]  # fmt: skip
+    assert "\N{EN DASH}" not in shown

@@ -36,7 +36,7 @@ WITH_PYTHON = (
 
 
 #: The chart of a run, as <ft-chart> draws it, or as SVG where uPlot was not fetched.
-CURVES = "#run-curves :is(.u-wrap, polyline.loss)"
+CURVES = "#run-body :is(.u-wrap, polyline.loss)"
 
 
 class Served:
@@ -160,19 +160,18 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     page.wait_for_url("**/run?run=*")
     address = page.url.removeprefix(served.link)
     page.wait_for_selector(CURVES, state="attached")
-    before = page.inner_text("#run-head dd")
-    page.wait_for_function("before => document.querySelector('#run-head dd').innerText != before", arg=before)
+    before = page.inner_text("#run-head .ft-progress")
+    page.wait_for_function("before => document.querySelector('#run-head .ft-progress').innerText != before", arg=before)
     page.close()
 
     second_tab = visit(address)
     second_tab.wait_for_selector(CURVES, state="attached")
-    second_tab.click("#run-stop")
-    second_tab.wait_for_selector("#run-head .ft-state.stopped")
-    second_tab.wait_for_selector("#run-resume:not([disabled])")
-    second_tab.click("#run-resume")
-    second_tab.wait_for_selector("#run-head .ft-state.finished")
-    assert "finished" in second_tab.title()
-    second_tab.wait_for_selector("#run-curves li >> text=resume")
+    second_tab.click("[data-key=act-pause]")
+    second_tab.wait_for_selector("#run-head [data-state=stopped]")
+    second_tab.click("[data-key=act-resume]")
+    second_tab.wait_for_selector("#run-head [data-state=finished]")
+    assert "Finished" in second_tab.title()
+    second_tab.wait_for_selector("#run-body li >> text=resume")
 
     talk = visit(f"try?{address.partition('?')[2]}")
     talk.wait_for_selector("#chat-turns >> text=the base and the tuned model both answer it")
@@ -197,14 +196,14 @@ def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served,
     address = "run?run=other%20run"
     seen = visit(address)
     seen.wait_for_selector(CURVES, state="attached")
-    before = seen.inner_text("#run-curves :is(.ftc-values, .ft-summary)")
+    before = seen.inner_text("#run-body :is(.ftc-values, .ft-summary)")
     events = (served.folder / "runs/other run/events.jsonl").read_bytes()
     seen.close()
     served.kill()
     served.start(warm_python)
     reopened = visit(address)
     reopened.wait_for_selector(CURVES, state="attached")
-    assert reopened.inner_text("#run-curves :is(.ftc-values, .ft-summary)") == before
+    assert reopened.inner_text("#run-body :is(.ftc-values, .ft-summary)") == before
     assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
 
 
@@ -217,7 +216,7 @@ def test_two_apps_on_one_folder_start_one_run_once(served, visit):
         page.wait_for_selector("#fit-verdict .ft-verdict.ok")
         page.click("#fit-start")
         page.wait_for_url("**/run?run=*")
-        page.wait_for_selector("#run-head .ft-state.finished")
+        page.wait_for_selector("#run-head [data-state=finished]")
         assert len(set((served.folder / "runs").glob("*/plan.json")) - before) == 1
     finally:
         other.kill()
@@ -230,7 +229,7 @@ def test_open_pages_follow_runs_without_being_loaded_again(served, visit, kept_r
     kept_run(tmp_path).rename(run.path)
     listed.wait_for_selector("#runs-list >> text=followed")
     page = visit("run?run=followed")
-    page.wait_for_selector("#run-head >> text=finished")
+    page.wait_for_selector("#run-head >> text=Finished")
     writer = EventWriter(run.events)
     for step in (1001, 1002):
         writer.emit(Step(step=step, total_steps=2000, loss=1.0))
@@ -245,13 +244,14 @@ def test_open_pages_follow_runs_without_being_loaded_again(served, visit, kept_r
 
 
 def test_hostile_names_and_words_are_shown_as_text(served, visit):
-    page = visit("run?run=other%20run")
-    page.wait_for_selector("#run-samples td")
-    cells = page.locator("#run-samples td").all_inner_texts()
+    page = visit("run?run=other%20run&tab=samples")
+    page.wait_for_selector(".ft-pane-samples td")
+    cells = page.locator(".ft-pane-samples td").all_inner_texts()
     assert "<img src=x onerror=alert(1)>" in cells
     assert "**bold** ${alert(1)} {{value}}" in cells
-    assert "<b>done</b>" in page.inner_text("#run-head .ft-state")
-    assert page.locator("#run-samples img, #run-head b").count() == 0
+    assert page.locator("#run-body img").count() == 0
+    page.click(".ft-tabs [data-tab=log]")
+    page.wait_for_selector(".ft-pane-log >> text=<b>done</b>")
 
 
 def test_a_slider_changes_recipe_plan_and_command_together(served, visit):

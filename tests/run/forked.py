@@ -65,7 +65,8 @@ def _supervisor(run, fault):
     from finetune.run import supervise
 
     def worker():
-        from faults import put_in
+        from child_faults import put_in
+
         from finetune.run.worker import main
 
         put_in(*fault.split(":"), run.path)

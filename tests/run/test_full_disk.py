@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_faults import waiting_after
 from conftest import adapter_hash
 
-from faults import waiting_after
 from finetune.errors import DiskFull
 from finetune.events import EventWriter, RunWarning, State, Step, read_events
 from finetune.files import write_json

@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 import pytest
+from child_faults import waiting_after
 from conftest import adapter_hash
-from faults import waiting_after
 
 from finetune.events import RunWarning, Step, read_events
 from finetune.run.seal import MANIFEST, write_manifest

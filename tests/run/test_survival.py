@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from child_faults import waiting_after
 from conftest import adapter_hash
 from safetensors.torch import load_file, save_file
 
-from faults import waiting_after
 from finetune.bundled import model_path
 from finetune.events import EventWriter, RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified, write_manifest

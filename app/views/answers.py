@@ -1,0 +1,68 @@
+"""Answers of the model to the same prompts as it learns, with what differs from the expected answer marked."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from finetune.events import Sample
+
+from .markup import inert
+
+_WORDS = re.compile(r"\s+|[^\s\w]|\w+")
+#: Words of an answer that are compared; a longer one is shown without marks.
+_MOST_WORDS = 400
+
+
+def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2) -> str:
+    """A table with a row for each prompt and a column for the newest steps; empty without samples."""
+    steps = sorted({sample.step for sample in samples})[-most_steps:]
+    by_prompt: dict[str, dict[int, Sample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt or "", {})[sample.step] = sample
+    prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
+    if not prompts:
+        return ""
+    names = ["Prompt", "Expected", *(f"Step {step:,}" for step in steps)]
+    head = "".join(f'<th scope="col">{inert(name)}</th>' for name in names)
+    rows = "".join(_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts])
+    return (
+        '<div class="ft-scroll" role="region" aria-label="Answers as it learns" tabindex="0"><table class="ft-answers">'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _row(prompt: str, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
+    expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
+    cells, earlier = "", None
+    for step in steps:
+        sample = by_step.get(step)
+        answer = (sample.answer or "") if sample else None
+        shown = '<span class="ft-faint">not asked</span>' if answer is None else marked(answer, expected, earlier)
+        cells += f'<td class="mono" data-label="Step {step:,}">{shown}</td>'
+        earlier = answer if answer is not None else earlier
+    return f'<tr><td>{inert(prompt)}</td><td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
+
+
+def marked(answer: str, expected: str, earlier: str | None) -> str:
+    """`answer` with the words that are not the expected ones struck, and with those that have become right."""
+    tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
+    if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
+        return inert(answer) or "<em>empty answer</em>"
+    was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
+    shown = ""
+    for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
+        if kind == "equal":
+            for token, index in zip(tokens[start:stop], range(first, end), strict=True):
+                is_new = index not in was_right and not token.isspace()
+                shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
+        elif start < stop:
+            shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
+    return shown or "<em>empty answer</em>"
+
+
+def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:
+    """Indices of the expected words that an answer has."""
+    blocks = difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_matching_blocks()
+    return {block.b + number for block in blocks for number in range(block.size)}

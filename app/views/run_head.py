@@ -1,0 +1,223 @@
+"""The head of a run's page as HTML: name, state and buttons, progress with the time left, and what to do after the end."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from finetune.events import Checkpoint, OutOfMemory, Result, State
+from finetune.planner.plan import Plan
+from finetune.run.out_of_memory import explanation
+from finetune.run.state import RunState
+
+from ..live import Digest, LiveRun
+from .fit import action
+from .markup import inert
+from .words import loss_text, minutes, precision
+
+#: Address and name of each tab.
+TABS = {
+    "overview": "Overview", "samples": "Samples", "evaluate": "Evaluate", "chat": "Chat", "export": "Export",
+    "settings": "Settings", "log": "Log",
+}  # fmt: skip
+#: Name of a state, and how it looks.
+STATES = {
+    "queued": ("In the queue", "plain"), "starting": ("Starting", "plain"), "running": ("Running", "ok"),
+    "stopping": ("Pausing", "warn"), "stopped": ("Paused", "warn"), "paused": ("Paused, disk full", "warn"),
+    "finished": ("Finished", "ok"), "diverged": ("Diverged", "bad"), "failed": ("Failed", "bad"),
+    "lost": ("Process lost", "bad"),
+}  # fmt: skip
+#: States in which a run does not go on by itself, and its page says why instead of its figures.
+BROKEN = ("diverged", "failed", "lost")
+#: Values are called old after so many seconds.
+_OLD_S = 5.0
+#: From here on a message says what to type in a terminal.
+_TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
+_PHASES = {"load": "while the model was loading", "evaluate": "in an evaluation", "save": "while it was saving"}
+
+
+def pill(state: RunState) -> str:
+    """The state as a coloured word."""
+    name, css = STATES.get(state.state, (state.state.capitalize(), "plain"))
+    live = " live" if state.state in ("running", "starting", "stopping") else ""
+    return f'<span class="ft-pill {css}{live}" data-state="{inert(state.state)}"><i></i>{inert(name)}</span>'
+
+
+def title(live: LiveRun, state: RunState) -> str:
+    """Name, state and buttons, and what the run is made of."""
+    name = live.run.path.name
+    buttons = _button("Duplicate…", "duplicate", "ft-plain", hint="Its recipe, as the draft of a new run.")
+    if state.state in ("running", "starting"):
+        buttons += _button("Pause", "pause", hint="Stops after this step with a checkpoint, and frees the GPU.")
+    elif state.state == "stopping":
+        buttons += _button("Stop at once", "kill", "danger", hint="Ends the step; the newest checkpoint stays.")
+    elif state.state in ("stopped", "paused"):
+        buttons += _button(_resume_label(live), "resume", "primary")
+    meta = "".join(f"<span>{inert(text)}</span>" for text in _meta(live))
+    return (
+        f'<div class="ft-runhead"><h1 class="ft-title">{inert(name)}</h1><span role="status">{pill(state)}</span>'
+        f'<div class="ft-acts">{buttons}</div></div><p class="ft-meta">{meta}</p>'
+    )
+
+
+def _button(label: str, deed: str, css: str = "", hint: str = "") -> str:
+    tooltip = f' title="{inert(hint)}"' if hint else ""
+    return (
+        f'<button type="button" class="ft-act {css}" data-key="act-{deed}"{tooltip} {action(run=deed)}>{inert(label)}</button>'
+    )
+
+
+def _meta(live: LiveRun) -> list[str]:
+    plan, settings = live.plan(), live.plan().settings
+    data = Path(str(settings.dataset.path)).name if settings.dataset.path else "the bundled data"
+    if plan.data:
+        data += f" · {plan.data.rows:,} rows"
+    started_s = live.run.plan.stat().st_mtime
+    kind = f"{precision(settings)} LoRA, rank {settings.lora_r}"
+    return [Path(str(settings.model_name_or_path)).name, data, kind, _place(plan), f"started {_clock(started_s)}"]
+
+
+def _place(plan: Plan) -> str:
+    return "on the CPU" if plan.card.is_cpu else f"on {plan.card.name}"
+
+
+def _clock(time_s: float) -> str:
+    """The time of day; with the date on another day."""
+    moment, today = time.localtime(time_s), time.localtime()
+    is_today = moment[:3] == today[:3]
+    return time.strftime("%H:%M" if is_today else "%d %b %H:%M", moment)
+
+
+def _resume_label(live: LiveRun) -> str:
+    step = checkpoint_step(live)
+    return f"Resume from step {step:,}" if step else "Resume"
+
+
+def checkpoint_step(live: LiveRun) -> int | None:
+    """Step of the newest checkpoint that is still there."""
+    newest = live.digest.newest.get(Checkpoint.kind)
+    if isinstance(newest, Checkpoint) and (live.run.checkpoints / f"checkpoint-{newest.step}").is_dir():
+        return newest.step
+    return None
+
+
+def progress(live: LiveRun, state: RunState) -> str:
+    """Steps done of all, and how long it takes still; the tab's title."""
+    digest, newest, settings = live.digest, live.digest.newest_step, live.plan().settings
+    total = (newest.total_steps if newest else None) or live.plan().total_steps
+    share = min(1.0, digest.step / total) if total else 0.0
+    short = STATES.get(state.state, (state.state, ""))[0]
+    tab = f"{100 * share:.0f} % · {live.run.path.name}" if total and not state.ended else f"{short} · {live.run.path.name}"
+    steps = f"<b>Step {digest.step:,}</b> of {total:,}" if total else f"<b>Step {digest.step:,}</b>"
+    epoch = newest.epoch if newest else None
+    epochs = f"<span>epoch {epoch:.2f} of {settings.num_train_epochs:g}</span>" if epoch and not settings.max_steps else ""
+    age = "" if state.ended else _age(digest)
+    if not digest.step and not state.ended:
+        steps = inert(state.message.capitalize() or "Waiting for the first step")
+    bar = (
+        f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-label="Steps" aria-valuemin="0" '
+        f'aria-valuemax="{total or 0}" aria-valuenow="{digest.step}"><i style="width:{100 * share:.2f}%"></i></div>'
+    )
+    return (
+        f'<div class="ft-progress" data-title="{inert(tab)}">{bar}<p><span>{steps}</span>{epochs}{age}'
+        f'<span class="left">{_left(digest, state)}</span></p></div>'
+    )
+
+
+def _left(digest: Digest, state: RunState) -> str:
+    if state.ended:
+        last = digest.newest.get(State.kind)
+        return f"ended {_clock(last.time_s)}" if last is not None and last.time_s else ""
+    if state.state == "stopping":
+        return "a checkpoint is being written"
+    if digest.left_s is None or not digest.step:
+        return ""
+    return f"<b>{minutes(digest.left_s)} left</b>, ends about {_clock(time.time() + digest.left_s)}"
+
+
+def _age(digest: Digest) -> str:
+    """How old the newest step's values are, where that is worth saying."""
+    newest = digest.newest_step
+    seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
+    if seconds <= _OLD_S:
+        return ""
+    return f'<span class="ft-age">values are {minutes(5 * (seconds // 5))} old</span>'
+
+
+def tabs(name: str, n_samples: int, current: str) -> str:
+    """The run's parts as links; run.js follows them without loading the page anew."""
+    links = "".join(
+        f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"{_current(tab == current)}>'
+        f"{label}{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
+        for tab, label in TABS.items()
+    )
+    return f'<nav class="ft-tabs" aria-label="This run">{links}</nav>'
+
+
+def _current(current: bool) -> str:
+    return ' aria-current="page"' if current else ""
+
+
+def next_steps(live: LiveRun, state: RunState) -> str:
+    """After the end: what there is, and what to do with it."""
+    if state.state in ("stopped", "paused"):
+        why = "The disk is full: free some space first." if state.state == "paused" else "The GPU is free."
+        if live.plan().card.is_cpu and state.state == "stopped":
+            why = ""
+        step = checkpoint_step(live)
+        where = f" Resume goes on from step {step:,}." if step else " There is no checkpoint yet: it would begin anew."
+        return f'<div class="ft-now"><p><b>Paused at step {live.digest.step:,}.</b> {why}{where}</p></div>'
+    if state.state != "finished":
+        return ""
+    result = live.digest.newest.get(Result.kind)
+    text = "<b>Done.</b> "
+    if isinstance(result, Result):
+        text = f"<b>Best step {result.step:,}</b>" if result.eval_loss is not None else f"<b>Step {result.step:,}</b>"
+        text += f", held-out loss {loss_text(result.eval_loss)}." if result.eval_loss is not None else " is the adapter's."
+    links = "".join(
+        f'<a class="ft-button{" primary" if tab == "evaluate" else ""}" href="{_address(live, tab)}" data-tab="{tab}">'
+        f"{TABS[tab]}</a>"
+        for tab in ("evaluate", "chat", "export")
+    )
+    return f'<div class="ft-now"><p>{text}</p><div class="ft-acts">{links}</div></div>'
+
+
+def failure(live: LiveRun, state: RunState) -> str:
+    """One card instead of the figures: what happened, why, at which step, and what to press."""
+    resume = _resume_label(live)
+    if state.state == "diverged":
+        rate = live.plan().settings.learning_rate / 2
+        buttons = _button(f"New run with half the rate, {rate:.2g}", "half", "primary") + _button(resume, "resume")
+    elif state.state == "failed" and OutOfMemory.kind in live.digest.newest:
+        buttons = _button("New run with other settings", "duplicate", "primary") + _button(resume, "resume")
+    else:
+        buttons = _button(resume, "resume", "primary")
+    link = f'<a class="ft-button" href="{_address(live, "log")}" data-tab="log">Open the log</a>'
+    return (
+        f'<section class="ft-box ft-failure" role="alert">{explanation_of(live, state)}'
+        f'<div class="ft-acts">{buttons}{link}</div></section>'
+    )
+
+
+def explanation_of(live: LiveRun, state: RunState) -> str:
+    """What happened, at which step, and why."""
+    step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
+    heading, why = f"{STATES[state.state][0]} at step {step:,}" if step else STATES[state.state][0], _reason(state.message)
+    if state.state == "failed" and isinstance(event, OutOfMemory):
+        heading = f"Out of memory {_PHASES.get(event.phase or '', f'at step {step + 1:,}' if step else 'in the first step')}"
+        why = explanation(event)
+    if state.state == "diverged":
+        why += " A lower learning rate is the usual remedy."
+    return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
+
+
+def _address(live: LiveRun, tab: str) -> str:
+    return f"/run?run={quote(live.run.path.name)}&amp;tab={tab}"
+
+
+def _reason(message: str) -> str:
+    """A state's message without the command that the terminal is told to type."""
+    text = _TYPED.split(message)[0].strip()
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?', '!')) else '.'}" if text else "It left no message."

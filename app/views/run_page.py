@@ -1,0 +1,117 @@
+"""The run's page as HTML: its head, its tabs, and the parts that are followed while it is open.
+
+A part is an element with `data-part`; `changed` answers with those whose text is another one than the browser has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+
+from finetune.run.state import RunState
+
+from ..browser_files import chart_element, has_charts
+from ..live import LiveRun
+from ..planning.draft import command_line, parse_draft
+from . import run as run_view
+from .answers import answers
+from .choices import chosen
+from .markup import inert, note
+from .run_figures import figures, memory
+from .run_head import BROKEN, failure, next_steps, progress, tabs, title
+
+_PROMPTS_SHOWN = 3
+_STEPS_SHOWN = 3
+_NO_SAMPLES = "The model answers held-out prompts at each evaluation; here they stand side by side."
+
+
+def head(live: LiveRun, tab: str) -> str:
+    """Name, progress and tabs."""
+    parts = changed(live, tab, ())
+    name = live.run.path.name
+    return (
+        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}{_part("progress", parts)}'
+        f'<p id="run-lost" role="status" hidden></p>{_part("now", parts)}{_part("tabs", parts)}</div>'
+    )
+
+
+def body(live: LiveRun, tab: str) -> str:
+    """The tabs that only show: overview, samples, settings and log."""
+    parts = changed(live, tab, ())
+    chart = chart_element([live.run.path.name]) if has_charts() else _part("curves", parts)
+    overview = (
+        f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="Curves">{chart}</section>'
+        f"{_part('memory', parts, 'ft-box ft-memory')}</div>{_part('answers', parts)}"
+    )
+    log = f"{_part('messages', parts, 'ft-box')}{_part('log', parts, 'ft-box')}"
+    panes = {"overview": overview, "samples": _part("samples", parts, "ft-box"), "settings": _settings(live), "log": log}
+    return "".join(f'<div class="ft-pane ft-pane-{name}">{pane}</div>' for name, pane in panes.items())
+
+
+def empty() -> str:
+    """The page without a run."""
+    return (
+        '<div class="ft-empty" data-title="Run"><h1 class="ft-title">No run yet</h1>'
+        "<p>A run shows here while it trains, and stays when it is done.</p>"
+        '<p><a class="ft-button primary" href="/">New run</a></p></div>'
+    )
+
+
+def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[str]]:
+    """Each part of a tab that is not among the checksums `shown`: its checksum and its HTML."""
+    texts = _texts(live, tab)
+    stamped = {name: (f"{zlib.crc32(f'{name} {text}'.encode()):08x}", text) for name, text in texts.items()}
+    return {name: [stamp, text] for name, (stamp, text) in stamped.items() if stamp not in shown}
+
+
+def _texts(live: LiveRun, tab: str) -> dict[str, str]:
+    """The parts of the head and of a tab."""
+    is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
+    reading = "" if is_read else note(f"Reading this run's history: {live.progress:.0%}")
+    texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
+    texts["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
+    if tab == "overview":
+        texts["figures"] = _figures(live, state)
+        texts["memory"] = memory(digest, plan)
+        texts["answers"] = _answers(live)
+        if not has_charts():
+            texts["curves"] = run_view.plain_curves(live)
+    elif tab == "samples":
+        table = answers(digest.samples, most_steps=_STEPS_SHOWN)
+        texts["samples"] = f"<h2>Answers as it learns</h2>{table or note(_NO_SAMPLES)}"
+    elif tab == "log":
+        texts["messages"] = f"<h2>Messages</h2>{run_view.messages(digest)}"
+        texts["log"] = f"<h2>End of the log</h2>{run_view.log_tail(live)}"
+    return texts
+
+
+def _figures(live: LiveRun, state: RunState) -> str:
+    return failure(live, state) if state.state in BROKEN else figures(live.digest, live.plan())
+
+
+def _answers(live: LiveRun) -> str:
+    table = answers(live.digest.samples, _PROMPTS_SHOWN)
+    if not table:
+        return ""
+    link = '<a href="#" data-tab="samples">All samples</a>'
+    return f'<section class="ft-box"><div class="ft-boxhead"><h2>Answers as it learns</h2>{link}</div>{table}</section>'
+
+
+def _settings(live: LiveRun) -> str:
+    """What was chosen and why, the recipe, and the same as a command."""
+    try:
+        text = live.run.recipe.read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    recipe = parse_draft(text).recipe if text else None
+    command = f'<h3>The same as a command</h3><p class="ft-mono">{inert(command_line(recipe))}</p>' if recipe else ""
+    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="Recipe">{inert(text, 100_000)}</pre>{command}'
+    return (
+        f'<section class="ft-box"><h2>What was chosen, and why</h2>{chosen(live.plan())}</section>'
+        f'<section class="ft-box"><h2>Recipe</h2>{shown}</section>'
+    )
+
+
+def _part(name: str, parts: dict[str, list[str]], css: str = "") -> str:
+    stamp, text = parts.get(name, ["", ""])
+    return f'<div data-part="{name}" data-stamp="{stamp}" class="{css}">{text}</div>'

@@ -1,0 +1,121 @@
+"""A run's page in Chromium: its tabs and old addresses, what one tick asks for, a lost server, and that nothing moves.
+
+Fails on any console message, any request to another host and any HTTP 5xx.
+"""
+
+import json
+
+import pytest
+from written_runs import append, make_run, step, steps
+
+from finetune.events import Checkpoint, Evaluation, Result, Sample, State
+
+pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+TABS = ("overview", "samples", "evaluate", "chat", "export", "settings", "log")
+
+
+def filled(runs, name, state="running", last=300):
+    """A run with everything that a page can show."""
+    events = [State(state="running"), *steps(1, last, 600), Evaluation(step=last, eval_loss=0.5, eval_s=1.0)]
+    events += [Checkpoint(step=last, path="x", bytes=1, save_s=0.1, seal_s=0.1)]
+    events += [Sample(step=at, prompt="Where is it?", expected="on its way", answer="on the way") for at in (100, last)]
+    if state != "running":
+        events += [Result(step=last, eval_loss=0.5), State(state=state, message="<b>why</b>", exit_code=0)]
+    return make_run(runs, name, events, 600) if not (runs / name).exists() else None
+
+
+def test_tabs_are_addresses_and_old_addresses_lead_to_them(served, visit):
+    filled(served[1], "tabbed")
+    page = visit("result?run=tabbed")
+    page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
+    assert page.url.endswith("/run?run=tabbed&tab=evaluate")
+    for tab in TABS:
+        page.click(f".ft-tabs [data-tab={tab}]")
+        page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
+        assert page.evaluate("[...document.querySelectorAll('.ft-pane')].filter((pane) => pane.offsetParent).length") == 1
+        assert page.url.endswith(f"/run?run=tabbed&tab={tab}")
+    page.wait_for_selector(".ft-pane-log >> text=End of the log")
+    page.go_back()
+    page.go_back()
+    page.wait_for_selector(".ft-tabs [data-tab=export][aria-current=page]")
+    page.wait_for_selector(".ft-pane-export >> text=Not run yet")
+    page = visit("try?run=tabbed")
+    page.wait_for_selector(".ft-tabs [data-tab=chat][aria-current=page]")
+    page.wait_for_selector("#chat-turns >> text=both answer it")
+    page.close()
+    page = visit("run?run=tabbed&tab=samples")
+    page.wait_for_selector(".ft-pane-samples del >> text=the")
+
+
+def test_a_running_run_asks_once_in_a_tick_for_all_that_is_new(served, visit):
+    run = filled(served[1], "ticking")
+    page = visit("run?run=ticking")
+    page.wait_for_selector("#run-head >> text=Step 300 of 600")
+    page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+    page.wait_for_timeout(1500)
+    asked = "performance.getEntriesByType('resource').filter((x) => x.startTime > {}).map((x) => [x.name, x.decodedBodySize])"
+    began = page.evaluate("performance.now()")
+    for number in range(301, 311):
+        append(run, [step(number, total=600)])
+        page.wait_for_selector(f"#run-head >> text=Step {number} of 600")
+    entries = page.evaluate(asked.format(began))
+    ticks = [size for name, size in entries if "/ft/series/" in name]
+    assert ticks and max(ticks) < 4096
+    assert [name for name, _ in entries if "/ft/series/" not in name and "run/predict" not in name] == []
+    seconds = (page.evaluate("performance.now()") - began) / 1000
+    assert len(ticks) <= seconds + 2 and len(entries) - len(ticks) <= seconds / 3 + 2  # the rail asks each three seconds
+
+
+def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):
+    run = filled(served[1], "ending")
+    page = visit("run?run=ending")
+    page.wait_for_selector("#run-head >> text=Step 300 of 600")
+    append(run, [Result(step=300, eval_loss=0.5), State(state="finished", exit_code=0)])
+    page.wait_for_selector(".ft-now >> text=Best step 300")
+    assert page.title().startswith("Finished · ending")
+    page.click(".ft-now [data-tab=chat]")
+    page.wait_for_selector(".ft-tabs [data-tab=chat][aria-current=page]")
+
+
+def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served, visit):
+    filled(served[1], "silent")
+    page = visit("run?run=silent")
+    page.wait_for_selector("#run-head >> text=Step 300 of 600")
+    page.route("**/ft/series/**", lambda route: route.abort())
+    page.wait_for_selector("#run-lost:not([hidden])")
+    assert "No answer" in page.inner_text("#run-lost")
+    assert float(page.evaluate("getComputedStyle(document.querySelector('[data-part=progress]')).opacity")) < 0.6
+    page.unroute("**/ft/series/**")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, axe, theme):
+    for state in ("running", "finished", "diverged"):
+        filled(served[1], f"seen-{state}", state)
+    names = [("seen-running", tab) for tab in TABS] + [("seen-finished", "overview"), ("seen-diverged", "overview")]
+    for width in (1440, 390):
+        page = visit("run?run=seen-running", viewport={"width": width, "height": 844}, color_scheme=theme)
+        for name, tab in names:
+            page.goto(f"{served[0]}run?run={name}&tab={tab}")
+            page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
+            page.wait_for_timeout(2000)
+            page.evaluate(axe)
+            violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+            shown = [(item["id"], [node["html"][:200] for node in item["nodes"][:3]]) for item in violations]
+            assert shown == [], (name, tab, width, json.dumps(shown, indent=1))
+            assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (name, tab)
+            if (name, tab, width) == ("seen-running", "overview", 390):
+                assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
+
+
+def test_nothing_moves_while_the_page_fills(served, visit):
+    filled(served[1], "steady")
+    page = visit("run?run=steady")
+    page.wait_for_selector("#run-head >> text=Step 300 of 600")
+    page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+    page.wait_for_timeout(2500)
+    shift = """new Promise((done) => new PerformanceObserver((list) => done(
+        list.getEntries().filter((entry) => !entry.hadRecentInput).reduce((sum, entry) => sum + entry.value, 0))
+      ).observe({ type: 'layout-shift', buffered: true }) || setTimeout(() => done(0), 500))"""
+    assert page.evaluate(shift) <= 0.05

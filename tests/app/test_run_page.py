@@ -1,0 +1,144 @@
+"""A run's page says what happened, at which step and what to press; its buttons do that; a tick sends only what changed."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from written_runs import append, make_run, step, steps
+
+import app_ticks
+from app.live import LiveRun, LiveRuns
+from app.pages.run import _View
+from app.planning.draft import Draft
+from app.views.answers import answers, marked
+from app.views.run_figures import figures, memory
+from app.views.run_head import failure, next_steps, progress, title
+from app.views.run_page import changed
+from app.workspace import Workspace
+from finetune.card import find_card
+from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Sample, State
+from finetune.units import GIB
+
+
+@pytest.fixture
+def follow(tmp_path):
+    """follow(*events) -> a followed run with these events."""
+
+    def make(*events, total=1000):
+        live = LiveRun(make_run(tmp_path / "runs", "one", events, total), tmp_path / "kept.json")
+        live.wait()
+        return live
+
+    return make
+
+
+def test_a_diverged_run_says_why_at_which_step_and_offers_half_the_rate(follow):
+    ended = State(state="diverged", message="loss is nan at step 20; resume from the last checkpoint with: finetune resume x")
+    live = follow(*steps(1, 20), Checkpoint(step=10, path="x", bytes=1, save_s=0.1, seal_s=0.1), ended)
+    (live.run.checkpoints / "checkpoint-10").mkdir(parents=True)
+    card = failure(live, live.state())
+    assert "<h2>Diverged at step 20</h2><p>Loss is nan at step 20. A lower" in card
+    assert "New run with half the rate, 0.002" in card and "Resume from step 10" in card and "finetune" not in card
+
+
+def test_out_of_memory_names_what_held_the_memory(follow):
+    event = OutOfMemory(phase="train", message="x", asked_bytes=2 * GIB, holders={"activations of layer 12": 4 * GIB})
+    live = follow(*steps(1, 4), event, State(state="failed", message="out of memory in phase train", exit_code=5))
+    card = failure(live, live.state())
+    assert "Out of memory at step 5" in card and "activations of layer 12 (4.00 GiB)" in card and "other settings" in card
+
+
+def test_the_head_says_what_to_do_in_each_state(follow):
+    live = follow(*steps(1, 40), State(state="stopped", message="stopped at step 40", exit_code=143))
+    assert "Paused at step 40." in next_steps(live, live.state()) and "act-resume" in title(live, live.state())
+    append(live.run, [Result(step=30, eval_loss=0.4512), State(state="finished", exit_code=0)])
+    live.wait()
+    assert "<b>Best step 30</b>, held-out loss 0.451." in next_steps(live, live.state())
+    assert "act-resume" not in title(live, live.state()) and "act-pause" not in title(live, live.state())
+
+
+def test_values_older_than_five_seconds_say_their_age(follow, monkeypatch):
+    live = follow(*steps(1, 10))
+    state = SimpleNamespace(state="running", ended=False, message="")
+    assert "old" not in progress(live, state)
+    now_s = live.digest.newest_step.time_s
+    monkeypatch.setattr("app.views.run_head.time.time", lambda: now_s + 47)
+    assert "values are 45 s old" in progress(live, state)
+    assert 'aria-valuenow="10"' in progress(live, state) and "1 % · one" in progress(live, state)
+
+
+def test_the_best_evaluation_is_said_with_its_step(follow):
+    live = follow(*steps(1, 30), *(Evaluation(step=at, eval_loss=loss, eval_s=1.0) for at, loss in ((10, 0.5), (20, 0.6))))
+    assert "<dd>0.600</dd><dd class='sub'>best 0.500, at step 10</dd>" in figures(live.digest, live.plan())
+
+
+def test_a_loss_that_is_no_number_is_not_shown_as_an_older_one(follow):
+    live = follow(*steps(1, 10), step(11, float("nan")))
+    assert "<dd>not a number</dd><dd class='sub'>at step 11, 0.300 at 10 before</dd>" in figures(live.digest, live.plan())
+
+
+def test_on_a_cpu_what_is_not_the_models_is_called_the_process_libraries(follow):
+    live = follow(*steps(1, 3))
+    plan = dataclasses.replace(live.plan(), card=find_card("cpu"))
+    assert "Libraries of the process" in memory(live.digest, plan) and "CUDA" not in memory(live.digest, plan)
+    assert "CUDA and allocator" in memory(live.digest, live.plan())
+
+
+def test_memory_above_the_forecasts_range_is_said(follow):
+    live = follow(step(1))
+    high = dataclasses.replace(app_ticks.plan(1).forecast, peak_bytes=9 * GIB, peak_high_bytes=10 * GIB)
+    assert "<b>More than forecast.</b> 1.5 GiB" in memory(live.digest, dataclasses.replace(live.plan(), forecast=high))
+
+
+def test_an_answers_wrong_words_are_struck_and_those_that_became_right_marked():
+    assert marked("billing · low", "returns · low", None) == "<del>billing</del> · low"
+    assert marked("returns · low", "returns · low", "billing · low") == "<ins>returns</ins> · low"
+    assert marked("<b>x</b>", "", None) == "&lt;b&gt;x&lt;/b&gt;"
+    table = answers([Sample(step=at, prompt="p", expected="a", answer="b") for at in (1, 2, 3)])
+    assert "Step 2" in table and "Step 3" in table and "Step 1" not in table and table.count("<tr>") == 2
+
+
+def test_a_tick_sends_only_the_parts_that_the_browser_has_not(follow):
+    live = follow(*steps(1, 50))
+    stamps = {name: stamp for name, (stamp, _) in changed(live, "overview", ()).items()}
+    assert set(stamps) == {"title", "progress", "now", "tabs", "figures", "memory", "answers"}
+    assert changed(live, "overview", stamps.values()) == {}
+    append(live.run, [step(51)])
+    assert set(changed(live, "overview", stamps.values())) == {"progress", "figures"}
+
+
+@pytest.fixture
+def page(tmp_path, kept_run):
+    kept_run(tmp_path / "runs")
+    workspace = Workspace(tmp_path, tmp_path / "runs")
+    queued = []
+    queue = SimpleNamespace(add=lambda recipe, **options: queued.append(options), ensure_starter=lambda: None)
+    lives = LiveRuns(workspace.folder("series"))
+    context = SimpleNamespace(workspace=workspace, queue=queue, draft=Draft(workspace), lives=lives)
+    return SimpleNamespace(view=_View(context), draft=context.draft, queued=queued)
+
+
+def opened(page, **parameters):
+    return page.view.open(SimpleNamespace(query_params=parameters))
+
+
+def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
+    assert opened(page, run="finished", tab="log")[:2] == ["finished", "log"]
+    assert opened(page, run="../x", tab="<script>")[:2] == ["finished", "overview"]
+
+
+def test_buttons_of_the_head_do_what_they_say(page):
+    page.view.act("finished", '{"run": "resume"}')
+    assert page.queued == [{"resume": "finished"}]
+    assert 'data-go="/fit"' in page.view.act("finished", '{"run": "half"}')
+    assert page.draft.read().values["learning_rate"] == 0.002
+    page.view.act("finished", '{"run": "duplicate"}')
+    assert page.draft.read().values["learning_rate"] == 0.004
+    for message in ("", "[]", '{"run": "rm"}', '{"run": {}}'):
+        assert isinstance(page.view.act("finished", message), dict) and len(page.queued) == 1
+    assert "not running" in page.view.act("finished", '{"run": "pause"}')
+
+
+def test_a_tampered_recipe_is_refused_in_words(page, tmp_path):
+    (tmp_path / "runs/finished/recipe.yaml").write_text("lora_r: many\n")
+    assert 'role="alert"' in page.view.act("finished", '{"run": "resume"}') and page.queued == []
