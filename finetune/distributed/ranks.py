@@ -21,8 +21,6 @@ from finetune.events import EventWriter, OutOfMemory, State, event_json
 from finetune.files import write_json
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.events import Event
 
 #: Exit statuses that all ranks reach at the same step, so that they meet at a barrier before they exit.
@@ -130,17 +128,6 @@ def all_reduce_min(number: int) -> int:
 def all_reduce_sum(numbers: list[float]) -> list[float]:
     """Element-wise sums over all ranks."""
     return _all_reduce(numbers, "SUM")
-
-
-def all_reduce_mean(value: torch.Tensor) -> torch.Tensor:
-    """The mean of a tensor over all ranks, on its device."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return value
-    total = value.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def _all_reduce(numbers: list[float], operation: str) -> list[float]:

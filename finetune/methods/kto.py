@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from finetune.distributed.ranks import all_reduce_mean
 from finetune.methods.dpo import USUAL_BETA
 from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, forward
 from finetune.settings.methods import has_kl
@@ -82,7 +82,7 @@ class Kto(TrainingMethod):
             kl = reference.new_zeros(())
             if kl_batch:
                 kl = (_log_probs(model, kl_batch) - kl_reference[0]).mean() if len(desirable) > 1 else kl
-                kl = all_reduce_mean(kl).clamp(min=0)
+                kl = _mean_over_ranks(kl).clamp(min=0)
         outputs = forward(model, batch, routed=routed)
         log_ratios = outputs.log_probs.sum(dim=1) - reference
         beta = self.settings.beta or USUAL_BETA
@@ -109,6 +109,14 @@ class Kto(TrainingMethod):
         if chosen and rows > chosen:
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
+
+
+def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    if not dist.is_initialized():
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def _log_probs(model: Any, inputs: dict[str, Any]) -> torch.Tensor:

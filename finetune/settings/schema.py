@@ -67,7 +67,8 @@ Dtype = Annotated[
 ]  # fmt: skip
 if TYPE_CHECKING:
     _OptimizerName = str
-    _MethodName = PreferenceLoss = str
+    _MethodName = str
+    PreferenceLoss = str
 else:
     _OptimizerName = Literal[tuple(OPTIMIZERS)]
     _MethodName = Literal[tuple(METHODS)]

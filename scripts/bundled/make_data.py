@@ -1,5 +1,5 @@
 """Writes the bundled datasets: `support`, customer messages, each answered with one line of JSON that routes it; and
-`support-pairs`, two messages of one customer in one, of which the more urgent is to be routed. No dependencies.
+`support-pairs`, two messages of one customer in one, of which the second is to be routed. No dependencies.
 
     python scripts/bundled/make_data.py [FOLDER]
 
@@ -33,18 +33,13 @@ QUEUES = {
     "stock": "sales", "bulk order": "sales",
 }  # fmt: skip
 PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
-_RANKS = {"high": 2, "normal": 1, "low": 0}
 PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}
 
 
 def route(message: Message) -> str:
     """The answer: one line of JSON. Safety is high priority whatever the customer says about the time."""
-    fields = {"queue": QUEUES[message.topic], "priority": _priority(message), "product": PRODUCTS[message.article]}
-    return json.dumps(fields)
-
-
-def _priority(message: Message) -> str:
-    return "high" if message.topic == "safety" else PRIORITIES[message.urgency]
+    priority = "high" if message.topic == "safety" else PRIORITIES[message.urgency]
+    return json.dumps({"queue": QUEUES[message.topic], "priority": priority, "product": PRODUCTS[message.article]})
 
 
 def rows() -> tuple[list[dict[str, list[dict[str, str]]]], list[dict[str, list[dict[str, str]]]]]:
@@ -59,13 +54,13 @@ def bundled_texts() -> set[str]:
 
 
 def pairs() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out pairs: a customer writes about two things in any order, and the answer that routes the more urgent
-    one is preferred to the answer that routes the other. Nothing in `support` says which."""
+    """Training and held-out pairs: a customer writes twice, and the answer that routes the second message is preferred to the
+    one that routes the first. Nothing in `support` says which."""
     rng, messages = random.Random(PAIRS_SEED), []
     texts = bundled_texts()
     while len(messages) < PAIRS + EVAL_ROWS:
         first, second = draw_messages(rng, 2, texts)
-        if _priority(first) != _priority(second):
+        if route(first) != route(second):
             messages.append((first, second))
     every = [_pair(first, second) for first, second in messages]
     return every[:PAIRS], every[PAIRS:]
@@ -86,8 +81,7 @@ def _row(message: Message) -> dict[str, list[dict[str, str]]]:
 
 
 def _pair(first: Message, second: Message) -> dict[str, Any]:
-    urgent, other = sorted((first, second), key=lambda message: -_RANKS[_priority(message)])
-    chosen, rejected = ([{"role": "assistant", "content": route(message)}] for message in (urgent, other))
+    chosen, rejected = ([{"role": "assistant", "content": route(message)}] for message in (second, first))
     question = {"role": "user", "content": f"{INSTRUCTION} {first.text} {second.text}"}
     return {"prompt": [question], "chosen": chosen, "rejected": rejected}
 

@@ -28,9 +28,9 @@ def steps_of(run):
 
 
 def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, make_run, train):
-    each = make_run(*PAIRS)
-    assert train(each) == 0, each.log.read_text()[-2000:]
-    losses = [[step.loss for step in steps_of(run)] for run in (whole, each)]
+    usual = make_run(*PAIRS)
+    assert train(usual) == 0, usual.log.read_text()[-2000:]
+    losses = [[step.loss for step in steps_of(run)] for run in (whole, usual)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][0] == pytest.approx(np.log(2), abs=1e-4)
 
