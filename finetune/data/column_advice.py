@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from finetune.data.checks import is_missing
+from finetune.data.column_kinds import is_harmless, kinds_of
 from finetune.data.column_semantics import PreferenceData
 from finetune.data.formats import FORMATS, UnknownColumns
 from finetune.data.readers import Row
@@ -116,7 +117,13 @@ def _unknown_columns(rows: list[dict[str, Any]]) -> Iterator[Suggestion]:
             yield "Perhaps", {"columns": {field: name}}
     texts = [name for name, value in values.items() if isinstance(value, str)]
     if pair := _question_and_answer(values):
-        yield "Perhaps", {"columns": dict(zip(("instruction", "output"), pair, strict=True))}
+        columns = dict(zip(("instruction", "output"), pair, strict=True))
+        others = [
+            name for name in texts if name not in pair and not is_harmless(name, kinds_of(name, values[name]), has_answer=True)
+        ]
+        if len(others) == 1 and others[0] != "system":
+            yield "Perhaps", {"columns": {**columns, "input": others[0]}}
+        yield "Perhaps", {"columns": columns}
     elif len(texts) == 2:
         reason = f"If {printable(texts[1])} is the answer to {printable(texts[0])}"
         yield reason, {"columns": {"instruction": texts[0], "output": texts[1]}}
@@ -186,7 +193,7 @@ def _flow(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_flow, value))}]"
     is_plain = re.fullmatch(r"[A-Za-z_](?:[\w.-]| (?=\w))*", value, re.ASCII) and value.lower() not in _NOT_TEXT
-    return value if is_plain else json.dumps(value)
+    return value if is_plain else json.dumps(value, ensure_ascii=not value.isprintable())
 
 
 _NOT_TEXT = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")

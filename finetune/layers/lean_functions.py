@@ -77,7 +77,8 @@ class LoraLinear(torch.autograd.Function):
         out, lora_act = _forward(_flat(x), linear, cast)
         ctx.linear, ctx.norm = linear, norm
         ctx.save_for_backward(_saved_input(x, norm, [linear]), lora_act)
-        return out.view(*x.shape[:-1], -1)
+        # no view for autograd: Gemma 3n changes it in place
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
     @staticmethod
     @once_differentiable

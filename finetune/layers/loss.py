@@ -8,6 +8,9 @@ from typing import Any
 def add_loss(model: Any) -> None:
     """Patch a transformers model, or a PeftModel of one, as SFTTrainer does: the fused head, and the router's auxiliary loss
     for a mixture that has one."""
+    from finetune.compat.trl import import_without_listing_packages
+
+    import_without_listing_packages()
     from trl.trainer.utils import add_fused_lm_head
 
     config = model.config.get_text_config()

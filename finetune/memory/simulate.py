@@ -43,7 +43,7 @@ from finetune.model.adapters import attach_adapters, cast_trainable, trainable_p
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.language_model import text_config
 from finetune.model.padding import needs_padding_mask, without_mask
-from finetune.model.quantisation import model_dtype, why_experts_stay_16_bit
+from finetune.model.quantisation import model_dtype, read_outside, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.settings.base_formats import requested_formats
 
@@ -182,11 +182,13 @@ def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator
     if not requested_formats(settings):
         return
     head = model.get_base_model().get_output_embeddings()  # type: ignore[operator]
-    names = set()
+    names, read_names = set(), read_outside(model.get_base_model().config)  # type: ignore[operator]
     for name, module in model.named_modules():
         base = isinstance(module, torch.nn.Linear) and "lora_" not in name and module is not head
         if base and module.weight.is_floating_point() and type(module).__module__.split(".")[0] != "bitsandbytes":
-            names.add(type(module).__name__)
+            names |= {type(module).__name__} if name.rpartition(".")[2] not in read_names else set()
+    if read_names:
+        yield f"these layers stay 16-bit, as other modules read or change their weights: {', '.join(read_names)}"
     if reason := why_experts_stay_16_bit(model, text_config(model.get_base_model().config), settings):  # type: ignore[operator]
         yield f"the experts stay 16-bit: {reason}"
     if names:

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 
+#: Linear layers whose weights other modules read or change, by type of the language model: they stay 16-bit.
+_MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code reads the second, its kernels all three
+_READ_OUTSIDE = {
+    "mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS, "gemma3n_text": ("prediction_coefs", "correction_coefs"),
+}  # fmt: skip
+
+
+def read_outside(config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of layers that are not quantised because other modules read or change their weights."""
+    return _READ_OUTSIDE.get(text_config(config).model_type, ())
+
+
 def model_dtype(settings: Settings) -> torch.dtype:
     """The recipe's dtype as a torch.dtype."""
     return getattr(torch, settings.dtype)
@@ -31,7 +43,10 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
     if own := stored_quantisation(vars(config), settings.model_name_or_path):
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     loader = _CONFIGURATIONS.get(base_format_of(settings))
-    return loader(settings) if loader else None
+    quantization = loader(settings) if loader else None
+    if quantization is not None and (names := read_outside(config)):
+        quantization.llm_int8_skip_modules = [*names, "lm_head"]  # of 4 bits, too
+    return quantization
 
 
 def _nf4(settings: Settings) -> BitsAndBytesConfig:

@@ -116,6 +116,11 @@ def read_request(body: Any) -> ChatRequest:
         first_error = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first_error["loc"]) or None
         message = first_error["msg"].removeprefix("Value error, ")
+        if first_error["loc"][:1] == ("messages",) and first_error["loc"][2:3] == ("content",):
+            name = ".".join(str(part) for part in first_error["loc"][:3])
+            raise RequestError(
+                f"{name}: only text, as a string or as parts of type text", param=name, code="invalid_value"
+            ) from None
         raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):

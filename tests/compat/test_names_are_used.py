@@ -53,6 +53,19 @@ def test_a_forecast_imports_no_compiler():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
+def test_trl_is_imported_without_listing_packages_and_still_knows_them():
+    code = (
+        "import importlib.metadata as metadata, sys; listed = []; list_all = metadata.packages_distributions;"
+        "metadata.packages_distributions = lambda: listed.append(1) or list_all();"
+        "from finetune.compat.trl import import_without_listing_packages as imported; imported();"
+        "import trl.import_utils as utils; before = len(listed);"
+        "distributions = [utils.PACKAGE_DISTRIBUTION_MAPPING[name] for name in ('torch', 'yaml')];"
+        "sys.exit(before != 0 or distributions != [['torch'], ['PyYAML']])"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_what_bitsandbytes_compiles_is_compiled_when_called():
     from finetune.compat.bitsandbytes import _compiled_when_called
 

@@ -38,6 +38,9 @@ FILES = {
         {"system": "Be brief {n}.", "conversation": [{"human": "Shelf {n}?", "assistant": "Yes {n}."}]}, "Yes {n}.",
     ),
     "turns under another name": ({"dialog": [{"role": "user", "content": "{n}?"}, {"role": "bot", "content": "{n}."}]}, "{n}."),
+    "two sentences": (
+        {"sentence1": "Is it shelf {n}?", "sentence2": "It is shelf {n}.", "label": "yes {n}", "source": "web"}, "yes {n}",
+    ),
     "a system prompt": (
         {"system_message": "Be number {n}.", "messages": [
             {"role": "user", "content": "{n}?"}, {"role": "assistant", "content": "{n}."}]}, "{n}.",
@@ -117,6 +120,16 @@ def test_the_setting_for_a_column_of_splits_holds_those_rows_out(write, split):
         read_examples(recipe(path).dataset)
     rows = read_examples(recipe(path, **advised(error.value.fix)[0]).dataset)
     assert (len(rows.train.examples), len(rows.eval.examples)) == (5, 3)
+
+
+def test_advice_leaves_out_no_second_text(write):
+    path = write(
+        "rows.jsonl", [{"sentence1": f"Is it {n}?", "sentence2": f"It is {n + 1}.", "label": n % 2} for n in range(12)]
+    )
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path).dataset)
+    first = read_examples(recipe(path, **advised(error.value.fix)[0]).dataset).train.examples[3]
+    assert (first.question()[0]["content"], first.reference()) == ("Is it 3?\n\nIt is 4.", "1")
 
 
 def test_names_that_yaml_or_a_shell_would_change_are_quoted():

@@ -7,11 +7,12 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from finetune.errors import RecipeError
 from finetune.model.adapters import attach_adapters, trainable_parameters
 from finetune.model.build import build_base, build_on_meta
-from finetune.model.quantisation import why_experts_stay_16_bit
+from finetune.model.quantisation import quantization_config, why_experts_stay_16_bit
 from finetune.model.transformers_config import config_from, load_config
 from finetune.recipe import recipe_from
 from finetune.settings import plainest, resolved
@@ -219,3 +220,15 @@ def test_the_reason_why_experts_stay_16_bit_is_theirs(kind, sizes, bits, reason)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=False)
     stated = why_experts_stay_16_bit(model, config, recipe)
     assert stated is None if reason is None else reason in stated
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"), [("mamba", {"dt_proj", "lm_head"}), ("gemma3n_text", {"prediction_coefs"}), ("llama", set())]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_layers_whose_weights_others_read_stay_16_bit(kind, read, bits):
+    recipe = plainest(
+        recipe_from({"model_name_or_path": "x/y", "dataset": "d", "dtype": "bfloat16", f"load_in_{bits}bit": True})
+    )
+    quantization = quantization_config(recipe, CONFIG_MAPPING[kind]())
+    assert read <= set(quantization.llm_int8_skip_modules or []) and (read or not quantization.llm_int8_skip_modules)

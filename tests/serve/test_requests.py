@@ -218,3 +218,9 @@ def test_of_the_offloaded_layers_only_two_are_counted_on_a_card(two_runs):
     model = build_base(settings, load_config(settings), device="meta", weights=False)
     matrices = 4 * (2 * 192 * 192 + 2 * 96 * 192 + 3 * 192 * 512)  # float32: attention, MLP
     assert [_offloaded_bytes(model, count) for count in (2, 3, 5)] == [0, matrices, 3 * matrices]
+
+
+def test_content_with_an_image_is_refused_as_what_it_is():
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(RequestError, match="messages.0.content: only text"):
+        read_request({"model": "base", "messages": [{"role": "user", "content": [image]}]})

@@ -128,6 +128,19 @@ def test_any_of_the_layers_may_have_adapters(targets):
     assert 0 < error(lean, peft) <= 1e-6
 
 
+def test_an_output_may_be_changed_in_place_as_gemma_3n_does():
+    def gradients_of(lean):
+        model = model_of("llama")
+        apply_techniques(model, settings_for("none", lean_layers=lean))
+        activations = torch.ones(1, 3, 64, requires_grad=True)
+        output = next(module for name, module in model.named_modules() if name.endswith("q_proj"))(activations)
+        output += 1
+        output.square().sum().backward()
+        return activations.grad
+
+    torch.testing.assert_close(gradients_of(lean=True), gradients_of(lean=False))
+
+
 TECHNIQUES = {
     "recomputed": {"activation_checkpointing": True},
     "every second": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
