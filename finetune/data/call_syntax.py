@@ -234,7 +234,7 @@ SYNTAXES = (
         _tagged("", "</tool_call>"), loses_types=True,
     ),
     _syntax(
-        "invoke", ("<", " to="),
+        "invoke", ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
         rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
         _tagged(r"</[\w:|｜]*invoke>", r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?"), loses_types=True,
