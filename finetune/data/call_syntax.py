@@ -155,7 +155,8 @@ def _json_objects(closing: str) -> Callable[[str, re.Match[str]], Iterator[_Read
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):
                 raise ValueError("no name of a tool")
-            yield item["name"], item.get("arguments", item.get("parameters", {})), end
+            arguments: Any = item.get("arguments", item.get("parameters", {}))
+            yield item["name"], arguments, end
 
     return read
 

@@ -171,7 +171,8 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
 def _eval_rows(questions: list[dict[str, Any]], *sequences: list[list[int]]) -> EvalRows:
     """`sequences`: ids and labels, and of pairs those of the rejected answers."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    rows = EvalRows(prompts, prompt_ids, answers, *sequences)
+    columns: dict[str, Any] = dict(zip(("ids", "labels", "rejected_ids", "rejected_labels"), sequences, strict=False))
+    rows = EvalRows(prompts, prompt_ids, answers, **columns)
     if not any("calls" in row for row in questions):
         return rows
     return replace(
