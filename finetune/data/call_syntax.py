@@ -16,7 +16,7 @@ from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_argu
 _ReadCall = tuple[str, dict[str, Any], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
-_THINKING = re.compile(r".*</think>", re.S)
+_THINKING = re.compile(r".*?</think>", re.S)
 
 
 @dataclass(frozen=True)
