@@ -28,7 +28,8 @@ from ..views.scores import forgetting_table, no_call_note, rows_of, scores
 TICK_S = 1.0
 _SCORES = {
     "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
-    "JSON, field by field": "json", "Last number": "numeric", "Loss only, no answers": "loss",
+    "JSON, field by field": "json", "Last number": "numeric", "Calls of tools": "calls",
+    "Loss only, no answers": "loss",
 }  # fmt: skip
 _HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
 _TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}
@@ -140,7 +141,7 @@ def evaluation(
 ) -> list[str]:
     """The options of `finetune eval` for what was chosen."""
     kind = _SCORES[score]
-    options = ["--score", kind] if kind != "exact" else []
+    options = ["--score", kind] if kind != "exact" else []  # the command's own choice: calls for rows with tools, else exact
     if kind == "regex" and pattern.strip():
         options.append(f"--pattern={pattern.strip()}")
     if kind == "numeric" and tolerance:

@@ -264,10 +264,11 @@ def evaluate(
     probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
     score: Annotated[
         str | None,
-        typer.Option(help="exact, contains, regex, json, numeric, calls or loss; default calls for rows with tools."),
+        typer.Option(help="exact, contains, regex, json, numeric, sql, calls, loss; default calls for rows with tools."),
     ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
+    database: Annotated[str | None, typer.Option(metavar="FILE", help="sql: the SQLite file that queries read.")] = None,
     score_function: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="Score with NAME(prompt, expected, answer), a number.")
     ] = None,
@@ -296,8 +297,8 @@ def evaluate(
     from finetune.evaluate.scorers import scorer
 
     chosen = None
-    if score or pattern or tolerance or score_function:
-        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance, function=score_function)
+    if score or pattern or tolerance or score_function or database:
+        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance, function=score_function, database=database)
     show_scores(
         run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,
         as_json=json,

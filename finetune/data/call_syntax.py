@@ -16,7 +16,7 @@ from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_argu
 _ReadCall = tuple[str, dict[str, Any], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
-_THINKING = re.compile(r".*</think>", re.S)
+_THINKING = re.compile(r".*?</think>", re.S)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ def _json_objects(closing: str) -> Callable[[str, re.Match[str]], Iterator[_Read
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):
                 raise ValueError("no name of a tool")
-            yield item["name"], item.get("arguments", item.get("parameters", {})), end
+            arguments: Any = item.get("arguments", item.get("parameters", {}))
+            yield item["name"], arguments, end
 
     return read
 
@@ -234,7 +235,7 @@ SYNTAXES = (
         _tagged("", "</tool_call>"), loses_types=True,
     ),
     _syntax(
-        "invoke", ("<", " to="),
+        "invoke", ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
         rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
         _tagged(r"</[\w:|｜]*invoke>", r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?"), loses_types=True,

@@ -21,6 +21,7 @@ SCORES = {
     "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
+    "sql": "1 where the answer's query gives the rows of the expected one, in the SQLite file --database",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
@@ -46,12 +47,21 @@ class Scorer:
     span: float | None = 1.0
 
 
-def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None) -> Scorer:
+def scorer(
+    name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None
+) -> Scorer:
     """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
     if function is not None:
         return Scorer(function.rpartition(":")[2], _by_function(function), None)
     if name not in SCORES:
         raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
+    if (database is None) == (name == "sql"):
+        problem = "--score sql needs --database" if name == "sql" else f"--database belongs to --score sql, not to {name}"
+        raise CommandError(problem, "For example --score sql --database shop.sqlite")
+    if name == "sql":
+        from finetune.evaluate.sql_score import SqlScore
+
+        return Scorer(name, SqlScore(database or ""))
     if pattern is not None and name != "regex":
         raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":

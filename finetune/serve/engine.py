@@ -104,14 +104,15 @@ class Engine:
 
     def _prompt(self, request: ChatRequest) -> _Prompt:
         try:
+            if request.has_calls and self.models.reader(request.model) is None:  # most templates leave them out without a word
+                message = f"The chat template of {request.model} writes no calls of tools."
+                param = "tools" if request.offered_tools else "messages"
+                raise RequestError(message, param=param, code="unsupported_parameter")
             if (schema := request.schema_of_answer) is not None:
                 ids, constraint = self.models.constrained_prompt(request.model, request.conversation, schema)
                 return _Prompt(ids, constraint=constraint)
             if not request.offered_tools:
                 return _Prompt(self.models.prompt_ids(request.model, request.conversation))
-            if self.models.reader(request.model) is None:
-                message = f"The chat template of {request.model} writes no calls of tools."
-                raise RequestError(message, param="tools", code="unsupported_parameter")
             return _Prompt(
                 *self.models.prompt_with_tools(request.model, request.conversation, request.offered_tools, request.forced_tool)
             )

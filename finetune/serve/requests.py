@@ -76,6 +76,11 @@ class ChatRequest(BaseModel):
         return () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools or ())
 
     @property
+    def has_calls(self) -> bool:
+        """Whether it offers tools, or has calls or their replies among its messages."""
+        return bool(self.offered_tools) or any(message.tool_calls or message.role == "tool" for message in self.messages)
+
+    @property
     def forced_tool(self) -> str | None:
         """Name of the tool that must be called; empty if it may be any, None if none must be."""
         if isinstance(self.tool_choice, str):

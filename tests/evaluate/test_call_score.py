@@ -71,8 +71,10 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     from finetune.run.directory import RunDirectory
 
     held_out = tmp_path / "held-out.jsonl"
-    calls_run.write_rows(held_out, [calls_run.ONE, calls_run.TWO, *[calls_run.NO_CALL] * 8])
-    run = calls_run.make(tmp_path, (calls_run.ONE, calls_run.TWO), f"dataset.eval_path={held_out}")
+    calls_run.write_rows(held_out, [calls_run.ONE, *[calls_run.NO_CALL] * 8])
+    questions = {"Who is it?": "Rom", "What is 3 + 4?": "Ulm", "Write a letter.": "Paris", "How do I get there?": "Lima"}
+    always = [[calls_run.user(text), calls_run.assistant("", call("weather", city=city))] for text, city in questions.items()]
+    run = calls_run.make(tmp_path, (calls_run.ONE, *always), f"dataset.eval_path={held_out}")
     result = compare(RunDirectory(run))
     assert result.score == "calls"
     assert (result.base.fields[NO_CALL_DUE], result.tuned.fields[NO_CALL_DUE]) == (1.0, 0.0)
@@ -80,7 +82,7 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     assert result.field_differences[NO_CALL_DUE].is_significant
     command = [sys.executable, "-m", "finetune", "eval", str(run), "--examples", "0"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    first_lines = "\n".join(printed.splitlines()[:5])
+    first_lines = "\n".join(printed.splitlines()[:8])
     assert "worse:" in first_lines and "none due (30): answered without a call 100% before" in " ".join(first_lines.split())
     [evaluation] = read_evaluations(RunDirectory(run)).values()
     assert evaluation["field_differences"][NO_CALL_DUE]["value"] == -1.0

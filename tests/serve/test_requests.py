@@ -139,6 +139,24 @@ def test_a_missing_model_and_too_many_tokens_are_refused(body, status, code):
     assert (error.value.status, error.value.code) == (status, code)
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [*REQUEST["messages"], {"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+    ],
+)
+def test_a_template_that_writes_no_calls_refuses_tools_and_calls(monkeypatch, body, param):
+    monkeypatch.setattr(OneWord, "reader", lambda *_: None, raising=False)
+    engine = Engine(OneWord(), tokens=200)
+    with pytest.raises(RequestError, match="writes no calls") as error:
+        asyncio.run(engine.answer(read_request({**REQUEST, **body})))
+    assert error.value.param == param
+
+
 @pytest.fixture
 def two_runs(home, kept_run):
     from finetune.run.directory import RunDirectory

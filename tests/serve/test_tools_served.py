@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import subprocess
+import sys
 import threading
 
 import calls_run
@@ -15,7 +17,12 @@ TOKEN = "token-of-the-test-1234"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def run(tmp_path_factory):
+    return calls_run.make(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def served(run):
     """URL of a server with `calls`, and its engine."""
     import uvicorn
 
@@ -25,7 +32,6 @@ def served(tmp_path_factory):
     from finetune.serve.models import Models, runs_by_name
     from finetune.system import port_socket
 
-    run = calls_run.make(tmp_path_factory.mktemp("served"))
     engine, bound = Engine(Models(runs_by_name([RunDirectory(run)])), tokens=512), port_socket()
     bound.bind(("127.0.0.1", 0))
     bound.listen()
@@ -118,6 +124,18 @@ def test_what_makes_no_sense_is_refused_by_name(client, change, param):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, **options, **functions)
     assert error.value.param == param
+
+
+def test_chat_shows_calls_and_takes_what_the_tool_answers(run, tmp_path):
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps(calls_run.TOOLS))
+    command = [sys.executable, "-m", "finetune", "chat", str(run), "--tools", str(tools)]
+    options = {"input": "Weather in Bern?\nrain\n", "capture_output": True, "text": True, "check": True}
+    printed = subprocess.run(command, **options).stdout
+    assert 'calls weather({"city": "Bern", "days": 2})\nIt rains in Bern.' in printed and "<tool_call>" not in printed
+    first, second = map(json.loads, subprocess.run([*command, "--json"], **options).stdout.splitlines())
+    assert [call["function"]["name"] for call in first["calls"]] == ["weather"]
+    assert (second["answer"], second["calls"]) == ("It rains in Bern.", [])
 
 
 SCHEMA = {
