@@ -90,6 +90,12 @@ def _path() -> Path:
     return cache_dir() / "history.jsonl"
 
 
+def _are_numbers(row: dict[str, Any]) -> bool:
+    """Whether every figure of a row is a number that can be divided by, zero or null."""
+    figures = [value for name, value in row.items() if name.startswith(("measured_", "forecast_", "modelled_"))]
+    return all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in figures)
+
+
 def _rows() -> list[dict[str, Any]]:
     """All valid rows; a damaged line is skipped."""
     try:
@@ -102,6 +108,6 @@ def _rows() -> list[dict[str, Any]]:
             row = parse_checked(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("card"), str):
+        if isinstance(row, dict) and isinstance(row.get("card"), str) and _are_numbers(row):
             rows.append(row)
     return rows
