@@ -118,7 +118,8 @@ def test_with_a_model_on_this_disk_no_command_connects_to_anything(start, hub):
 def test_the_page_connects_only_to_its_own_machine_and_never_to_the_hub(start, hub):
     page = start("ui", "--port", "0")
     link = next(word for line in page.stdout for word in line.split() if word.startswith("http://127.0.0.1"))
-    assert urllib.request.urlopen(link, timeout=120).status == 200
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    assert browser.open(link, timeout=120).status == 200
     page.send_signal(signal.SIGINT)
     page.communicate()
     assert {address.split(":")[0] for address in start.connections()} <= {"127.0.0.1", "localhost"}
