@@ -120,6 +120,9 @@ def _check_folder(folder: Path, name: str) -> None:
 def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
+    from finetune.compat.transformers import without_session_id
+
+    without_session_id()
     name = recipe.model_name_or_path
     is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
