@@ -21,9 +21,9 @@ from app.report import page
 from benchmarks.fault_kinds.damage import Scene, run_command
 from benchmarks.fault_kinds.runs import in_fork, wait_for, work_of
 from finetune.card.context import measured_context
+from finetune.checksum import with_checksum
 from finetune.errors import FinetuneError
 from finetune.evaluate.rows import held_out_rows
-from finetune.files import with_checksum
 from finetune.memory import cache
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import read_config

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, parse_checked, with_checksum, write_text
+from finetune.checksum import with_checksum
+from finetune.files import cache_dir, parse_checked, write_text
 from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
