@@ -190,12 +190,16 @@ def _data(run: RunDirectory) -> str:
         report = read_json(run.data / "report.json", dict)
     except (OSError, ValueError):
         return note("The run has no data report.")
-    rows = [[name, _data_line(part)] for name, part in (("training", report), ("held out", report.get("eval_report"))) if part]
+    parts = (("training", report), ("held out", report.get("eval_report")))
+    try:
+        rows = [[name, _data_line(part)] for name, part in parts if part]
+    except (ValueError, TypeError, AttributeError) as error:  # edited: it has values of other types
+        return note(f"report.json can't be read: {error}")
     return table(["rows", "what they are"], rows, "Data", hidden_caption=True)
 
 
 def _data_line(part: dict[str, Any]) -> str:
-    files = ", ".join(part.get("files") or [])
+    files = ", ".join(map(str, part.get("files") or []))
     account = part.get("account") or f"{part.get('rows_used', 0):,} of {part.get('rows_read', 0):,} rows used"
     return f"{account}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
 

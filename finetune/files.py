@@ -1,4 +1,4 @@
-"""The cache folder, atomic writes, bounded reading of JSON, checksums, hashes, and free disk space."""
+"""The cache folder, atomic writes, bounded reading of JSON, hashes, and free disk space."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
+from finetune.checksum import has_checksum, is_damaged, with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.system import WINDOWS, replace
 
@@ -34,9 +34,6 @@ MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 100
 #: Of a safetensors file: https://github.com/huggingface/safetensors#format
 MAX_HEADER_BYTES = 100_000_000
-#: The end of a JSON object with a checksum, with its eight digits.
-_CHECKSUM_KEY = b', "checksum": "'
-_CHECKSUM_BYTES = len(_CHECKSUM_KEY) + 10
 _T = TypeVar("_T")
 
 
@@ -77,25 +74,12 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] |
     raise ValueError("nested too deeply")
 
 
-def with_checksum(text: str) -> str:
-    """The text of a JSON object that has keys, with the CRC-32 of what stands before it as its last key."""
-    body = text.rstrip()[:-1].rstrip()
-    return f'{body}{_CHECKSUM_KEY.decode()}{zlib.crc32(body.encode()):08x}"}}'
-
-
-def is_damaged(text: bytes) -> bool:
-    """Whether the text of a JSON object is another than the one that its checksum was made of; False where it has none."""
-    if text[-_CHECKSUM_BYTES:-10] != _CHECKSUM_KEY:
-        return False
-    return b"%08x" % zlib.crc32(text[:-_CHECKSUM_BYTES]) != text[-10:-2]
-
-
 def parse_checked(text: bytes) -> Any:
     """The values of JSON that may have a checksum, which is left out. Raises ValueError, also when it is another."""
     if is_damaged(text):
         raise ValueError("it has changed since it was written")
     values = parse_json(text)
-    if isinstance(values, dict) and text[-_CHECKSUM_BYTES:-10] == _CHECKSUM_KEY:
+    if isinstance(values, dict) and has_checksum(text):
         del values["checksum"]
     return values
 

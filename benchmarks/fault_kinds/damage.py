@@ -158,8 +158,8 @@ def _resume(scene: Scene) -> str:
         return "refused"
     code = wait_for(in_fork(work_of(run), run.log))
     events = read_events(run.events)[old_lines - 1 :]
-    said = [event.message for event in events if isinstance(event, RunWarning)]
-    said += [" ".join(event.approximate_because) for event in events if isinstance(event, Start) and not event.exact]
+    messages = [event.message for event in events if isinstance(event, RunWarning)]
+    messages += [" ".join(event.approximate_because) for event in events if isinstance(event, Start) and not event.exact]
     if code:
         message = read_state(run).message or ""
         return f"FAILED exit {code}: {message[:300]}" if code == 99 or _INTERNAL.search(message) or not message else "refused"
@@ -170,7 +170,7 @@ def _resume(scene: Scene) -> str:
     if result == scene.expected:
         return "equal" if newest_verified(run.checkpoints)[0] else "FAILED no checkpoint"
     differing = ", ".join(name for name in scene.expected if scene.expected[name] != result.get(name))
-    return "said" if any(_SAID.search(message) for message in said) else f"FAILED silent difference: {differing}"
+    return "said" if any(_SAID.search(message) for message in messages) else f"FAILED silent difference: {differing}"
 
 
 def _use(scene: Scene, use: str) -> str:

@@ -21,9 +21,9 @@ from app.report import page
 from benchmarks.fault_kinds.damage import Scene, run_command
 from benchmarks.fault_kinds.runs import in_fork, wait_for, work_of
 from finetune.card.context import measured_context
+from finetune.checksum import with_checksum
 from finetune.errors import FinetuneError
 from finetune.evaluate.rows import held_out_rows
-from finetune.files import with_checksum
 from finetune.memory import cache
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import read_config
@@ -67,15 +67,15 @@ def malformed_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
         ("plan", "tiny-cpu", f"adapter_name_or_path={run.path}"), ("resume",),
     )  # fmt: skip
     of_base = (("plan", "tiny-cpu", f"model_name_or_path={base}"), ("eval", str(run.path), "--rows", "1", "--score", "loss"))
-    places = [
+    targets = [
         (run.path, in_run), (run.path, in_run), (base, of_base), (scene.cache, of_base),
         (folder / "rows.jsonl", (("data", "tiny-cpu", f"dataset.path={folder}/rows.jsonl"),)),
     ]  # fmt: skip
     os.chdir(folder)
     while tally.goes_on:
-        place, commands = rng.choice(places)
-        command, path = rng.choice(commands), rng.choice(_json_files(place))
-        if command == ("resume",) and place == run.path:
+        target, commands = rng.choice(targets)
+        command, path = rng.choice(commands), rng.choice(_json_files(target))
+        if command == ("resume",) and target == run.path:
             path = scene.interrupted.path / path.relative_to(run.path)
             path = path if path.is_file() else scene.interrupted.plan
         content, stat = path.read_bytes(), path.stat()
@@ -85,7 +85,7 @@ def malformed_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
         problem = _problem(scene, command) if rng.random() < _COMMANDS else _problem_of_readers(scene)
         shutil.rmtree(folder / "merged", ignore_errors=True)
         scene.restore(path, content, stat)
-        if place == folder / "rows.jsonl":
+        if target == folder / "rows.jsonl":
             path.write_bytes(content)
         if problem:
             tally.fail(f"{' '.join(command)[:60]} after {path.relative_to(folder.parent)} {how}: {problem}")
@@ -93,10 +93,10 @@ def malformed_cases(rng: random.Random, tally: Tally, folder: Path) -> None:
             tally.outcomes["told or used"] += 1
 
 
-def _json_files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    return [path for path in sorted(place.rglob("*")) if path.suffix in (".json", ".jsonl", ".safetensors") and path.is_file()]
+def _json_files(target: Path) -> list[Path]:
+    if target.is_file():
+        return [target]
+    return [path for path in sorted(target.rglob("*")) if path.suffix in (".json", ".jsonl", ".safetensors") and path.is_file()]
 
 
 def _malform(path: Path, content: bytes, rng: random.Random) -> str:

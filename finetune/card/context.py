@@ -6,7 +6,8 @@ import json
 import statistics
 from pathlib import Path
 
-from finetune.files import cache_dir, read_json, with_checksum, write_text
+from finetune.checksum import with_checksum
+from finetune.files import cache_dir, read_json, write_text
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.

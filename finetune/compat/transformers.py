@@ -25,7 +25,13 @@ _WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
 _QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
+_USER_AGENT = "transformers.utils.hub.http_user_agent"
+
 PRIVATE_NAMES = (
+    PrivateName(
+        _USER_AGENT, "patch", "it sends a random id of the process also where telemetry is off",
+        _READ_IN, "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub",
+    ),
     PrivateName(
         _GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
         _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
@@ -459,3 +465,10 @@ def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callabl
     """Replace a module's checkpoint function by `wrapped(checkpoint)`; no effect on a module that isn't checkpointed."""
     if hasattr(module, "_gradient_checkpointing_func"):
         module._gradient_checkpointing_func = wrapped(module._gradient_checkpointing_func)
+
+
+def without_session_id() -> None:
+    """From now on transformers names itself to the hub by its version only."""
+    from transformers import __version__
+
+    replace(_USER_AGENT, lambda *_: f"transformers/{__version__}; telemetry/off")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from finetune.checksum import with_checksum
 from finetune.data.examples import SourceReader
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
@@ -30,7 +31,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
-from finetune.files import cache_dir, read_json, with_checksum, write_text
+from finetune.files import cache_dir, read_json, write_text
 from finetune.system import replace, take_lock
 
 if TYPE_CHECKING:

@@ -118,9 +118,11 @@ def _check_folder(folder: Path, name: str) -> None:
 
 
 def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    from finetune.compat.transformers import without_session_id
+
+    without_session_id()
     name = recipe.model_name_or_path
     is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
@@ -138,9 +140,7 @@ def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
             f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {reason}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
-    except (
-        StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError, ArithmeticError
-    ) as error:  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class, transformers whatever its code meets
         raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _SAVE_HINT) from None
 
 

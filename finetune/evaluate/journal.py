@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.files import parse_checked, with_checksum
+from finetune.checksum import with_checksum
+from finetune.files import parse_checked
 
 
 class Journal:

@@ -79,9 +79,13 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     if (folder / "eval").is_dir():
         from datasets import load_from_disk
 
-        tokenised: Any = load_from_disk(str(folder / "eval"))
-        selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
-        sequences = {name: list(selected[name]) for name in _SEQUENCES if name in selected.column_names}
+        try:
+            tokenised: Any = load_from_disk(str(folder / "eval"))
+            selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
+            sequences = {name: list(selected[name]) for name in _SEQUENCES if name in selected.column_names}
+        except Exception as error:  # noqa: BLE001 - its library raises whatever its code meets
+            problem = f"{folder / 'eval'} can't be read: {type(error).__name__}: {str(error)[:200]}"
+            raise DataError(problem, "Give rows of your own: --data FILE.") from None
     if not questions and not sequences["input_ids"]:
         raise DataError(
             f"{run.path} has no held-out rows",

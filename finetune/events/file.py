@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.checksum import is_damaged, with_checksum
 from finetune.events.kinds import KINDS, Event, RunWarning, Unknown
-from finetune.files import is_damaged, with_checksum
 from finetune.serialise import from_json, readable, to_json
 from finetune.system import one_writer_at_a_time
 

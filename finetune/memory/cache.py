@@ -10,7 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finetune.files import cache_dir, read_json, with_checksum, write_text
+from finetune.checksum import with_checksum
+from finetune.files import cache_dir, read_json, write_text
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")

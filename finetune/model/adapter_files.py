@@ -51,10 +51,14 @@ def config_problems(config: dict[str, Any]) -> list[str]:
 
 def _tensor_problem(name: str, entry: Any, config: dict[str, Any]) -> str:
     """What is wrong with a tensor: not of floating point, or of another rank than the configuration's."""
-    if entry["dtype"] not in _DTYPES:
-        return f"{name} is {entry['dtype']}, not floating point"
-    ranks = {config.get("r"), *(config.get("rank_pattern") or {}).values()}
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        return f"{name} is {str(dtype)[:40]}, not floating point"
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        return f"{name} has the shape {str(shape)[:40]}"
+    pattern = config.get("rank_pattern")
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
     # experts have the rows of all of them in one matrix
-    if name.endswith("lora_A.weight") and not any(type(rank) is int and entry["shape"][0] % rank == 0 for rank in ranks):
-        return f"{name} has {entry['shape'][0]} rows, which is not the rank {config.get('r')}"
+    if name.endswith("lora_A.weight") and not any(type(rank) is int and rank > 0 and shape[0] % rank == 0 for rank in ranks):
+        return f"{name} has {shape[0]} rows, which is not the rank {config.get('r')}"
     return ""

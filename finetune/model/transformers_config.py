@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from finetune.compat.transformers import without_session_id
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config, resolve_model_path
 from finetune.model.language_model import model_class, text_config
@@ -21,6 +22,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 def load_config(settings: Recipe) -> PretrainedConfig:
     """The model's configuration from its folder, the hub or the catalogue. Raises RecipeError."""
+    without_session_id()  # before anything is asked for
     return config_from(read_config(settings), settings)
 
 

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.checksum import with_checksum
 from finetune.errors import ModelError
-from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, with_checksum, write_text
+from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:

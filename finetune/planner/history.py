@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, parse_checked, with_checksum, write_text
+from finetune.checksum import with_checksum
+from finetune.files import cache_dir, parse_checked, write_text
 from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ def _path() -> Path:
     return cache_dir() / "history.jsonl"
 
 
+def _are_numbers(row: dict[str, Any]) -> bool:
+    """Whether every figure of a row is a number that can be divided by, zero or null."""
+    figures = [value for name, value in row.items() if name.startswith(("measured_", "forecast_", "modelled_"))]
+    return all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in figures)
+
+
 def _rows() -> list[dict[str, Any]]:
     """All valid rows; a damaged line is skipped."""
     try:
@@ -102,6 +109,6 @@ def _rows() -> list[dict[str, Any]]:
             row = parse_checked(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("card"), str):
+        if isinstance(row, dict) and isinstance(row.get("card"), str) and _are_numbers(row):
             rows.append(row)
     return rows

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
-from finetune.files import cache_dir, parse_checked, with_checksum
+from finetune.files import cache_dir, parse_checked
 from finetune.run.seal import changes_in, writes_manifests
 from finetune.system import is_locked, rename, take_lock
 

@@ -47,6 +47,13 @@ def test_recipes_on_a_page_are_recipes(page):
         parse_recipe(fence.text, page.name)
 
 
+def test_every_promise_names_a_test_that_exists():
+    names = re.findall(r"`(tests/[\w/]+/test_\w+\.py)(?:::(\w+))?`", "".join(page.read_text("utf-8") for page in PAGES))
+    assert len(names) > 20
+    for path, function in names:
+        assert f"def {function or 'test_'}" in (ROOT / path).read_text("utf-8"), (path, function)
+
+
 @by_name
 def test_links_lead_somewhere(page):
     text = page.read_text("utf-8")

@@ -122,6 +122,11 @@ def change_norm(base):
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
 
 
+def change_generation(base):
+    path = base / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.5}))
+
+
 def flip_one_byte_of_the_weights(base):
     flip_one_byte(base / "model.safetensors")
 
@@ -141,13 +146,6 @@ def changed_base(on_a_copy, tmp_path):
     shutil.copytree(saved, base, dirs_exist_ok=True)
 
 
-@pytest.mark.parametrize("fault", [change_norm, flip_one_byte_of_the_weights])
-@pytest.mark.parametrize("use", [Answerer, compare, lambda run: merge(run, run.path / "out")])
-def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use):
-    with pytest.raises(RecipeError, match=r"can't be used with .*base: the base model's \w+.* changed"):
-        use(changed_base(fault))
-
-
 def keep_time(fault):
     def change(base):
         times = {path: path.stat() for path in base.iterdir()}
@@ -156,6 +154,13 @@ def keep_time(fault):
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
     return change
+
+
+@pytest.mark.parametrize("fault", [change_norm, change_generation, keep_time(flip_one_byte_of_the_weights)])
+@pytest.mark.parametrize("use", [Answerer, compare, lambda run: merge(run, run.path / "out")])
+def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use):
+    with pytest.raises(RecipeError, match=r"can't be used with .*base: the base model's \w+.* changed"):
+        use(changed_base(fault))
 
 
 @pytest.mark.parametrize("fault", [change_norm, flip_one_byte_of_the_weights, keep_time(flip_one_byte_of_the_weights)])

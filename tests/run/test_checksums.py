@@ -6,9 +6,10 @@ import json
 import pytest
 
 from finetune.card import context
+from finetune.checksum import is_damaged, with_checksum
 from finetune.evaluate.journal import Journal
 from finetune.events import EventWriter, RunWarning, Step, read_events
-from finetune.files import is_damaged, parse_checked, read_json, with_checksum, write_json
+from finetune.files import parse_checked, read_json, write_json
 from finetune.memory import cache
 from finetune.planner.plan import plan_was_edited
 

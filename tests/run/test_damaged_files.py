@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
+from finetune.bundled import model_path
+from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import FinetuneError
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
@@ -12,9 +15,11 @@ from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
 from finetune.layers import quantised_files
 from finetune.layers.quantised_store import Damaged, Store
+from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights
 from finetune.planner.base_adapter import read_base_adapter
+from finetune.planner.history import read_history
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import control
@@ -115,6 +120,41 @@ def test_a_damaged_adapter_configuration_is_named(tmp_path, content):
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(FinetuneError):
         read_base_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_held_out_tokens_that_cant_be_read_are_named(run, content, name):
+    (run.data / "eval").mkdir()
+    (run.data / "eval_examples.json").write_text("[]")
+    (run.data / "eval" / "state.json").write_text('{"_data_files": [], "_format_type": null, "_split": null}')
+    (run.data / "eval" / name).write_bytes(content)
+    with pytest.raises(FinetuneError, match=r"eval can't be read"):
+        held_out_rows(run, None)
+
+
+@pytest.mark.parametrize("entry", [{}, {"dtype": {}}, {"dtype": "F32"}, {"dtype": "F32", "shape": [0, -1]}, {"dtype": 1}])
+def test_a_tensor_without_a_type_or_shape_is_named(tmp_path, entry):
+    header = json.dumps({"x.lora_A.weight": {**entry, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    (problem,) = adapter_problems(tmp_path)
+    assert "x.lora_A.weight" in problem
+
+
+def test_measurements_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    rows = [{"card": "x", "measured_step_s": value, "modelled_step_s": 1.0} for value in (2.0, "nan", [], 10**400, True)]
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_history("x").runs == 1
+
+
+@pytest.mark.parametrize("model", ["\ud800", None, [], {"type": "BPE", "vocab": {}, "merges": [None]}])
+def test_a_damaged_tokenizer_is_named(tmp_path, model):
+    shutil.copytree(model_path("tiny"), tmp_path / "base")
+    path = tmp_path / "base" / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model": model}))
+    with pytest.raises(FinetuneError, match="its tokenizer can't be read"):
+        load_tokenizer(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path / 'base'}"]))
 
 
 @pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
