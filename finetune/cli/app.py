@@ -189,6 +189,7 @@ def plan(
 
 @cli.command()
 def sweep(
+    process: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="Recipe, its name, a model's name, or a sweep's folder.")
     ] = None,
@@ -215,7 +216,8 @@ def sweep(
     from finetune.cli.sweep import sweep_command
 
     raise typer.Exit(sweep_command(
-        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json
+        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json,
+        alone=bool(process.obj),
     ))  # fmt: skip
 
 

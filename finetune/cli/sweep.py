@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.card.visible import environment_with_gpus
+from finetune.card.visible import environment_with_gpus, hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
@@ -32,9 +32,14 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def sweep_command(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
-    stop: bool, show: bool, as_json: bool,
+    stop: bool, show: bool, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start a sweep of a recipe; of a sweep's folder, go on with it, or `stop` or `show` it. Returns the exit code."""
+    """Start a sweep of a recipe; of a sweep's folder, go on with it, or `stop` or `show` it. Returns the exit code.
+
+    `alone`: the process does nothing else.
+    """
+    if alone:
+        hide_gpus()
     from finetune.sweep.sweep import is_sweep, open_sweep
 
     folder = _sweep_folder(source)
