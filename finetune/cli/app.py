@@ -161,7 +161,7 @@ def plan(
     gpu: Annotated[str | None, typer.Option(help="Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090.")] = None,
     free: Annotated[str | None, typer.Option(help="Free memory to assume on the card, e.g. 22.1GiB.")] = None,
     largest: Annotated[
-        str | None, typer.Option(help="Find the largest max_length, lora_r or per_device_train_batch_size that fits.")
+        str | None, typer.Option(help="Find the largest max_length, lora_r, per_device_train_batch_size or model that fits.")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the base's held-out loss in 16 bit, int8 and NF4.")
@@ -189,6 +189,7 @@ def plan(
 
 @cli.command()
 def sweep(
+    process: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="Recipe, its name, a model's name, or a sweep's folder.")
     ] = None,
@@ -215,7 +216,8 @@ def sweep(
     from finetune.cli.sweep import sweep_command
 
     raise typer.Exit(sweep_command(
-        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json
+        recipe, overrides or [], model=model, data=data, budget=budget, detach=detach, stop=stop, show=show, as_json=json,
+        alone=bool(process.obj),
     ))  # fmt: skip
 
 

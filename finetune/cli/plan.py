@@ -138,6 +138,8 @@ def _print_result(plan: Plan) -> None:
             whole = format_seconds(plan.forecast.step_s * (plan.total_steps or 0))
             steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
             out.print(f"about {speed} (estimated){steps}")
+        if plan.total_steps and plan.run_time:
+            out.print(f"the run takes {plan.run_time.summary}")
         if plan.layer_copies:
             out.print(_layers_line(plan.layer_copies))
         for note in plan.forecast.notes:

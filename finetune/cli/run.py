@@ -176,6 +176,7 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
     if plan.forecast:
         peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
         out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
+    out.print(f"Time: {plan.run_time.summary if plan.run_time else 'not measured here'}")
     for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
         if report is not None:
             for line in _data_lines(name, report):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.card.visible import environment_with_gpus
+from finetune.card.visible import environment_with_gpus, hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
@@ -20,6 +20,7 @@ from finetune.system import start_detached
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
     from finetune.settings import Recipe
     from finetune.sweep.sweep import ArmResult, Sweep
 
@@ -31,9 +32,14 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 def sweep_command(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
-    stop: bool, show: bool, as_json: bool,
+    stop: bool, show: bool, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start a sweep of a recipe; of a sweep's folder, go on with it, or `stop` or `show` it. Returns the exit code."""
+    """Start a sweep of a recipe; of a sweep's folder, go on with it, or `stop` or `show` it. Returns the exit code.
+
+    `alone`: the process does nothing else.
+    """
+    if alone:
+        hide_gpus()
     from finetune.sweep.sweep import is_sweep, open_sweep
 
     folder = _sweep_folder(source)
@@ -81,7 +87,15 @@ def _created(
         return parse([*fixed, *(f"{name}={value}" for name, value in values.items())])
 
     with show_progress(quiet=quiet) as progress:
-        return create_sweep(with_values, swept, budget_s=budget_s, progress=progress)
+        return create_sweep(with_values, swept, budget_s=budget_s, run_seconds=_run_seconds, progress=progress)
+
+
+def _run_seconds(plan: Plan) -> float | None:
+    """Seconds of one arm's whole run: by earlier runs here, else by the speed model; None where neither is known."""
+    if plan.run_time:
+        return plan.run_time.likely_s
+    step_s = plan.forecast.step_s if plan.forecast else None
+    return step_s * plan.total_steps if step_s and plan.total_steps else None
 
 
 def _seconds_of(text: str) -> float:

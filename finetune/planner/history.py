@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.checksum import with_checksum
 from finetune.files import cache_dir, parse_checked, write_text
+from finetune.planner.run_time import MeasuredRun
 from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 
 @dataclass(frozen=True)
 class History:
-    """`speed_factor`: median of measured / modelled step time, None when never measured.
+    """`speed_factor`: median of measured / modelled step time, None when never measured. `measured_runs`: whole runs.
 
     `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `reserved_errors`: of reserved bytes.
     """
@@ -33,6 +34,7 @@ class History:
     speed_factor: float | None = None
     memory_errors: tuple[float, ...] = ()
     reserved_errors: tuple[float, ...] = ()
+    measured_runs: tuple[MeasuredRun, ...] = ()
 
     @property
     def worst_excess(self) -> float:
@@ -42,11 +44,12 @@ class History:
 
 def record_run(
     plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
-    segments: int | None = None,
+    segments: int | None = None, train_s: float | None = None, load_s: float | None = None,
 ) -> None:  # fmt: skip
     """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
 
-    `step_s` is the median step time without the first steps. Figures that the plan does not have are null.
+    `step_s` is the median step time without the first steps; `train_s` and `load_s` are of a whole run in one go.
+    Figures that the plan does not have are null.
     """
     forecast = plan.forecast
     row = {
@@ -56,6 +59,7 @@ def record_run(
         "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
         "measured_reserved_bytes": reserved_bytes,
         "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
+        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s,
     }  # fmt: skip
     rows = _rows()
     mine = [old for old in rows if old["card"] == plan.card.name]
@@ -84,7 +88,14 @@ def read_history(card_name: str) -> History:
     )
     factor = statistics.median(factors) if factors else None
     bounded = None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-    return History(len(rows), bounded, allocated, reserved)
+    return History(len(rows), bounded, allocated, reserved, _measured_runs(rows))
+
+
+def _measured_runs(rows: list[dict[str, Any]]) -> tuple[MeasuredRun, ...]:
+    """The rows that have a whole run; a damaged one is skipped."""
+    names = ("workload_s", "train_s", "load_s")
+    whole = [row for row in rows if all(isinstance(row.get(name), float) and row[name] > 0 for name in names)]
+    return tuple(MeasuredRun(str(row.get("model")), *(row[name] for name in names)) for row in whole)
 
 
 def _path() -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config
+from finetune.planner.largest_model import find_largest_model
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.planning import RowsRead, prepared
 from finetune.planner.shape import shape_of
@@ -55,12 +56,13 @@ RANGES = {
 class Largest:
     """The largest `value` of a setting that fits, with its plan; 0 and the plan of the least value when that does not.
 
-    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value.
+    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value. Of
+    `model` they are names of the catalogue.
     """
 
     setting: str
-    value: int
-    too_large: int | None
+    value: int | str
+    too_large: int | str | None
     limit: str
     plan: Plan
     overrides: tuple[str, ...]
@@ -68,10 +70,11 @@ class Largest:
     @property
     def sentence(self) -> str:
         """The answer in words."""
+        value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (self.value, self.too_large))
         if not self.value:
-            return f"{self.setting}: {self.too_large:,} does not fit either"
-        more = self.limit if self.too_large is None else f"{self.too_large:,} does not surely fit"
-        return f"{self.setting}: {self.value:,} at most ({more})"
+            return f"{self.setting}: {too_large} does not fit either"
+        more = self.limit if too_large is None else f"{too_large} does not surely fit"
+        return f"{self.setting}: {value} at most ({more})"
 
     def as_json(self) -> dict[str, Any]:
         """As documented in docs/plan-json.md."""
@@ -89,6 +92,9 @@ def plan_largest(
     Raises PackagesError and RecipeError.
     """
     recipe, renamed, reasons = prepared(recipe)
+    if setting == "model":
+        name, too_large, plan, overrides = find_largest_model(recipe, card, progress=progress)
+        return Largest(setting, name, too_large, "the largest of the catalogue", plan, overrides)
     read = RowsRead() if setting == "max_length" else rows(recipe)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
     plan = largest.plan
@@ -106,7 +112,9 @@ def find_largest(
     Raises RecipeError for another setting, and when the recipe can't be planned.
     """
     if setting not in RANGES:
-        raise RecipeError(f"--largest {setting}: the largest value is found of {', '.join(RANGES)}", "Name one of these.")
+        raise RecipeError(
+            f"--largest {setting}: the largest value is found of {', '.join(RANGES)}, model", "Name one of these."
+        )
     searched, report_progress = RANGES[setting], progress or (lambda _: None)
     data = None if setting == "max_length" else data
 

@@ -20,6 +20,7 @@ from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
+from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
@@ -277,7 +278,9 @@ class Plan:
     when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
     is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
     `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
-    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it.
+    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it. `workload_s`: the whole run by the
+    speed model, in an arbitrary unit where the GPU's rates are unknown. `run_time`: its length by earlier runs on this machine,
+    None where none was measured.
     """
 
     settings: Settings
@@ -298,6 +301,8 @@ class Plan:
     many_cards: ManyCards | None = None
     data_problem: DataProblem | None = None
     layer_copies: LayerCopies | None = None
+    workload_s: float | None = None
+    run_time: RunTime | None = None
 
     @property
     def exit_code(self) -> int:

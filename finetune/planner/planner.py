@@ -34,6 +34,7 @@ from finetune.planner.resources import (
     pinned_bytes,
     pinned_inputs_note,
 )
+from finetune.planner.run_time import run_time, workload_s
 from finetune.planner.search import Search
 from finetune.planner.shape import shape_of
 from finetune.planner.speed import Job, knows_rates
@@ -263,13 +264,15 @@ class _Planner:
             tokens_per_s=timing.tokens_per_s / factor if rates_known else None,
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
+        workload = workload_s(timing.step_s, steps, settings, self.data)
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search, chosen),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast),
+            layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast), workload_s=workload,
+            run_time=run_time(workload, settings.model_name_or_path, self.history.measured_runs),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 

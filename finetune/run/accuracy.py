@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from finetune.card.context import record_measurement
-from finetune.events import ForecastCheck, Memory
+from finetune.events import ForecastCheck, Memory, Start, State
 from finetune.planner.history import record_run
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.events import Step
+    from finetune.events import Event, Step
     from finetune.planner.plan import Plan
 
 #: First steps that allocate more than this share over the forecast are worth a warning.
@@ -75,7 +75,16 @@ def highest(memories: Sequence[Memory]) -> Memory:
     )
 
 
-def record_measurements(plan: Plan, steps: list[Step]) -> None:
+def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
+    """Seconds of loading, and from then on until now, of a run that trained in one go; None of one that was resumed."""
+    starts = [event for event in events if isinstance(event, Start)]
+    began = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
+    if len(starts) != 1 or starts[0].step or not (began and began.time_s and starts[0].time_s and events[-1].time_s):
+        return None
+    return starts[0].time_s - began.time_s, events[-1].time_s - starts[0].time_s
+
+
+def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, float] | None = None) -> None:
     """Record speed, memory and the CUDA context's size on this card, for later plans.
 
     Raises OSError when the cache can't be written.
@@ -86,6 +95,7 @@ def record_measurements(plan: Plan, steps: list[Step]) -> None:
         allocated_bytes=_highest(step.peak_allocated_bytes for step in steps),
         reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
         segments=_highest(step.peak_segments for step in steps),
+        load_s=whole_run[0] if whole_run else None, train_s=whole_run[1] if whole_run else None,
     )  # fmt: skip
     contexts = [step.context_bytes for step in steps]
     measured = [size for size in contexts if size is not None and size > 0]

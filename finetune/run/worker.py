@@ -21,7 +21,7 @@ from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, ski
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
-from finetune.run.accuracy import compare_at_end, record_measurements
+from finetune.run.accuracy import compare_at_end, record_measurements, whole_run_s
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, ignored_settings_message, kernel_problem, limit_card, lost_card, open_card
@@ -150,7 +150,7 @@ class Worker:
         if (check := compare_at_end(self.plan, steps)) is not None:
             self.events.emit(check)
         with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-            record_measurements(self.plan, steps)
+            record_measurements(self.plan, steps, whole_run_s(every))
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk

@@ -7,18 +7,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.planner.plan import Plan
 from finetune.recipe import write_recipe
 from finetune.run.held_out import let_train
-from finetune.run.prepare import Prepared, create_run, prepare
 from finetune.settings import AUTO, Recipe
 from finetune.sweep.grid import combinations, nearest_to_centre, rates_around
 from finetune.sweep.halving import RULE, rungs_of
 from finetune.sweep.sweep import ArmFacts, LeftOut, Sweep, SweepFacts, label, write_sweep
 from finetune.units import format_seconds
+
+if TYPE_CHECKING:
+    from finetune.run.prepare import Prepared
 
 Progress = Callable[[str], None]
 #: Of a run's plan, its seconds; None where no step has been measured.
@@ -34,6 +36,8 @@ def create_sweep(
     Without swept settings the learning rate is swept around the planner's advice. Raises what `prepare` raises, and
     CommandError when fewer than two arms are left.
     """
+    from finetune.run.prepare import create_run, prepare
+
     plain = prepare(_arm_recipe(recipe_of({}), None), progress=progress)
     if not (plain.plan.data and plain.plan.data.eval_rows):
         raise DataError("a sweep compares held-out losses, and no rows are held out", "Add dataset.test_split_size=0.1.")
@@ -82,6 +86,8 @@ def _arm_recipe(recipe: Recipe, path: Path | None) -> Recipe:
 def _prepared(
     recipe_of: Callable[[dict[str, Any]], Recipe], values: list[dict[str, Any]], path: Path, progress: Progress
 ) -> tuple[list[tuple[str, dict[str, Any], Prepared]], list[LeftOut]]:
+    from finetune.run.prepare import prepare
+
     prepared, left_out = [], []
     for number, arm_values in enumerate(values, 1):
         name = f"{path.name}-{number}"

@@ -64,9 +64,9 @@ class Driver:
             target = None if rung == last else rung
             if pause_step(run) != target:
                 let_train(run, target)
-            state = read_state(run).state
+            is_new = read_state(run).state == "queued"
             self.log(f"{label(arm.values)}: training to step {rung:,} of {last:,}  ({run.path})")
-            (control.start if state == "queued" else control.resume)(run)
+            (control.start if is_new else control.resume)(run)
         self._wait(run)
         state = read_state(run)
         loss = self.sweep.losses_at(arm, rung)

@@ -7,8 +7,10 @@ import pytest
 from finetune.card import find_card
 from finetune.cli.plan import show_plan
 from finetune.errors import RecipeError
+from finetune.model.catalogue import entries
 from finetune.planner.largest import find_largest
-from finetune.planner.planner import make_plan
+from finetune.planner.largest_model import find_largest_model
+from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.recipe import recipe_from
 from finetune.settings import resolved
 from finetune.units import GIB
@@ -56,6 +58,21 @@ def test_where_no_value_fits_the_plan_of_the_least_says_why(new_forecaster):
     largest = find_largest(recipe(), find_card("rtx-4090", free_bytes=3 * GIB), "lora_r", forecaster=new_forecaster())
     assert (largest.value, largest.too_large, largest.plan.verdict) == (0, 8, "does not fit")
     assert largest.sentence == "lora_r: 8 does not fit either"
+
+
+@pytest.mark.slow
+def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(new_forecaster):
+    card, forecaster = find_card("rtx-4060"), new_forecaster()
+    name, too_large, plan, overrides = find_largest_model(recipe(max_length=1024), card, forecaster=forecaster)
+    assert plan.verdict == "fits" and overrides == (f"model_name_or_path={name}",)
+    larger = [other for other, entry in entries().items() if entry.first and entry.parameters > entries()[name].parameters]
+    assert too_large in larger
+    for other in sorted(larger, key=lambda other: entries()[other].parameters)[:2]:
+        try:
+            changed = resolved(recipe(max_length=1024), model_name_or_path=other)
+            assert plan_if_fits(changed, card, None, forecaster) is None, other
+        except RecipeError:  # the arithmetic can't plan it
+            continue
 
 
 def test_another_setting_is_refused_with_those_that_are_searched():

@@ -1,0 +1,77 @@
+"""A sweep whose arms and driver are killed goes on where it was, and ends as one that nobody killed."""
+
+import itertools
+import os
+
+import pytest
+
+from finetune.events import Step, read_events
+from finetune.recipe import load_recipe
+from finetune.sweep import driver as driver_module
+from finetune.sweep.create import create_sweep
+from finetune.sweep.driver import Driver, Stopped
+
+RECIPE = (
+    "max_steps=8", "save_steps=2", "eval_steps=2", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4",
+    "lora_alpha=8", "dataset.max_rows=40", "dataset.test_split_size=16", "sample_answers=0",
+)  # fmt: skip
+RATES = {"learning_rate": [1e-4, 4e-3, 4e-2]}
+
+
+def new_sweep(path):
+    def recipe_of(values):
+        return load_recipe("tiny-cpu", [*RECIPE, f"output_dir={path}", *(f"{name}={value}" for name, value in values.items())])
+
+    return create_sweep(recipe_of, RATES)
+
+
+#: Trainings of the sweep, by their number, and the step after which they are killed: two of the first rung, one of the second.
+KILLS = {0: 1, 3: 1, 5: 3}
+
+
+def drive(sweep, train, monkeypatch, kills):
+    """Drive to the end; `kills`: trainings that are killed after a step, and the driver ends with them."""
+    numbers = itertools.count()
+
+    def start(run):
+        number = next(numbers)
+
+        def killed_after_a_step():
+            from finetune.run.callbacks import RunCallback
+
+            original = RunCallback.on_log
+
+            def on_log(self, args, state, *arguments, **named):
+                original(self, args, state, *arguments, **named)
+                if state.global_step >= kills[number]:
+                    os.kill(os.getpid(), 9)
+
+            RunCallback.on_log = on_log
+
+        train(run, killed_after_a_step if number in kills else None)
+
+    monkeypatch.setattr(driver_module.control, "start", start)
+    monkeypatch.setattr(driver_module.control, "resume", start)
+    stops = 0
+    while not sweep.is_finished:
+        try:
+            Driver(sweep, lambda _: None).drive()
+        except Stopped:
+            stops += 1
+    return stops
+
+
+def outcome(sweep):
+    return sorted((str(result.values), result.dropped_at, tuple(result.curve)) for result in sweep.results())
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_at_three_moments_ends_as_one_in_one_go(tmp_path, train, monkeypatch):
+    whole, killed = new_sweep(tmp_path / "whole"), new_sweep(tmp_path / "killed")
+    assert drive(whole, train, monkeypatch, {}) == 0
+    assert drive(killed, train, monkeypatch, KILLS) == 3
+    assert outcome(killed) == outcome(whole)
+    winner = killed.results()[0]
+    assert winner.state == "finished" and "wins with a held-out loss of" in killed.sentence()
+    steps = [event.step for event in read_events(killed.run_of(killed.facts.arms[1]).events) if isinstance(event, Step)]
+    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
