@@ -82,11 +82,13 @@ def test_a_lost_server_dims_the_head_and_covers_nothing_until_it_is_back(served,
     filled(served[1], "silent")
     page = visit("run?run=silent")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
-    page.route("**/ft/series/**", lambda route: route.abort())
+    page.route("**/ft/series/**", lambda _: None)  # no answer
     page.wait_for_selector("#run-lost:not([hidden])")
     assert "No answer" in page.inner_text("#run-lost")
     assert float(page.evaluate("getComputedStyle(document.querySelector('[data-part=progress]')).opacity")) < 0.6
     page.unroute("**/ft/series/**")
+    page.wait_for_selector("#run-lost", state="hidden")
+    page.wait_for_selector("body:not([data-lost])")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
