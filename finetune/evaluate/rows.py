@@ -180,7 +180,7 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
     return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
-def _eval_rows(questions: list[dict[str, Any]], **sequences: list[Any]) -> EvalRows:
+def _eval_rows(questions: list[dict[str, Any]], **sequences: Any) -> EvalRows:
     """`sequences`: fields of EvalRows."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
     rows = EvalRows(prompts, prompt_ids, answers, **sequences)
