@@ -19,6 +19,7 @@ import finetune.layers.lean_layers
 import finetune.layers.offload
 import finetune.model.build
 import finetune.model.cpu_adamw
+import finetune.run.reference
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.fake_model import ADAPTERS, CASTS
 from finetune.memory.simulate import AUXILIARY, Batch, garbage_collection_paused, observe, simulate
@@ -267,6 +268,25 @@ def watch(trainer, tracker: RealTracker) -> None:
     observe(trainer.model, tracker)
 
 
+@contextmanager
+def reference_apart(tracker):
+    """A precomputed reference as a phase of its own; it is made while the trainer is built."""
+    computed = finetune.run.reference._computed
+
+    def apart(*arguments):
+        before, tracker.phase = tracker.phase, "reference"
+        try:
+            return computed(*arguments)
+        finally:
+            tracker.phase = before
+
+    finetune.run.reference._computed = apart
+    try:
+        yield
+    finally:
+        finetune.run.reference._computed = computed
+
+
 def measured(run) -> dict[str, int]:
     """Peak bytes of each phase of a run that the worker makes in this process."""
     from finetune.run.worker import Worker
@@ -279,6 +299,7 @@ def measured(run) -> dict[str, int]:
         stack.enter_context(weights_seen(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)
+        stack.enter_context(reference_apart(tracker))
         if worker.plan.settings.load_in_4bit:
             stack.enter_context(experts_merged_on_host(tracker))
         trainer, callback = worker._build()

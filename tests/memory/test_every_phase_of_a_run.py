@@ -100,6 +100,7 @@ def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind,
     expected, seen = forecast(plan), measured(run)
     phases = {"load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval"}
     assert phases <= expected.keys() & seen.keys()
+    assert seen.get("reference", 0) <= max(expected.values())
     sequences = 1 if plan.settings.method == "sft" else 2 * plan.settings.per_device_train_batch_size
     pairs = {phase: (expected[phase], seen[phase]) for phase in phases}
     assert {phase: pair for phase, pair in pairs.items() if not is_close(*pair, sequences)} == {}
