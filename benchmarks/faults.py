@@ -78,7 +78,7 @@ def report(tallies: list[Tally]) -> int:
     print("\n| faults | cases | outcomes |\n|---|---|---|")
     for tally in tallies:
         print(tally.row())
-    failures = [line for tally in tallies for line in tally.failures]
+    failures = [line for tally in tallies for line in (tally.failures or tally.missing)]
     for line in failures:
         print(line)
     return 1 if failures else 0

@@ -32,6 +32,11 @@ class Tally:
         self.outcomes["FAILED"] += 1
         self.failures.append(f"{self.kind}: {case}")
 
+    @property
+    def missing(self) -> list[str]:
+        """A line when no case was tried: nothing is shown then."""
+        return [] if self.cases else [f"{self.kind}: no case was tried in the time"]
+
     def row(self) -> str:
         """One line of the table."""
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
