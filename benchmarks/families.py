@@ -66,9 +66,13 @@ def _text(**values: Any) -> dict[str, Any]:
 #: Model type -> what its config.json has beside the sizes; with a `text_config` it is all that config.json has.
 FAMILIES: dict[str, dict[str, Any]] = {
     # those of the catalogue
+    "apertus": {},
     "cohere": {"logit_scale": 0.0625, "use_qk_norm": True},
     "cohere2": {**_WINDOW, "head_dim": 32, "logit_scale": 0.25},
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
+    "exaone4": {**_WINDOW, "head_dim": 32},
     "falcon": {"num_kv_heads": 1, "multi_query": True, "parallel_attn": True, "alibi": False, "num_key_value_heads": None},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 512, "head_dim": 32},
     "gemma": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma2": {"head_dim": 64, "sliding_window": 32, "num_hidden_layers": 4},
     "gemma3": {"vision_config": _SIGLIP, "mm_tokens_per_image": 1, "image_token_index": 5, "boi_token_index": 6,
@@ -83,8 +87,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             num_kv_shared_layers=3, use_double_wide_mlp=True, num_key_value_heads=1, final_logit_softcapping=30.0,
         ),
     },
+    "gemma4_unified": {
+        "vision_config": None, "audio_config": None, "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7,
+        "boi_token_id": 8,
+        **_text(**_WINDOW, head_dim=32, global_head_dim=64, num_global_key_value_heads=1, attention_k_eq_v=True,
+                hidden_size_per_layer_input=0, num_kv_shared_layers=0, final_logit_softcapping=30.0),
+    },
+    "glm4_moe_lite": {
+        "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 8},
     "gpt_oss": {**_WINDOW, "intermediate_size": 128, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
     "granite": {"attention_multiplier": 0.03, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 8,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 128, "intermediate_size": 64},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "conv", "full_attention"], "num_dense_layers": 1},
     "llama": {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128}},
@@ -94,6 +111,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
         "image_token_index": 5, "tie_word_embeddings": False, **_text(model_type="mistral", head_dim=32, sliding_window=None)},
     "mixtral": {"intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "muse_glimmer": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "image_token_id": 5, "video_token_id": 6, "out_hidden_size": 128, "projector_hidden_size": 64,
+        **_text(**_WINDOW, head_dim=32, num_key_value_heads=2)},
     "olmo2": {},
     "olmo3": {**_WINDOW},
     "phi": {"partial_rotary_factor": 0.5},
@@ -105,10 +126,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"vision_config": _QWEN_VISION, **_IDS,
                     **_text(**_LINEAR, **_QWEN35_ROPE, **_EXPERTS, shared_expert_intermediate_size=64)},
     "qwen3_moe": {"head_dim": 64, **_EXPERTS},
+    "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_vl": {"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}, **_IDS, "tie_word_embeddings": True,
                  **_text(**_MROPE, head_dim=32, tie_word_embeddings=True)},
     "qwen3_vl_moe": {"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}, **_IDS,
                      **_text(**_MROPE, **_EXPERTS, head_dim=32)},
+    "seed_oss": {"head_dim": 32, "attention_dropout": 0.1, "residual_dropout": 0.1},
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
     "starcoder2": {"sliding_window": 32, "use_bias": True, "tie_word_embeddings": True},
@@ -117,23 +140,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 2,
         "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64, "num_key_value_heads": 8},
-    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
-    "exaone4": {**_WINDOW, "head_dim": 32},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 512, "head_dim": 32},
     "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5},
     "glm4_moe": {"head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                  "first_k_dense_replace": 1, "use_qk_norm": True},
     "gpt2": {"intermediate_size": None, "num_key_value_heads": None, "tie_word_embeddings": True},
     "gpt_neox": {"rotary_pct": 0.25},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 8,
-                         "num_experts_per_tok": 2, "shared_intermediate_size": 128, "intermediate_size": 64},
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
     "qwen2_5_vl": {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [0]}, **_IDS, **_text(**_MROPE)},
     "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                   "shared_expert_intermediate_size": 128},
-    "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 64},
-    "seed_oss": {"head_dim": 32, "attention_dropout": 0.1, "residual_dropout": 0.1},
 }  # fmt: skip
 
 
@@ -265,7 +280,7 @@ def main() -> None:
 
 def _use_tests() -> None:
     """The run and its dry run are those of the tests."""
-    sys.path.insert(0, str(ROOT / "tests" / "forecast"))
+    sys.path.insert(0, str(ROOT / "tests" / "memory"))
 
 
 if __name__ == "__main__":

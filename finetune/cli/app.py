@@ -487,11 +487,11 @@ def push(
 
 @cli.command()
 def recipes(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show NAME, copy NAME, or keys.")] = "list",
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show NAME, copy NAME, keys, or models.")] = "list",
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a shipped recipe.")] = None,
     json: Json = False,
 ) -> None:
-    """List, show or copy shipped recipes; `keys`: all settings.
+    """List, show or copy shipped recipes; `keys`: all settings; `models`: those planned without the hub.
 
     Example:  finetune recipes copy 7b-4090
     """

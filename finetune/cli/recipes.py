@@ -1,4 +1,4 @@
-"""`finetune recipes`: the shipped recipes, and all settings."""
+"""`finetune recipes`: the shipped recipes, all settings, and the models of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.padding import Padding
 
+from finetune.cli.models import show_models
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, table
 from finetune.errors import CommandError
@@ -17,9 +18,11 @@ from finetune.settings.reference import settings_reference
 
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
-    """List, show or copy recipes, or list the settings."""
+    """List, show or copy recipes, or list the settings or the models of the catalogue."""
     if verb == "keys":
         _show_keys(as_json)
+    elif verb == "models":
+        show_models(as_json=as_json)
     elif verb == "show" and name:
         print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
@@ -28,7 +31,7 @@ def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
         _list(as_json)
     else:
         raise CommandError(
-            f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys."
+            f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys, models."
         )
 
 

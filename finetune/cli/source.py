@@ -70,16 +70,19 @@ def _is_model(source: str) -> bool:
     try:
         find_recipe(source)
     except RecipeError as error:
+        from finetune.model.configuration import FROM_CONFIG
         from finetune.model.names import is_known, suggestions
-        from finetune.model.unknown_names import why_unknown
+        from finetune.model.unknown_names import OTHER_MODELS, why_unknown
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
         if is_known(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         if unknown := why_unknown(source):
-            raise RecipeError(f"the model {source} {unknown[0]}; no recipe has that name, either", unknown[1]) from None
+            reason, fix = unknown
+            folder = "" if fix == OTHER_MODELS else f" Or give {FROM_CONFIG}."
+            raise RecipeError(f"the model {source} {reason}; no recipe has that name, either", f"{fix}{folder}") from None
         close = suggestions(source)
         models = f" Or the model {' or '.join(close)}?" if close else ""
-        raise RecipeError(error.problems, f"{error.fix}{models}") from None
+        raise RecipeError(error.problems, f"{error.fix}{models} A model of another name: {FROM_CONFIG}.") from None
     return False

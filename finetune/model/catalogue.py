@@ -16,7 +16,7 @@ class Entry:
     """A model of the catalogue. `parameters`: as published, of the language model alone.
 
     `first`: no earlier entry has the same values. `pretrained`: there is no chat model of this size. `source`: keys of
-    `sources` in configurations.json.
+    `sources` in configurations.json. `date`: when the values were read; None for rows older than that field.
     """
 
     config: dict[str, Any]
@@ -24,6 +24,7 @@ class Entry:
     first: bool
     pretrained: bool
     source: str
+    date: str | None
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
@@ -31,10 +32,21 @@ def catalogue() -> dict[str, dict[str, Any]]:
     return {name: entry.config for name, entry in entries().items()}
 
 
+def sources() -> dict[str, str]:
+    """Key of a source -> what it is, with its commit or version."""
+    return dict(_file()["sources"])
+
+
+@cache
+def _file() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return content
+
+
 @cache
 def entries() -> dict[str, Entry]:
     """Hub id -> entry, for every model of the catalogue."""
-    rows = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    rows = _file()["models"]
     by_name: dict[str, Entry] = {}
     for name, row in rows.items():
         values = dict(row)
@@ -43,8 +55,9 @@ def entries() -> dict[str, Entry]:
         billions = values.pop("parameters", None)
         parameters = billions * 1e9 if billions else origin.parameters if origin else 0.0
         pretrained = values.pop("pretrained", False)
+        date = values.pop("date", origin.date if origin else None)
         config = {**(origin.config if origin else {}), **values}
         config = {key: value for key, value in config.items() if value is not None}
         for index, other in enumerate([name, *others]):
-            by_name[other] = Entry(config, parameters, origin is None and index == 0, pretrained, source)
+            by_name[other] = Entry(config, parameters, origin is None and index == 0, pretrained, source, date)
     return by_name

@@ -29,6 +29,8 @@ _EAGER_ONLY = {
 }  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_LAYERS = 10_000
+#: How a model that nothing here knows is planned.
+FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/folder"
 
 
 def resolve_model_path(settings: Recipe) -> str:
@@ -52,7 +54,7 @@ def resolve_model_path(settings: Recipe) -> str:
     if name.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
-            f"{_did_you_mean(name)}Give a folder, or an id such as Qwen/Qwen3-8B.",
+            f"{_did_you_mean(name)}Give an id such as Qwen/Qwen3-8B, or {FROM_CONFIG}.",
         )
     return name
 
@@ -71,7 +73,7 @@ def read_config(settings: Recipe) -> dict[str, Any]:
     models = catalogue()
     if path in models:
         return dict(models[path])
-    fix = f"{_did_you_mean(path)}Give the hub id in full, or a folder that holds its config.json."
+    fix = f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
     raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
 
 

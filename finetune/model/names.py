@@ -139,9 +139,12 @@ def _candidates(typed: str) -> list[str]:
         return _of_kind(wanted.kind, same_words)
     matches = _of_kind(wanted.kind, same_words + loose)
     longer = [name for name, parsed in eligible.items() if parsed.terms > wanted.terms and name not in loose]
-    if same_words or not _of_kind(wanted.kind, longer):
+    longer = _of_kind(wanted.kind, longer)
+    if wanted.kind and any(_parsed_entries()[name].kind == wanted.kind for name in matches):
+        longer = [name for name in longer if _parsed_entries()[name].kind == wanted.kind]
+    if same_words or not longer:
         return matches
-    return matches + _of_kind(wanted.kind, longer) if matches else []
+    return matches + longer if matches else []
 
 
 def _of_kind(kind: str, names: list[str]) -> list[str]:
@@ -176,9 +179,14 @@ def _parsed(typed: str) -> _Name:
     text = re.sub(r"c4ai|\b\d\d-(?=20\d\d)", " ", _PACKING.sub(" ", text).replace("_", " "))
     tokens = _WORD.findall(re.sub(r"(\d)\s+([bm])\b", r"\1\2", text))
     kind = "chat" if _CHAT & set(tokens) else "base" if _BASE & set(tokens) else "chat" if tag else ""
-    terms = {word.removeprefix("v") if word[1:2].isdigit() else word for word in tokens} - _IGNORED - _CHAT - _BASE
-    optional = {word.removeprefix("v") for word in tokens if _OPTIONAL.fullmatch(word)}
+    terms = {_version(word) if any(map(str.isdigit, word[:2])) else word for word in tokens} - _IGNORED - _CHAT - _BASE
+    optional = {_version(word) for word in tokens if _OPTIONAL.fullmatch(word)}
     return _Name(_ACCOUNTS.get(account, account), frozenset(terms), frozenset(optional & terms), kind, packing, bool(tag))
+
+
+def _version(word: str) -> str:
+    """`v4.0` as 4, which people write, too."""
+    return word.removeprefix("v").removesuffix(".0")
 
 
 @cache

@@ -327,7 +327,9 @@ def test_disk_is_counted_and_unknown_on_a_card_of_the_catalogue(planned):
 def test_an_unknown_model_is_refused_before_anything_is_searched(planned):
     with pytest.raises(RecipeError, match="nobody/nothing") as error:
         planned("nobody/nothing")
-    assert error.value.fix == "Give the hub id in full, or a folder that holds its config.json."
+    assert error.value.fix == (
+        "Give the hub id in full, or the folder that holds its config.json: finetune plan path/to/folder."
+    )
 
 
 def test_a_card_that_is_known_to_hold_more_is_believed(new_forecaster):
