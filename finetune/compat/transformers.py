@@ -471,4 +471,4 @@ def without_session_id() -> None:
     """From now on transformers names itself to the hub by its version only."""
     from transformers import __version__
 
-    replace(_USER_AGENT, lambda *_: f"transformers/{__version__}; telemetry/off")
+    replace(_USER_AGENT, lambda user_agent=None: f"transformers/{__version__}; telemetry/off")

@@ -11,7 +11,7 @@ import pytest
 
 from app import browser_files
 from app.live import LiveRun
-from app.pages.run import _View
+from app.views import run_page
 from finetune.run.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,12 +49,9 @@ def test_the_files_are_fetched_with_their_licences(tmp_path):
 
 
 def test_where_nothing_was_fetched_the_curves_are_svg_with_their_table(tmp_path, kept_run, monkeypatch):
-    run = RunDirectory(kept_run(tmp_path))
-    live = LiveRun(run, tmp_path / "digest.json")
-    context = type("Context", (), {"workspace": type("W", (), {"run": lambda self, name: run})()})()
-    context.lives = type("Lives", (), {"of": lambda self, run: live})()
+    live = LiveRun(RunDirectory(kept_run(tmp_path)), tmp_path / "digest.json")
     monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
-    curves = _View(context).show("finished")[1]
+    curves = run_page.body(live, "overview")
     assert 'class="loss"' in curves and "<td" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")
-    assert _View(context).show("finished")[1] == '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>'
+    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.body(live, "overview")

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from finetune.cli.entry import main
 from finetune.errors import RecipeError
-from finetune.files import write_json
+from finetune.files import parse_checked, write_json
 from finetune.requirements import Package
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
@@ -129,7 +129,7 @@ def test_runs_are_renamed_and_deleted(tmp_path, monkeypatch):
 def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):
     assert open_run("latest").path == Path("elsewhere/mine")
     assert update_settings(planned, ["save_steps=7", "eval_steps=9"]) == {"save_steps": 7, "eval_steps": 9}
-    assert json.loads(planned.adjustments.read_text()) == {"save_steps": 7, "eval_steps": 9}
+    assert parse_checked(planned.adjustments.read_bytes()) == {"save_steps": 7, "eval_steps": 9}
     refused = ["lora_r=4", "max_steps=9", "learning_rate=1e-3", "output_dir=x", "save_total_limit=auto"]
     with pytest.raises(RecipeError) as error:
         update_settings(planned, refused)

@@ -106,7 +106,8 @@ def test_the_command_for_labelled_answers_keeps_the_good_ones(write, tmp_path, n
     rows = [{"prompt": f"Shelf {n}?", "completion": f"Yes {n}.", name: good if n % 2 else bad} for n in range(6)]
     with pytest.raises(DataError) as error:
         read_examples(recipe(write("my rows.jsonl", rows)).dataset)
-    subprocess.run(error.value.fix.splitlines()[0].partition("  ")[2], shell=True, check=True, cwd=tmp_path)
+    (command,) = (line for line in error.value.fix.splitlines() if " jq " in line)
+    subprocess.run(command.partition("  ")[2], shell=True, check=True, cwd=tmp_path)
     examples = read_examples(recipe(str(tmp_path / "good.jsonl")).dataset).train.examples
     assert [example.prompt for example in examples] == ["Shelf 1?", "Shelf 3?", "Shelf 5?"]
 

@@ -46,7 +46,7 @@ def test_characters_of_several_tokens_are_emitted_whole_and_nothing_is_retracted
     text = "Grüße 🙂 für 3 €"
     for ids in [model_and_tokenizer[1](text, add_special_tokens=False)["input_ids"], *drawn]:
         passed = []
-        pieces = _Pieces(model_and_tokenizer[1], passed.append)
+        pieces = _Pieces(model_and_tokenizer[1], passed.append, with_special=False)
         pieces.put(torch.tensor([[1, 2]]))
         for token in ids:
             pieces.put(torch.tensor([token]))
