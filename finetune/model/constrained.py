@@ -53,7 +53,8 @@ def _token_trie(tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> A
     """The tokenizer's tokens as bytes, about a second for a large vocabulary. Raises DataError for a slow tokenizer."""
     from llguidance.hf import from_tokenizer
 
+    fast_tokenizer: Any = tokenizer  # others raise ValueError
     try:
-        return from_tokenizer(tokenizer, eos_token=list(stops))
+        return from_tokenizer(fast_tokenizer, eos_token=list(stops))
     except ValueError as error:
         raise DataError(f"this tokenizer can't be constrained: {error}", "Leave response_format out.") from None
