@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -13,9 +13,11 @@ from finetune.units import format_bytes
 
 from ..chat.chats import Turn
 from ..chat.events import MODELS, Model
-from ..context import Context
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem
+
+if TYPE_CHECKING:
+    from ..context import Context
 
 #: Seconds between two looks at the conversation.
 TICK_S = 0.5

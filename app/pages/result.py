@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import gradio as gr
@@ -18,11 +18,13 @@ from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
 from ..background.tasks import Task
-from ..context import Context
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem, table
 from ..views.scores import forgetting_table, no_call_note, rows_of, scores
+
+if TYPE_CHECKING:
+    from ..context import Context
 
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0

@@ -13,11 +13,9 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 
 from ..context import Context
-from ..views import run_page
 from ..views.binding import QUIET, show
 from ..views.markup import note, problem
 from ..views.run_head import TABS
-from . import chat, result
 
 #: Tabs with controls, which a timer keeps up to date while one of them is open.
 _WITH_CONTROLS = ("evaluate", "export")
@@ -25,6 +23,8 @@ _WITH_CONTROLS = ("evaluate", "export")
 
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers. Head and body are followed by the browser (run.js), by the route of the chart's points."""
+    from . import chat, result
+
     view = _View(context)
     name = gr.Textbox(visible="hidden", elem_id="run-name")
     tab = gr.Textbox(visible="hidden", elem_id="run-tab")
@@ -46,6 +46,8 @@ class _View:
 
     def open(self, request: gr.Request) -> list[Any]:
         """The run and the tab that the address names; without a run the one at work, else the newest."""
+        from ..views import run_page
+
         tab = request.query_params.get("tab", "")
         tab = tab if tab in TABS else "overview"
         run = self.context.workspace.run(request.query_params.get("run")) or self._default(tab)
@@ -58,6 +60,8 @@ class _View:
     def _default(self, tab: str) -> RunDirectory | None:
         if tab not in (*_WITH_CONTROLS, "chat"):
             return self.context.workspace.newest()
+        from . import chat
+
         runs = self.context.workspace.list_runs()
         return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
 

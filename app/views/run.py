@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.planner.plan import Plan
@@ -12,10 +12,12 @@ from finetune.run.out_of_memory import explanation
 from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes, format_count
 
-from ..live import Digest, LiveRun
 from .charts import Level, Line, Mark, Panel, chart
 from .markup import inert, note, table
 from .series import smoothed
+
+if TYPE_CHECKING:
+    from ..live import Digest, LiveRun
 
 _MARK_CSS = {
     "first step": "first",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from finetune.events import Checkpoint, OutOfMemory, Result, State
@@ -12,10 +13,12 @@ from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 
-from ..live import Digest, LiveRun
 from .fit import action
 from .markup import inert
 from .words import loss_text, minutes, precision
+
+if TYPE_CHECKING:
+    from ..live import Digest, LiveRun
 
 #: Address and name of each tab.
 TABS = {

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
-from ..live import LiveRun
 from ..planning.draft import command_line, parse_draft
 from . import run as run_view
 from .answers import answers
@@ -19,6 +19,9 @@ from .choices import chosen
 from .markup import inert, note
 from .run_figures import figures, memory
 from .run_head import BROKEN, failure, next_steps, progress, tabs, title
+
+if TYPE_CHECKING:
+    from ..live import LiveRun
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
