@@ -84,5 +84,7 @@ def _is_model(source: str) -> bool:
             raise RecipeError(f"the model {source} {reason}; no recipe has that name, either", f"{fix}{folder}") from None
         close = suggestions(source)
         models = f" Or the model {' or '.join(close)}?" if close else ""
-        raise RecipeError(error.problems, f"{error.fix}{models} A model of another name: {FROM_CONFIG}.") from None
+        is_near_a_recipe = "Did you mean" in error.fix and not close
+        others = "" if is_near_a_recipe else f" A model of another name: {FROM_CONFIG}."
+        raise RecipeError(error.problems, f"{error.fix}{models}{others}") from None
     return False

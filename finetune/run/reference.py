@@ -35,7 +35,7 @@ def add_reference(trainer: RunTrainer, warn: Callable[[str], None]) -> str:
     rows = {name: part for name in _SPLITS if (part := getattr(trainer, f"{name}_dataset")) is not None}
     values = _read(folder, _facts_of(trainer), warn)
     if values is None or any(len(values.get(name, ())) != len(part) for name, part in rows.items()):
-        with trainer._phase("reference"):
+        with trainer.measured_phase("reference"):
             values = {name: _computed(trainer, part) for name, part in rows.items()}
         _write(folder, values, _facts_of(trainer))
     for name, part in rows.items():
@@ -79,7 +79,7 @@ def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
     model.eval()  # type: ignore[union-attr]
     for start in range(0, len(rows), size):
         indices = order[start : start + size]
-        inputs = trainer._prepare_inputs(trainer.data_collator([rows[int(index)] for index in indices]))
+        inputs = trainer.on_device([rows[int(index)] for index in indices])
         with trainer.accelerator.autocast():
             computed = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
         values[indices] = computed.float().reshape(2, -1).T.cpu().numpy()

@@ -149,7 +149,10 @@ class RunTrainer(SFTTrainer):
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate the loss, as a phase with its own memory peak; of a sweep's arm also of each row, for its sweep."""
         is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
-        with self._phase("evaluate") as took, recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows:
+        with (
+            self.measured_phase("evaluate") as took,
+            recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows,
+        ):
             metrics = super().evaluate(*arguments, **named)
         if rows is not None:
             write_row_losses(self.run, self.state.global_step, metrics.get("eval_loss"), rows)
@@ -189,7 +192,7 @@ class RunTrainer(SFTTrainer):
         Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
         """
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
-        with self._phase("save") as took, self._removing_partial(step):
+        with self.measured_phase("save") as took, self._removing_partial(step):
             self.finish_sealing()
             require_unchanged_file(model)
             if self.is_local_process_zero():
@@ -230,8 +233,12 @@ class RunTrainer(SFTTrainer):
                 f"Free some space, then: finetune resume {self.run.path}",
             ) from error
 
+    def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of these rows, on the model's device."""
+        return self._prepare_inputs(self.data_collator(rows))
+
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[Any]:
+    def measured_phase(self, name: str) -> Iterator[Any]:
         """Emit a phase event with its memory peak at the end; yields a function that returns its seconds."""
         ended: list[float] = []
         began = time.perf_counter()

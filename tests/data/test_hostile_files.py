@@ -210,7 +210,7 @@ def test_a_dataset_that_is_not_local_is_looked_for_on_the_hub_and_the_error_says
     import sys
 
     code = (
-        "from finetune.data import read_examples\nfrom finetune.recipe import DatasetRecipe\n"
+        "from finetune.data import read_examples\nfrom finetune.settings import DatasetRecipe\n"
         "from finetune.errors import DataError\n"
         "try: read_examples(DatasetRecipe(path='nobody/nothing'))\n"
         "except DataError as error: print(error.problems[0], error.exit_code)"

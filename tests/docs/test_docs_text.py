@@ -88,8 +88,8 @@ def test_files_in_the_text_exist(page):
     ("page", "fence", "command"), every_command(), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_command_has_its_program_options_and_recipe(page, fence, command, monkeypatch, tmp_path, kept_run):
-    if "adapter=again" in command:
-        kept_run(tmp_path).rename(tmp_path / "again")
+    if adapter := re.search(r" adapter=(\w+)", command):
+        kept_run(tmp_path).rename(tmp_path / adapter[1])
         monkeypatch.chdir(tmp_path)
     for part in re.split(r"&&", command.splitlines()[0]):
         program, *arguments = shlex.split(part)
@@ -109,8 +109,11 @@ def check_finetune(arguments):
     name, *options = arguments
     command = typer.main.get_command(cli).commands[name]
     params = command.make_context(name, options).params
-    if params.get("recipe"):
-        recipe_of(params["recipe"], params.get("overrides") or [])
+    overrides = params.get("overrides") or []
+    if name == "sweep":  # the first value of each list
+        overrides = [text.partition(",")[0] for text in overrides]
+    if params.get("recipe") and not params["recipe"].startswith("path/to/"):
+        recipe_of(params["recipe"], overrides)
 
 
 def test_a_block_is_split_into_its_commands():

@@ -27,7 +27,7 @@ class RecordedCard:
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,
                 "segments": SEGMENTS, "peak_segments": SEGMENTS + 1, "allocation_retries": 0,
             },
-            "snapshot": {},
+            "snapshot": {}, "ignored_settings": [],
         }  # fmt: skip
         self.broken = broken or {}
 
@@ -47,7 +47,7 @@ class RecordedCard:
     def _recording(self, name):
         def call(*arguments):
             with self.file.open("a") as file:
-                file.write(json.dumps([name, *arguments]) + "\n")
+                file.write(json.dumps([name, *arguments], default=str) + "\n")
             broken = self.broken.get(name)
             if isinstance(broken, Exception):
                 raise broken
