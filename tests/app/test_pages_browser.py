@@ -149,12 +149,12 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     assert page.locator("#data-marked mark").count() > 0
     assert "limit" in page.inner_text("#data-lengths")
 
-    write_recipe(served, max_steps=12, save_steps=4, eval_steps=6)
+    write_recipe(served, max_steps=60, save_steps=20, eval_steps=30)
     page.click("text=Next: Fit")
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 12')")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 60')")
     assert "GiB" in page.inner_text("#fit-ledger")
-    assert "max_steps=12" in page.input_value("#fit-command textarea")
+    assert "max_steps=60" in page.input_value("#fit-command textarea")
 
     page.click("#fit-start")
     page.wait_for_url("**/run?run=*")
