@@ -149,12 +149,12 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     assert page.locator("#data-marked mark").count() > 0
     assert "limit" in page.inner_text("#data-lengths")
 
-    write_recipe(served, max_steps=60, save_steps=20, eval_steps=30)
+    write_recipe(served, max_steps=150, save_steps=50, eval_steps=50)
     page.click("text=Next: Fit")
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 60')")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 150')")
     assert "GiB" in page.inner_text("#fit-ledger")
-    assert "max_steps=60" in page.input_value("#fit-command textarea")
+    assert "max_steps=150" in page.input_value("#fit-command textarea")
 
     page.click("#fit-start")
     page.wait_for_url("**/run?run=*")
@@ -162,11 +162,12 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     page.wait_for_selector(CURVES, state="attached")
     before = page.inner_text("#run-head .ft-progress")
     page.wait_for_function("before => document.querySelector('#run-head .ft-progress').innerText != before", arg=before)
+    page.click("[data-key=act-pause]")
+    page.wait_for_selector("#run-head [data-state=stopped]")
     page.close()
 
     second_tab = visit(address)
     second_tab.wait_for_selector(CURVES, state="attached")
-    second_tab.click("[data-key=act-pause]")
     second_tab.wait_for_selector("#run-head [data-state=stopped]")
     second_tab.click("[data-key=act-resume]")
     second_tab.wait_for_selector("#run-head [data-state=finished]")
