@@ -279,6 +279,10 @@ def evaluate(
     quantisation: Annotated[
         bool, typer.Option("--quantisation", help="Only: loss of base and tuned model in 16 bit, int8 and NF4.")
     ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files."),
+    ] = None,
 ) -> None:
     """Score base and tuned model on the held-out rows, or on those of a file.
 
@@ -289,7 +293,18 @@ def evaluate(
     Example:  finetune eval latest --score json --data mine.jsonl
 
     Example:  finetune eval latest --quantisation
+
+    Example:  finetune eval latest --tasks gsm8k,ifeval --rows 100
     """
+    if tasks is not None:
+        from finetune.cli.tasks import show_tasks
+
+        others = {
+            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance, "--database": database,
+            "--score-function": score_function, "--forgetting": forgetting, "--quantisation": quantisation,
+        }  # fmt: skip
+        show_tasks(run, tasks, rows=rows, last=last, others=[name for name, value in others.items() if value], as_json=json)
+        return
     if quantisation:
         from finetune.cli.evaluate import show_quantisation
 
