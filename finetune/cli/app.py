@@ -266,7 +266,7 @@ def evaluate(
     probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
     score: Annotated[
         str | None,
-        typer.Option(help="exact, contains, regex, json, numeric, sql, calls, loss; default calls for rows with tools."),
+        typer.Option(help="exact, contains, regex, json, numeric, bleu, chrf, rouge, sql, calls, loss; with tools: calls."),
     ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,

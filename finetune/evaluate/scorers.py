@@ -21,6 +21,9 @@ SCORES = {
     "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
+    "bleu": "BLEU of each answer, by sacrebleu, from 0 to 1",
+    "chrf": "chrF of each answer, by sacrebleu, from 0 to 1",
+    "rouge": "ROUGE-L of each answer, by rouge-score, from 0 to 1",
     "sql": "1 where the answer's query gives the rows of the expected one, in the SQLite file --database",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
@@ -62,6 +65,10 @@ def scorer(
         from finetune.evaluate.sql_score import SqlScore
 
         return Scorer(name, SqlScore(database or ""))
+    if name in ("bleu", "chrf", "rouge"):
+        from finetune.evaluate.text_scores import text_score
+
+        return Scorer(name, text_score(name))
     if pattern is not None and name != "regex":
         raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":

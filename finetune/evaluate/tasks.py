@@ -56,9 +56,7 @@ def measure_tasks(
     for model, adapter in (("base", None), ("tuned", folder)):
         journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
         with answerer.using(model):
-            outputs[model] = _evaluate(
-                answerer, journal, loaded, rows, lambda text, model=model: progress(f"{model} model: {text}")
-            )
+            outputs[model] = _evaluate(answerer, journal, loaded, rows, functools.partial(_report, progress, model))
     scores = _compare(outputs["base"], outputs["tuned"])
     path = run.path / "evaluations" / TASKS_FILE
     others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
@@ -67,7 +65,7 @@ def measure_tasks(
     return scores
 
 
-def _say(progress: Progress, model: str, text: str) -> None:
+def _report(progress: Progress, model: str, text: str) -> None:
     progress(f"{model} model: {text}")
 
 
@@ -223,8 +221,9 @@ def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
 
 def _row_values(samples: list[dict[str, Any]], metric: str, answer_filter: str) -> dict[int, float]:
     """The metric of each row, by its number; empty where a row has none that is a number."""
-    values = {sample["doc_id"]: sample.get(metric) for sample in samples if sample["filter"] == answer_filter}
-    return {row: float(value) for row, value in values.items()} if all(map(_is_number, values.values())) else {}
+    values = {sample["doc_id"]: _number(sample.get(metric)) for sample in samples if sample["filter"] == answer_filter}
+    numbers = {row: value for row, value in values.items() if value is not None}
+    return numbers if len(numbers) == len(values) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,25 @@
+"""BLEU, chrF and ROUGE-L of an answer against the expected one, by the libraries whose values are published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from finetune.evaluate.scorers import RowScore
+from finetune.requirements import refuse_missing_extra
+
+
+def text_score(name: str) -> Callable[[str, str, str], RowScore]:
+    """The score called bleu, chrf or rouge, of one row, from 0 to 1. Raises PackagesError without the extra `text`.
+
+    Of BLEU it is the sentence's, with sacrebleu's smoothing: the mean of rows is not the corpus' BLEU.
+    """
+    refuse_missing_extra("text", f"--score {name}")
+    if name == "rouge":
+        from rouge_score.rouge_scorer import RougeScorer
+
+        rouge = RougeScorer(["rougeL"])
+        return lambda _, expected, answer: RowScore(rouge.score(expected, answer)["rougeL"].fmeasure)
+    import sacrebleu
+
+    sentence_score = sacrebleu.sentence_bleu if name == "bleu" else sacrebleu.sentence_chrf
+    return lambda _, expected, answer: RowScore(min(1.0, sentence_score(answer, [expected]).score / 100))
