@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.errors import CommandError, DataError, OutOfMemory
+from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit
@@ -26,7 +27,7 @@ from finetune.evaluate.results import TASKS_FILE, TaskScore, read_tasks
 from finetune.evaluate.score import loss_batch_tokens
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
-from finetune.requirements import refuse_missing_extra
+from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import require_data
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def measure_tasks(
 
     Raises PackagesError without lm-eval, CommandError for an unknown task, DataError for one that can't be loaded or scored.
     """
-    refuse_missing_extra("tasks", "--tasks")
+    if not importlib.util.find_spec("lm_eval"):
+        problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
+        raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
     require_data(run)
     plan, folder = read_plan(run.plan), adapter_folder(run, last=last)
     loaded = _load(tasks)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
+from finetune.errors import PackagesError
 from finetune.evaluate.scorers import RowScore
-from finetune.requirements import refuse_missing_extra
+from finetune.requirements import DISTRIBUTION
 
 
 def text_score(name: str) -> Callable[[str, str, str], RowScore]:
@@ -13,7 +15,10 @@ def text_score(name: str) -> Callable[[str, str, str], RowScore]:
 
     Of BLEU it is the sentence's, with sacrebleu's smoothing: the mean of rows is not the corpus' BLEU.
     """
-    refuse_missing_extra("text", f"--score {name}")
+    module, package = ("rouge_score", "rouge-score") if name == "rouge" else ("sacrebleu", "sacrebleu")
+    if not importlib.util.find_spec(module):
+        problem = f"--score {name} needs {package}, which is not installed (the extra 'text' of {DISTRIBUTION})"
+        raise PackagesError(problem, f"Install it: pip install {package}")
     if name == "rouge":
         from rouge_score.rouge_scorer import RougeScorer
 

@@ -128,3 +128,8 @@ def test_an_unknown_task_and_a_file_that_is_none_are_refused_in_a_sentence(pytho
         ended = evaluate(python, run, "--tasks", name)
         assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stderr
         assert text in " ".join(ended.stderr.split())
+
+
+def test_without_the_harness_the_command_that_installs_it_is_said(run):
+    ended = evaluate(sys.executable, run, "--tasks", "gsm8k")
+    assert ended.returncode == 2 and "pip install 'lm-eval" in " ".join(ended.stderr.split()), ended.stderr
