@@ -21,10 +21,9 @@ import torch
 from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal, digest
-from finetune.evaluate.kv_cache import batch_token_limit
+from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import TASKS_FILE, TaskScore, read_tasks
-from finetune.evaluate.score import loss_batch_tokens
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.requirements import DISTRIBUTION
