@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
-from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
@@ -30,7 +30,7 @@ from .views import run_figures, run_head
 from .views.answers import answers
 from .views.compare import comparison
 from .views.markup import Safe, inert, note, table
-from .views.scores import forgetting_table, no_call_note, scores
+from .views.scores import forgetting_table, no_call_note, scores, task_table
 
 _ROWS_SHOWN = 5
 STYLE = """
@@ -155,11 +155,11 @@ def _checks(live: LiveRun) -> str:
 
 
 def _evaluations(run: RunDirectory) -> str:
-    evaluations = read_evaluations(run)
-    if not evaluations:
+    evaluations, tasks = read_evaluations(run), task_table(read_tasks(run))
+    if not evaluations and not tasks:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
     shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())
-    return no_call_note(read_no_call(run)) + shown + forgetting_table(read_forgetting(run))
+    return no_call_note(read_no_call(run)) + shown + tasks + forgetting_table(read_forgetting(run))
 
 
 def _paired(runs: list[RunDirectory]) -> str:

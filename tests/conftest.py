@@ -54,7 +54,7 @@ LONGEST = (
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kept_run():
     """kept_run(folder, name="finished") -> the directory of a run that an earlier version made, unpacked below `folder`."""
 

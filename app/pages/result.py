@@ -10,7 +10,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.errors import FinetuneError
-from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.base_adapter import base_adapter_of
@@ -21,7 +21,7 @@ from ..background.tasks import Task
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem, table
-from ..views.scores import forgetting_table, no_call_note, rows_of, scores
+from ..views.scores import forgetting_table, no_call_note, rows_of, scores, task_table
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -288,15 +288,16 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
     """Progress of the evaluation that was started here, and all that the run has, the newest first and in full."""
     status, results = task.status(), read_evaluations(run)
     progress = "" if status is None or (status["state"] == "done" and results) else _task("eval", task)
+    benchmark = task_table(read_tasks(run))
     if not results:
-        return progress or note("Not evaluated yet.")
+        return progress + benchmark or note("Not evaluated yet.")
     written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
     first, *others = sorted(results, key=lambda name: -written[name])
     shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_table(read_forgetting(run))]
     shown += [
         f"<details><summary>{inert(_title(results[name]))}</summary>{scores(results[name], order)}</details>" for name in others
     ]
-    return progress + no_call_note(read_no_call(run)) + "".join(shown)
+    return progress + no_call_note(read_no_call(run)) + "".join(shown) + benchmark
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
-from finetune.evaluate.results import NoCall
+from finetune.evaluate.results import NoCall, TaskScore
 from finetune.units import format_seconds
 
 from .markup import note, table
@@ -63,6 +63,17 @@ def forgetting_table(groups: list[dict[str, Any]]) -> str:
     lines = [[row["rows_of"], row["rows"], _number(row["before"]), _number(row["now"]), _gap(row)] for row in groups]
     columns = ["forgetting", ">rows", ">loss before", ">now", "difference"]
     return table(columns, lines, "Forgetting", hidden_caption=True) if lines else ""
+
+
+def task_table(tasks: list[TaskScore]) -> str:
+    """Scores of benchmark tasks."""
+    lines = [
+        [f"{task.task}, {task.metric}", task.rows, _number(task.base), _number(task.tuned),
+         format_difference(task.difference) if task.difference else ""]
+        for task in tasks
+    ]  # fmt: skip
+    columns = ["benchmark task", ">rows", ">base", ">tuned", "difference"]
+    return table(columns, lines, "Benchmark tasks", hidden_caption=True) if lines else ""
 
 
 def no_call_note(no_call: NoCall | None) -> str:

@@ -266,11 +266,17 @@ def evaluate(
     probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
     score: Annotated[
         str | None,
-        typer.Option(help="exact, contains, regex, json, numeric, sql, calls, loss; default calls for rows with tools."),
+        typer.Option(
+            help="exact, contains, regex, json, numeric, bleu, chrf, rouge, judge, sql, calls, loss; with tools: calls."
+        ),
     ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
     database: Annotated[str | None, typer.Option(metavar="FILE", help="sql: the SQLite file that queries read.")] = None,
+    judge_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="judge: an address with OpenAI's interface, which is sent all rows.")
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="judge: the model there that grades.")] = None,
     score_function: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="Score with NAME(prompt, expected, answer), a number.")
     ] = None,
@@ -279,6 +285,10 @@ def evaluate(
     quantisation: Annotated[
         bool, typer.Option("--quantisation", help="Only: loss of base and tuned model in 16 bit, int8 and NF4.")
     ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files."),
+    ] = None,
 ) -> None:
     """Score base and tuned model on the held-out rows, or on those of a file.
 
@@ -289,7 +299,19 @@ def evaluate(
     Example:  finetune eval latest --score json --data mine.jsonl
 
     Example:  finetune eval latest --quantisation
+
+    Example:  finetune eval latest --tasks gsm8k,ifeval --rows 100
     """
+    if tasks is not None:
+        from finetune.cli.tasks import show_tasks
+
+        others = {
+            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance, "--database": database,
+            "--score-function": score_function, "--forgetting": forgetting, "--quantisation": quantisation,
+            "--judge-url": judge_url, "--judge-model": judge_model,
+        }  # fmt: skip
+        show_tasks(run, tasks, rows=rows, last=last, others=[name for name, value in others.items() if value], as_json=json)
+        return
     if quantisation:
         from finetune.cli.evaluate import show_quantisation
 
@@ -299,8 +321,11 @@ def evaluate(
     from finetune.evaluate.scorers import scorer
 
     chosen = None
-    if score or pattern or tolerance or score_function or database:
-        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance, function=score_function, database=database)
+    if score or pattern or tolerance or score_function or database or judge_url or judge_model:
+        chosen = scorer(
+            score or "exact", pattern=pattern, tolerance=tolerance, function=score_function, database=database,
+            judge_url=judge_url, judge_model=judge_model,
+        )  # fmt: skip
     show_scores(
         run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,
         as_json=json,

@@ -53,6 +53,9 @@ def show_scores(
     from finetune.evaluate.paired import format_difference, rank_rows
     from finetune.evaluate.score import compare
 
+    if score is not None and score.name == "judge":
+        err.print(f"[yellow]{escape(score.score_answer.notice)}[/]")  # type: ignore[attr-defined]
+        score.score_answer.keep_in(run)  # type: ignore[attr-defined]
     copies = read_plan(run.plan).layer_copies
     if copies:
         err.print(f"[dim]{copies.generation_summary}[/]")

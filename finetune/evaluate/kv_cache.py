@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _MAX_TOKENS = {"cpu": 8_192, "cuda": 131_072}
 _FREE_SHARE = 0.7  # of the free memory; growing a layer's cache copies it, and activations need some
 _SHORT, _LONG = 8, 40
+#: Tokens of a batch whose loss is computed, fewer where its float32 logits would be more than 256 MiB.
+_LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 
 
 def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) -> int:
@@ -30,6 +32,11 @@ def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) 
     free = _free_bytes(device, budget_bytes)
     most = _MAX_TOKENS[device]
     return max(1, min(most, int(_FREE_SHARE * free / bytes_per_token))) if bytes_per_token else most
+
+
+def loss_batch_tokens(model: Any) -> int:
+    """Tokens of a batch whose loss is computed."""
+    return min(_LOSS_TOKENS, _LOGITS // model.get_input_embeddings().num_embeddings)
 
 
 @torch.inference_mode()

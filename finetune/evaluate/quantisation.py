@@ -122,8 +122,8 @@ def _row_losses(job: Job, settings: Settings, label: str, progress: Progress) ->
     import torch
 
     from finetune.evaluate.answerer import load_model
-    from finetune.evaluate.kv_cache import run_halving
-    from finetune.evaluate.score import batches, loss_batch_tokens, losses
+    from finetune.evaluate.kv_cache import loss_batch_tokens, run_halving
+    from finetune.evaluate.score import batches, losses
 
     device = "cpu" if job.on_cpu else "cuda"
     model = load_model(settings, job.adapter, device)

@@ -12,6 +12,9 @@ from finetune.serialise import from_json
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
+#: Scores of benchmark tasks, in a run's folder of evaluations.
+TASKS_FILE = "tasks.json"
+
 
 @dataclass(frozen=True)
 class Score:
@@ -129,6 +132,36 @@ class NoCall:
         shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
         shown = format_difference(self.difference, 100, " points", "now - before")
         return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One metric of a task, by the harness's names. `difference`: tuned minus base, None where rows have no number.
+
+    `rows`: of the task that were scored. `higher_is_better`: None where the task does not say.
+    """
+
+    task: str
+    metric: str
+    rows: int
+    base: float | None
+    tuned: float | None
+    higher_is_better: bool | None = None
+    difference: Difference | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the tuned model is worse beyond doubt."""
+        gap, sign = self.difference, {True: 1, False: -1, None: 0}[self.higher_is_better]
+        return gap is not None and gap.is_significant and sign * gap.value < 0
+
+
+def read_tasks(run: RunDirectory) -> list[TaskScore]:
+    """The scores of benchmark tasks that a run has."""
+    try:
+        return from_json(list[TaskScore], read_json(run.path / "evaluations" / TASKS_FILE, dict)["tasks"])
+    except (OSError, ValueError, KeyError):
+        return []
 
 
 def read_no_call(run: RunDirectory) -> NoCall | None:

@@ -19,7 +19,7 @@ from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
 from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
-from finetune.evaluate.kv_cache import batch_token_limit, run_halving
+from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
-#: Tokens of a batch whose loss is computed, fewer where its float32 logits would be more than 256 MiB.
-_LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 _MAX_LOSS = 700.0  # whose exponential is a float
 _PROGRESS_S = 1.0  # between two lines of progress
 
@@ -151,7 +149,8 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
             raise DataError("no row has tools or calls", "Use another --score for these rows.")
         return
     problems, fix = [], ""
-    for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
+    checked = 1 if scorer.name == "judge" else None  # to ask for a grade takes time and money: only whether it can be had
+    for number, (prompt, reference) in enumerate(zip(rows.prompts[:checked], rows.references[:checked], strict=True), 1):
         try:
             scorer.score_answer(prompt, reference, reference)
         except DataError as error:
@@ -280,11 +279,6 @@ def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
         for name, is_right in row_score.fields.items():
             rights_by_field.setdefault(name, []).append(is_right)
     return {name: sum(rights) / len(rights) for name, rights in rights_by_field.items()}
-
-
-def loss_batch_tokens(model: Any) -> int:
-    """Tokens of a batch whose loss is computed."""
-    return min(_LOSS_TOKENS, _LOGITS // model.get_input_embeddings().num_embeddings)
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -21,6 +21,10 @@ SCORES = {
     "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
+    "bleu": "BLEU of each answer, by sacrebleu, from 0 to 1",
+    "chrf": "chrF of each answer, by sacrebleu, from 0 to 1",
+    "rouge": "ROUGE-L of each answer, by rouge-score, from 0 to 1",
+    "judge": "the grade, from 0 to 1, of the model --judge-model at --judge-url, which is sent each row",
     "sql": "1 where the answer's query gives the rows of the expected one, in the SQLite file --database",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
@@ -48,8 +52,9 @@ class Scorer:
 
 
 def scorer(
-    name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None
-) -> Scorer:
+    name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None,
+    judge_url: str | None = None, judge_model: str | None = None,
+) -> Scorer:  # fmt: skip
     """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
     if function is not None:
         return Scorer(function.rpartition(":")[2], _by_function(function), None)
@@ -62,6 +67,16 @@ def scorer(
         from finetune.evaluate.sql_score import SqlScore
 
         return Scorer(name, SqlScore(database or ""))
+    if name == "judge":
+        from finetune.evaluate.judge import Judge
+
+        return Scorer(name, Judge(judge_url or "", judge_model or ""))
+    if judge_url or judge_model:
+        raise CommandError(f"--judge-url and --judge-model belong to --score judge, not to {name}", "Add --score judge.")
+    if name in ("bleu", "chrf", "rouge"):
+        from finetune.evaluate.text_scores import text_score
+
+        return Scorer(name, text_score(name))
     if pattern is not None and name != "regex":
         raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":

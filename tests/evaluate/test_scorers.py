@@ -97,11 +97,18 @@ def test_a_users_function_scores_and_its_errors_are_reported(home):
             value("exact", "a", "b", function=f"own.py:{name}")
 
 
+@pytest.mark.parametrize("name", ["bleu", "chrf", "rouge"])
+def test_scores_of_texts_are_one_for_the_same_and_grow_with_what_is_shared(name):
+    expected = "The parcel was lost on the way to the depot."
+    values = [value(name, expected, answer) for answer in ("", "A blender.", "The parcel was lost.", expected)]
+    assert values[0] == 0 and values == sorted(values) and values[3] == pytest.approx(1)
+
+
 def test_no_score_fails_on_odd_answers():
     rng = random.Random(0)
     for _ in range(300):
         answer = "".join(rng.choice('{}[]",:0159.eE+-\\\x00\u202e\ud800é ') for _ in range(rng.randrange(30)))
-        for name in SCORES.keys() - {"sql"}:
+        for name in SCORES.keys() - {"sql", "judge"}:
             assert 0 <= value(name, "1", answer) <= 1
 
 

@@ -1,0 +1,236 @@
+"""Benchmark tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the tuning's chat template.
+
+Every answer is kept in the run as it is computed, so an interrupted evaluation continues. Downloads are the harness's own: the
+datasets of the named tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
+from finetune.evaluate.journal import Journal, digest
+from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
+from finetune.evaluate.paired import difference
+from finetune.evaluate.results import TASKS_FILE, TaskScore, read_tasks
+from finetune.files import write_json
+from finetune.planner.plan import read_plan
+from finetune.requirements import DISTRIBUTION
+from finetune.run.directory import require_data
+
+if TYPE_CHECKING:
+    from finetune.run.directory import RunDirectory
+
+Progress = Callable[[str], None]
+#: As the harness's own command: seeds of the examples in a prompt.
+_EXAMPLES_SEED = 1234
+_MAX_BATCH = 64
+_ANSWER_TOKENS = 256  # the harness's limit of an answer where a task has none
+
+
+def measure_tasks(
+    run: RunDirectory, tasks: Sequence[str], *, rows: int | None = None, last: bool = False, progress: Progress = lambda _: None
+) -> list[TaskScore]:
+    """Scores of tasks, groups or YAML files of tasks, for the first `rows` rows of each. They are kept in the run.
+
+    Raises PackagesError without lm-eval, CommandError for an unknown task, DataError for one that can't be loaded or scored.
+    """
+    if not importlib.util.find_spec("lm_eval"):
+        problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
+        raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
+    require_data(run)
+    plan, folder = read_plan(run.plan), adapter_folder(run, last=last)
+    loaded = _load(tasks)
+    progress("loading base model and adapter")
+    answerer = Answerer(run, last=last)
+    outputs = {}
+    for model, adapter in (("base", None), ("tuned", folder)):
+        journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
+        with answerer.using(model):
+            outputs[model] = _evaluate(answerer, journal, loaded, rows, functools.partial(_report, progress, model))
+    scores = _compare(outputs["base"], outputs["tuned"])
+    path = run.path / "evaluations" / TASKS_FILE
+    others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
+    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
+        write_json(path, {"tasks": [asdict(score) for score in (*others, *scores)]}, checksum=True)
+    return scores
+
+
+def _report(progress: Progress, model: str, text: str) -> None:
+    progress(f"{model} model: {text}")
+
+
+def _load(tasks: Sequence[str]) -> dict[str, Any]:
+    """The harness's tasks, with its own defaults."""
+    from lm_eval.tasks import TaskManager
+
+    for name in ("lm_eval", "transformers"):  # they warn of a model that is not a name, and of two limits of an answer
+        logging.getLogger(name).setLevel(logging.ERROR)
+    names = [name for task in tasks if (name := task.strip())]
+    if not names:
+        raise CommandError("--tasks names no task", "For example --tasks gsm8k,ifeval")
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    manager = TaskManager(include_defaults=len(files) < len(names))  # the index of all tasks takes seconds
+    specs: list[str] = []
+    for name in names:
+        matched = [name] if name in files else manager.match_tasks([name])
+        if not matched:
+            similar = difflib.get_close_matches(name, manager.all_tasks, 3)
+            raise CommandError(
+                f"lm-eval has no task {name[:80]!r}{'; similar: ' if similar else ''}{', '.join(similar)}",
+                "See all:  lm-eval ls tasks  (a file of your own: --tasks ./task.yaml)",
+            )
+        specs += matched
+    try:
+        loaded: dict[str, Any] = dict(manager.load(list(dict.fromkeys(specs))))
+    except Exception as error:  # a dataset that can't be fetched, a file that is no task: many libraries' own errors
+        problem = f"the tasks {', '.join(names)} can't be loaded: {type(error).__name__}: {str(error)[:300]}"
+        raise DataError(problem, "Check the name, the file, and the connection: tasks download their datasets.") from error
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=_EXAMPLES_SEED)
+    return loaded
+
+
+def _evaluate(
+    answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, progress: Progress
+) -> dict[str, Any]:
+    """The harness's results for the model that is in use."""
+    from lm_eval.evaluator import evaluate
+
+    has_template = not answerer.plain and answerer.tokenizer.chat_template is not None
+    try:
+        with _without_bars():
+            return dict(evaluate(
+                _harness_model(answerer, journal, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
+                apply_chat_template=has_template, fewshot_as_multiturn=has_template,
+            ) or {})  # fmt: skip
+    except (ValueError, ImportError, KeyError) as error:  # among them tasks that run code, and metrics that are not installed
+        problem = f"{', '.join(tasks['tasks'])} can't be scored: {type(error).__name__}: {str(error)[:300]}"
+        raise DataError(problem, "Leave the task out, or run lm-eval itself on the merged model.") from error
+
+
+def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> Any:
+    """The loaded model as the harness takes one: it computes only what the journal lacks, in batches that fit."""
+    from lm_eval.models.huggingface import HFLM
+
+    class JournalledModel(HFLM):
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+            return self._complete("loglikelihood", requests, super().loglikelihood)
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+            return self._complete("loglikelihood_rolling", requests, super().loglikelihood_rolling)
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+            return self._complete("generate_until", requests, super().generate_until)
+
+        def _complete(self, kind: str, requests: list[Any], compute: Callable[..., list[Any]]) -> list[Any]:
+            """Results of all requests, in order: those of the journal, and the others computed."""
+            keys, batch_size = [_key(kind, request.args) for request in requests], 0
+            while remaining := {
+                key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
+            }:
+                self.batch_size_per_gpu = batch_size or _batch_size(answerer, kind, [*remaining.values()], self.max_length)
+                progress(f"{len(requests) - len(remaining):,} of {len(requests):,} answers are there")
+                try:
+                    results = compute([*remaining.values()], disable_tqdm=True)
+                except torch.OutOfMemoryError:
+                    batch_size = self.batch_size_per_gpu // 2
+                    if batch_size == 0:
+                        problem = "one row of the task does not fit beside the model"
+                        raise OutOfMemory(problem, "Choose another task, or close other programs.") from None
+                    continue
+                missing = zip(remaining, results, strict=True)
+                journal.add({key: {"result": result} for key, result in missing if key not in journal.entries})
+            entries = [journal.entries[key]["result"] for key in keys]
+            return [tuple(result) if isinstance(result, list) else result for result in entries]
+
+    class JournalHook:
+        """Called by the harness with each result as it is computed."""
+
+        def add_partial(self, kind: str, arguments: tuple[Any, ...], result: Any) -> None:
+            journal.add({_key(kind, arguments): {"result": result}})
+
+    model = JournalledModel(answerer.model, backend="causal", tokenizer=answerer.tokenizer)
+    model.set_cache_hook(JournalHook())
+    return model
+
+
+def _key(kind: str, arguments: Sequence[Any]) -> str:
+    return digest([kind, *arguments])
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """The harness draws bars that can't be switched off by an argument."""
+    from tqdm import tqdm
+
+    drawn = tqdm.__init__
+    tqdm.__init__ = functools.partialmethod(drawn, disable=True)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = drawn  # type: ignore[method-assign]
+
+
+def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: int) -> int:
+    """How many of the longest requests fit at once."""
+    longest = max(requests, key=lambda request: sum(len(part) for part in request.args if isinstance(part, str)))
+    text = "".join(part for part in longest.args if isinstance(part, str))
+    tokens = min(max_length, len(answerer.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1)
+    if kind == "generate_until":
+        tokens += int(longest.args[1].get("max_gen_toks", _ANSWER_TOKENS))
+        limit = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
+    else:
+        limit = loss_batch_tokens(answerer.model)
+    return max(1, min(_MAX_BATCH, limit // tokens))
+
+
+def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
+    """Each metric of each task and group, of both models."""
+    scores = []
+    for task, values in tuned["results"].items():
+        for name, value in values.items():
+            metric, _, answer_filter = name.partition(",")
+            if not answer_filter or metric.endswith("_stderr") or not _is_number(value):
+                continue
+            samples = (results.get("samples", {}).get(task, []) for results in (base, tuned))
+            pairs = [_row_values(of_task, metric, answer_filter) for of_task in samples]
+            has_rows = len(pairs[0]) > 1 and pairs[0].keys() == pairs[1].keys()
+            columns = [[by_row[row] for row in sorted(by_row)] for by_row in pairs]
+            is_share = all(0 <= row_value <= 1 for column in columns for row_value in column)
+            scores.append(TaskScore(
+                task, metric if answer_filter == "none" else f"{metric} ({answer_filter})",
+                len(pairs[1]) or int(tuned.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                _number(base["results"].get(task, {}).get(name)), _number(value),
+                tuned.get("higher_is_better", {}).get(task, {}).get(metric),
+                difference(*columns, span=float(is_share)) if has_rows else None,
+            ))  # fmt: skip
+    return scores
+
+
+def _row_values(samples: list[dict[str, Any]], metric: str, answer_filter: str) -> dict[int, float]:
+    """The metric of each row, by its number; empty where a row has none that is a number."""
+    values = {sample["doc_id"]: _number(sample.get(metric)) for sample in samples if sample["filter"] == answer_filter}
+    numbers = {row: value for row, value in values.items() if value is not None}
+    return numbers if len(numbers) == len(values) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
