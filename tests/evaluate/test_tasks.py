@@ -42,7 +42,18 @@ def python(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{ROOT}\n")
-    command = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "lm-eval>=0.4.13,<0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(venv / "bin" / "python"),
+        "install",
+        "-q",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        "lm-eval",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return venv / "bin" / "python"
 
