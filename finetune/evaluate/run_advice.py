@@ -110,9 +110,9 @@ def _trained_run(run: RunDirectory) -> TrainedRun | None:
     names = {*settings_that_decide(Decides.RESULT), "learning_rate", "early_stopping_patience"} - ignored
     settings = {name: facts[name] for name in sorted(names & facts.keys())}
     key = (str(facts["data"]), str(facts.get("base", facts.get("model_name_or_path"))), str(facts.get("origin")))
-    is_loss = isinstance(loss, int | float) and math.isfinite(loss)
+    held_out_loss = float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
     base = str(facts.get("model_name_or_path"))
-    return TrainedRun(run, settings, key, base, float(loss) if is_loss else None, read_evaluations(run))
+    return TrainedRun(run, settings, key, base, held_out_loss, read_evaluations(run))
 
 
 def _advice(group: list[TrainedRun]) -> RunAdvice:
@@ -147,17 +147,17 @@ def _effects(first: TrainedRun, second: TrainedRun, setting: str) -> list[Settin
     values, names = (first.settings.get(setting), second.settings.get(setting)), (first.run.path.name, second.run.path.name)
     effects = []
     for name in first.evaluations.keys() & second.evaluations.keys():
-        one, other = first.evaluations[name], second.evaluations[name]
-        if any(one[key] != other[key] for key in ("prompts", "references")):
+        of_first, of_second = first.evaluations[name], second.evaluations[name]
+        if any(of_first[key] != of_second[key] for key in ("prompts", "references")):
             continue
-        scores = one["tuned"]["scores"], other["tuned"]["scores"]
+        scores = of_first["tuned"]["scores"], of_second["tuned"]["scores"]
         if len(scores[0]) > 1 and len(scores[0]) == len(scores[1]):
             means = (sum(scores[0]) / len(scores[0]), sum(scores[1]) / len(scores[1]))
             effects.append(SettingEffect(setting, values, names, name, means, difference(*scores, span=1.0)))
-        tokens = one["tuned"]["row_tokens"]
-        if name in ("exact", "loss") and len(tokens) > 1 and any(tokens) and tokens == other["tuned"]["row_tokens"]:
-            gap = difference(one["tuned"]["row_losses"], other["tuned"]["row_losses"], tokens)
-            means = (one["tuned"]["loss"], other["tuned"]["loss"])
+        tokens = of_first["tuned"]["row_tokens"]
+        if name in ("exact", "loss") and len(tokens) > 1 and any(tokens) and tokens == of_second["tuned"]["row_tokens"]:
+            gap = difference(of_first["tuned"]["row_losses"], of_second["tuned"]["row_losses"], tokens)
+            means = (of_first["tuned"]["loss"], of_second["tuned"]["loss"])
             effects.append(SettingEffect(setting, values, names, _TOKEN_LOSS, means, gap))
     if first.loss is not None and second.loss is not None and setting not in _OF_THE_LOSS:
         effects.append(SettingEffect(setting, values, names, _LOSS, (first.loss, second.loss)))
