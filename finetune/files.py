@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeGuard, TypeVar, overload
 
 from finetune.checksum import has_checksum, is_damaged, with_checksum
 from finetune.errors import CommandError, DiskFull
@@ -85,7 +85,10 @@ def parse_checked(text: bytes) -> Any:
 
 
 def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of an open safetensors file, and the byte at which its tensors begin. Raises ValueError when it has none."""
+    """The header of an open safetensors file, and the byte at which its tensors begin.
+
+    Raises ValueError when it has none, or one with a tensor without dtype, shape and offsets.
+    """
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
@@ -93,7 +96,21 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     header = parse_json(content)
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")  # noqa: TRY004 - a fault of the file
+    for name, entry in header.items():
+        if name != "__metadata__" and not _is_tensor(entry):
+            raise ValueError(f"its header has no dtype, shape and offsets of {name[:80]!r}")
     return header, 8 + length
+
+
+def _is_tensor(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    return _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

@@ -17,7 +17,7 @@ from finetune.layers import quantised_files
 from finetune.layers.quantised_store import Damaged, Store
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import read_config
-from finetune.model.weights import check_weights
+from finetune.model.weights import check_weights, file_problem
 from finetune.planner.base_adapter import read_base_adapter
 from finetune.planner.history import read_history
 from finetune.planner.plan import read_plan
@@ -177,3 +177,16 @@ def test_a_header_larger_than_the_formats_limit_is_not_read(tmp_path):
     (tmp_path / "weights").write_bytes((2**40).to_bytes(8, "little"))
     with (tmp_path / "weights").open("rb") as file, pytest.raises(ValueError, match="no safetensors file"):
         read_safetensors_header(file)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"data_offsets": ["0", 4]}, {"data_offsets": [4, 0]}, {"data_offsets": [0]}, {"data_offsets": None}, {"shape": [1.0]},
+     {"shape": None}, {"dtype": 32}],
+)  # fmt: skip
+def test_a_tensor_without_dtype_shape_and_offsets_is_named(tmp_path, damage):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **damage}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "layer.lora_A.weight": entry}).encode()
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert "layer.lora_A.weight" in file_problem(path)
