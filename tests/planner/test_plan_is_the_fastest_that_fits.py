@@ -47,7 +47,7 @@ def test_an_8b_model_on_24_gb_is_nf4_with_nothing_recomputed(planned):
 
 
 def test_a_slower_plan_on_more_memory_says_what_would_be_faster_and_why_it_is_not_chosen(planned):
-    """16 bit is chosen unless NF4 is 10 % faster: more memory may bring a plan that is slower, but never by more, nor silently."""
+    """16 bit is chosen unless NF4 is 10 % faster: a plan on more memory may be slower, but not by more, nor silently."""
     total = find_card("a100-40gb").total_bytes
     less, more = (planned("google/gemma-2-9b-it", "a100-40gb", free_bytes=round(share * total)) for share in (0.75, 0.8))
     assert (less.settings.load_in_4bit, more.settings.load_in_4bit) == (True, False)

@@ -15,7 +15,7 @@ T4 = "t4"
 
 @pytest.mark.slow
 def test_steps_on_a_t4_take_the_measured_time_and_plans_are_in_the_measured_order():
-    """35 rows: 16 bit and NF4, sdpa and eager. By published rates they were 2.1 times too fast, with half of the pairs wrong."""
+    """35 rows: 16 bit and NF4, sdpa and eager. By published rates: 2.1 times too fast, half of the pairs in the wrong order."""
     rows, by_published_rates = (
         [row for row in accuracy.read_rows(ROWS, published_rates) if row.gpu == T4] for published_rates in (False, True)
     )
