@@ -96,7 +96,8 @@ def _faster_in_4_bit(compare: Comparison, recipe: Recipe) -> str:
     if saved < 0.005 or not compare.fits(**change):
         return ""
     least = 1 - 1 / NF4.price
-    return f"; {NF4.label} that recomputes nothing saves {saved:.0%} of time, but rounds the weights: it is chosen from {least:.0%}"
+    faster = f"{NF4.label} that recomputes nothing saves {saved:.0%} of time"
+    return f"; {faster}, but rounds the weights: it is chosen from {least:.0%}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
