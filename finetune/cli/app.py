@@ -22,7 +22,9 @@ ModelOrRecipe = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Train this model: hub id, name or folder.")]
 Data = Annotated[str | None, typer.Option("--data", help="Train on this file or hub dataset.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's; the last one counts.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's; the last one counts.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
