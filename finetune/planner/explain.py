@@ -91,7 +91,7 @@ def _faster_in_4_bit(compare: Comparison, recipe: Recipe) -> str:
     chosen, open_settings = compare.strategy, (recipe.load_in_4bit, recipe.activation_checkpointing)
     if chosen.base is not BITS_16 or chosen.checkpointing is False or any(value != AUTO for value in open_settings):
         return ""
-    change = {"base": NF4, "checkpointing": False, "every_n": 1}
+    change: dict[str, Any] = {"base": NF4, "checkpointing": False, "every_n": 1}
     saved = 1 - compare.search.timing(dataclasses.replace(chosen, **change)).step_s / compare.search.timing(chosen).step_s
     if saved < 0.005 or not compare.fits(**change):
         return ""
