@@ -22,7 +22,9 @@ ModelOrRecipe = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Train this model: hub id, name or folder.")]
 Data = Annotated[str | None, typer.Option("--data", help="Train on this file or hub dataset.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value", help="Settings that override the recipe's; the last one counts.")
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -129,7 +131,7 @@ def runs(
     verb: Annotated[
         str, typer.Argument(metavar="VERB", help="list, show RUN, advice, rm RUN ..., or rename RUN NAME.")
     ] = "list",
-    names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories or names.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest'.")] = None,
     advice: Annotated[
         bool, typer.Option("--advice", help="Which settings moved the results of earlier runs: runs advice.")
     ] = False,
@@ -198,7 +200,8 @@ def plan(
 def sweep(
     process: typer.Context,
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Recipe, its name, a model's name, or a sweep's folder.")
+        str | None,
+        typer.Argument(metavar="RECIPE", help="Recipe file, name of a shipped recipe, a model's name, or a sweep's folder."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="key=value,...", help="Values to try; with one value, of every arm.")
@@ -342,7 +345,7 @@ def evaluate(
 @cli.command()
 def chat(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'; several of one base model.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest', of one base model.")
     ] = None,
     json: Json = False,
     base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
@@ -377,7 +380,9 @@ def chat(
 
 @cli.command()
 def serve(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Runs of one base model; default latest.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest', of one base model.")
+    ] = None,
     json: Json = False,
     host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8000,
@@ -416,7 +421,7 @@ def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
 @cli.command()
 def merge(
     run: RunArgument = "latest", json: Json = False,
-    output: Annotated[str | None, typer.Option(help="Folder of the merged model; default RUN/merged.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write; default RUN/merged.")] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Largest file, e.g. 5GB; default the base model's files.")] = None,
     check: Annotated[int, typer.Option(min=0, help="Answer this many held-out rows to show what merging changes.")] = 0,
 ) -> None:  # fmt: skip
@@ -439,7 +444,7 @@ def export(
     llama_cpp: Annotated[
         str | None, typer.Option("--llama-cpp", envvar="FINETUNE_LLAMA_CPP", help="Checkout of llama.cpp, for its converter.")
     ] = None,
-    output: Annotated[str | None, typer.Option(help="Folder to write; default RUN/gguf-TYPE.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write; default RUN/gguf-TYPE.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Answer this many held-out rows with the file.")] = 120,
     data: Annotated[str | None, typer.Option("--data", help="Answer the rows of this file, not the held-out ones.")] = None,
 ) -> None:  # fmt: skip
@@ -472,9 +477,9 @@ def report_run(
 
 @cli.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories or names, two or more.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, names or 'latest'; two or more.")],
     json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File; default comparison.html.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default comparison.html.")] = None,
 ) -> None:
     """Compare several runs in one HTML file.
 
@@ -535,7 +540,7 @@ def recipes(
 @cli.command()
 def convert(
     recipe: Annotated[str, typer.Argument(metavar="FILE", help="Configuration of another tool.")],
-    overrides: Overrides = None, json: Json = False,
+    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
 ) -> None:  # fmt: skip
     """Turn another tool's configuration into a recipe.
@@ -546,7 +551,7 @@ def convert(
     """
     from finetune.cli.convert import convert_file
 
-    convert_file(recipe, overrides or [], output=output, as_json=json)
+    convert_file(recipe, overrides or [], model=model, data=data, output=output, as_json=json)
 
 
 @cli.command()
@@ -570,9 +575,8 @@ def ui(
 @cli.command()
 def doctor(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
-    overrides: Overrides = None,
-    json: Json = False,
-) -> None:
+    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
+) -> None:  # fmt: skip
     """Check driver, packages, memory, disk, hub and port.
 
     Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.
@@ -581,13 +585,13 @@ def doctor(
     """
     from finetune.cli.doctor import show_doctor
 
-    raise typer.Exit(show_doctor(recipe, overrides or [], as_json=json))
+    raise typer.Exit(show_doctor(recipe, overrides or [], model=model, data=data, as_json=json))
 
 
 @cli.command(name="export-launch")
 def export_launch(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes or skypilot.")], recipe: RecipeArgument,
-    overrides: Overrides = None, json: Json = False,
+    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
     image: Annotated[str, typer.Option(help="Container image (kubernetes, skypilot).")] = "finetune:latest",
     hours: Annotated[int, typer.Option(min=1, help="Time limit of the job.")] = 24,
@@ -599,4 +603,11 @@ def export_launch(
     """
     from finetune.cli.jobs import export_launch as export
 
-    export(engine, recipe, overrides or [], output=output, image=image, hours=hours, volume=volume, as_json=json)
+    export(
+        engine, recipe, overrides or [], model=model, data=data, output=output, image=image, hours=hours, volume=volume,
+        as_json=json,
+    )  # fmt: skip
+
+
+for _command in cli.registered_commands:
+    _command.epilog = "Exit codes of all commands:  finetune --help"

@@ -9,15 +9,18 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, print_text
+from finetune.cli.source import with_model_and_data
 from finetune.files import write_output
 from finetune.recipe import load_source, write_recipe
 
 _COLOURS = {"carried over": "green", "no effect": "dim"}
 
 
-def convert_file(source: str, overrides: list[str], *, output: str | None, as_json: bool) -> None:
+def convert_file(
+    source: str, overrides: list[str], *, model: str | None = None, data: str | None = None, output: str | None, as_json: bool
+) -> None:
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
-    loaded = load_source(source, overrides)
+    loaded = load_source(source, with_model_and_data(overrides, model, data))
     text, read = write_recipe(loaded.recipe), loaded.conversion
     if output is not None:
         write_output(Path(output), text, new=True)

@@ -9,14 +9,16 @@ from rich.markup import escape
 from finetune import __version__
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
-from finetune.recipe import load_recipe
+from finetune.cli.source import recipe_of
 
 _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
 
 
-def show_doctor(source: str | None, overrides: list[str], *, as_json: bool) -> int:
+def show_doctor(
+    source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None, as_json: bool
+) -> int:
     """Check the machine, and a recipe's needs if one is given. Returns 1 when a check fails, else 0."""
-    recipe = load_recipe(source, overrides) if source else None
+    recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
     from finetune.model.configuration import named_model
 

@@ -30,17 +30,20 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
 def _recipe_of(source: str | None, overrides: list[str], model: str | None, data: str | None) -> Recipe:
     if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
         overrides, source = [source, *overrides], None
-    all_overrides = [*([f"dataset.path={json.dumps(data)}"] if data is not None else []), *overrides]
     if source is None and model is None:
         raise CommandError(
             "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
         )
     if source is not None and (model is not None or not _is_model(source)):
-        return _load_recipe(
-            source, [*([f"model_name_or_path={json.dumps(model)}"] if model is not None else []), *all_overrides]
-        )
-    name = model or str(source)
+        return _load_recipe(source, with_model_and_data(overrides, model, data))
+    name, all_overrides = model or str(source), with_model_and_data(overrides, None, data)
     return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, all_overrides)
+
+
+def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
+    """Overrides for `--model` and `--data`, before those that are given as `key=value`."""
+    options = {"model_name_or_path": model, "dataset.path": data}
+    return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
 
 
 def _load_recipe(source: str, overrides: list[str]) -> Recipe:

@@ -8,13 +8,12 @@ from typing import Any
 def add_loss(model: Any) -> None:
     """Patch a transformers model, or a PeftModel of one, as SFTTrainer does: the fused head, and the router's auxiliary loss
     for a mixture that has one."""
+    from finetune.compat.imports import fused_lm_head
     from finetune.compat.trl import import_without_listing_packages
 
     import_without_listing_packages()
-    from trl.trainer.utils import add_fused_lm_head
-
     config = model.config.get_text_config()
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = getattr(config, "router_aux_loss_coef", 0.0) != 0.0
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    fused_lm_head()(base, outputs=("log_probs", "entropy", "is_top1"))

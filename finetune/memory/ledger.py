@@ -283,9 +283,9 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
-    from finetune.compat.bitsandbytes import import_without_compiler
+    from finetune.compat.imports import import_libraries
 
-    import_without_compiler()
+    import_libraries()
     from finetune.memory.depth import count_parameters
     from finetune.model.transformers_config import config_from
 

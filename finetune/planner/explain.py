@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.planner.plan import Alternative, Verdict, verdict_of
 from finetune.planner.speed import knows_rates
+from finetune.settings import AUTO
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
@@ -55,7 +56,7 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
-    reason = _explain_format(compare, job.card.is_cpu)
+    reason = _explain_format(compare, job.card.is_cpu) + _faster_in_4_bit(compare, choices.recipe)
     reasons = {
         **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
@@ -83,6 +84,20 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
         return f"{base.title} weights fit: no dequantisation; {compare.against(base=NF4)} vs {NF4.label}"
     why = "" if compare.fits(base=BITS_16) else ", which do not fit"
     return f"{base.label} {compare.against(base=BITS_16)} vs 16-bit weights{why}"
+
+
+def _faster_in_4_bit(compare: Comparison, recipe: Recipe) -> str:
+    """What is said beside a 16-bit base where 4 bits fit without recomputation and are faster, by less than their price."""
+    chosen, open_settings = compare.strategy, (recipe.load_in_4bit, recipe.activation_checkpointing)
+    if chosen.base is not BITS_16 or chosen.checkpointing is False or any(value != AUTO for value in open_settings):
+        return ""
+    change: dict[str, Any] = {"base": NF4, "checkpointing": False, "every_n": 1}
+    saved = 1 - compare.search.timing(dataclasses.replace(chosen, **change)).step_s / compare.search.timing(chosen).step_s
+    if saved < 0.005 or not compare.fits(**change):
+        return ""
+    least = 1 - 1 / NF4.price
+    faster = f"{NF4.label} that recomputes nothing saves {saved:.0%} of time"
+    return f"; {faster}, but rounds the weights: it is chosen from {least:.0%}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:

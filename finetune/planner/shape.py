@@ -103,9 +103,9 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     """Parameters of the builder's modules on the meta device: 0.3 s for 8B."""
     import torch
 
-    from finetune.compat.bitsandbytes import import_without_compiler
+    from finetune.compat.imports import import_libraries
 
-    import_without_compiler()
+    import_libraries()
     from finetune.layers.experts import adapts_experts, fused_experts, packable_experts
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta

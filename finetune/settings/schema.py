@@ -398,9 +398,9 @@ def unresolved(recipe: Recipe) -> list[str]:
     return [name for name in Recipe.model_fields if getattr(recipe, name) == AUTO]
 
 
-def settings_that_decide(effects: Decides, model: type[BaseModel] = Recipe) -> tuple[str, ...]:
-    """Names of the settings of `model` that have any of these effects; a section counts if one of its settings has."""
-    return tuple(name for name in model.model_fields if decided_by(name, model) & effects)
+def settings_that_decide(effects: Decides) -> tuple[str, ...]:
+    """Names of a recipe's settings that have any of these effects; a section counts if one of its settings has."""
+    return tuple(name for name in Recipe.model_fields if decided_by(name) & effects)
 
 
 def decided_by(name: str, model: type[BaseModel] = Recipe) -> Decides:

@@ -69,8 +69,8 @@ def measured(plain):
     "how",
     [
         pytest.param({}, id="fp32"),
-        pytest.param({"bf16": True}, id="bf16 autocast"),
-        pytest.param({"bf16": True, "dtype": torch.bfloat16}, id="bf16 weights"),
+        pytest.param({"bf16": True}, id="bf16 autocast", marks=pytest.mark.slow),
+        pytest.param({"bf16": True, "dtype": torch.bfloat16}, id="bf16 weights", marks=pytest.mark.slow),
         pytest.param({"peft": False}, id="all parameters", marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
         pytest.param({"rows": 4, "uneven": True}, id="padded rows", marks=pytest.mark.slow),

@@ -199,3 +199,26 @@ def test_a_note_on_held_out_rows_says_so():
     report = DataReport((), "text", 9, 9, findings=(Finding("near duplicates", "{rows} say the same", 2, (), ""),))
     assert "held-out" not in "".join(_data_lines("Training", report))
     assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))
+
+
+def test_an_empty_gpu_and_a_file_that_is_not_there_are_named(tmp_path, capsys, monkeypatch, kept_run):
+    run = str(kept_run(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "orders.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    code, captured = finetune(capsys, monkeypatch, "plan", "tiny-cpu", "--gpu", "")
+    assert code == 2 and "gpu is ''" in captured.err
+    code, captured = finetune(capsys, monkeypatch, "eval", run, "--data", "order.jsonl")
+    assert code == 4 and "order.jsonl: there is no such file" in captured.err and "Did you mean orders.jsonl?" in captured.err
+
+
+def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, capsys, monkeypatch, kept_run):
+    from finetune.evaluate import score
+    from finetune.evaluate.results import Comparison, Score
+
+    scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4])
+    result = Comparison(1, scores, scores, ["p"], ['{"n": 1}'], 1.0, data="orders.jsonl", trained_rows=1)
+    monkeypatch.setattr(score, "compare", lambda *_, **__: result)
+    code, captured = finetune(capsys, monkeypatch, "eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
+    printed = " ".join(captured.out.split())
+    assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
+    assert "the expected answers are JSON; to score them field by field: --score json" in printed

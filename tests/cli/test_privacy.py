@@ -27,7 +27,10 @@ except ImportError:
 """
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(entry, marks=[pytest.mark.slow] * (entry == "worker")) for entry in ENTRIES],  # it imports torch
+)
 def test_telemetry_is_off_and_kernels_are_not_loaded_from_the_hub(tmp_path, entry):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.11.1'\ndef get_kernel(*_, **__): raise SystemExit(1)")

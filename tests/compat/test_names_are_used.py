@@ -97,3 +97,21 @@ def test_a_schedule_is_logged_with_the_rates_it_was_given():
     optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == [0.25]
+
+
+@pytest.mark.slow
+def test_a_cold_start_reads_no_rows_packages_and_transformers_files_once_and_still_has_both():
+    code = (
+        "import sys; from finetune.compat.imports import fused_lm_head, import_libraries; import_libraries(); fused_lm_head();"
+        "assert not {'pandas', 'datasets', 'pyarrow'} & set(sys.modules);"
+        "import datasets, pandas, trl.trainer.utils as trl; from transformers import models;"
+        "from transformers.utils import import_utils;"
+        "rows = datasets.Dataset.from_list([{'a': 1}]).to_iterable_dataset();"
+        "assert isinstance(rows, trl.IterableDataset) and not isinstance(1, trl.IterableDataset);"
+        "assert trl.pd.concat is pandas.concat and trl.pd.DataFrame({'a': [1]}).shape == (1, 1);"
+        "scans = import_utils.create_import_structure_from_path; scans.cache_clear();"
+        "import_utils.define_import_structure.cache_clear(); again = import_utils.define_import_structure(models.__file__);"
+        "fresh = import_utils._LazyModule('fresh', models.__file__, again, module_spec=models.__spec__);"
+        "assert fresh._class_to_module == models._class_to_module"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

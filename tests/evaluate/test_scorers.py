@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import DataError, RecipeError
@@ -47,6 +47,7 @@ def test_a_tolerance_is_relative_to_the_expected_number(expected, answer, tolera
     assert number_score(repr(expected), f"about {answer!r}", tolerance).score == is_close
 
 
+@settings(max_examples=30)
 @given(OBJECTS, OBJECTS)
 def test_json_fields_are_counted_one_by_one(expected, answer):
     row_score = json_score(json.dumps(expected), json.dumps(answer))

@@ -18,7 +18,7 @@ TOKENS = 128
 ON_CPU = {"dtype": "float32", "optim": "adamw_torch", "gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fake_and_real_tensors_have_the_same_peaks(monkeypatch, checkpointing):
     recipe = settings(**ON_CPU, load_in_4bit=False, activation_checkpointing=checkpointing)
     config = config_from(config_values(num_hidden_layers=2), recipe)

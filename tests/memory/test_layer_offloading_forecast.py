@@ -71,6 +71,7 @@ def test_some_resident_layers_add_their_weights():
     }
 
 
+@pytest.mark.slow
 def test_a_file_takes_disk_in_place_of_host_memory_and_the_same_of_the_card():
     config, card = config_values(num_hidden_layers=64), find_card("rtx-4090")
     host, file = (make_forecast(config, settings(**offloading(64, tier)), card, rows=RowShape(64)) for tier in ("cpu", "nvme"))

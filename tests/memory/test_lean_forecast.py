@@ -22,7 +22,7 @@ TOKENS = 2048
 MOST = {"Qwen/Qwen2.5-7B-Instruct": 30.0, "meta-llama/Llama-3.1-8B-Instruct": 23.5, "Qwen/Qwen3-8B": 24.0}
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Qwen/Qwen3-8B")) for name in MOST])
 def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
     values = catalogue()[name]
     wanted = settings(lora_r=16, activation_checkpointing=False, max_length=TOKENS, lean_layers=True)
@@ -37,7 +37,11 @@ def test_a_layer_of_a_large_model_saves_about_half_the_bytes(name):
     ("kind", "lean_note"),
     [
         ("llama", "lean layers: 8 of 8 with 1 RoPE, 4 linear layers, 1 MLP, 2 norms"),
-        ("falcon", "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)"),
+        pytest.param(
+            "falcon",
+            "lean layers: 8 of 8 with 1 RoPE (as before: 4 adapter on FalconLinear, 1 LayerNorm)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_plan_says_how_many_layers_are_lean_in_which_parts(kind, lean_note):

@@ -28,10 +28,10 @@ def both_ways(kind="llama", layers=7, **more):
     "more",
     [
         {"activation_checkpointing": True},
-        {"activation_checkpointing": False},
         *(
             pytest.param(more, marks=pytest.mark.slow)
             for more in (
+                {"activation_checkpointing": False},
                 {"gradient_accumulation_steps": 1},
                 {"activation_checkpointing": "selective"},
                 {"activation_checkpointing": False, "int8_activations": True},

@@ -51,7 +51,7 @@ def sizes(events):
 @pytest.mark.parametrize(
     "more",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"rows": 2}, marks=pytest.mark.slow),
         pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": False}, marks=pytest.mark.slow),

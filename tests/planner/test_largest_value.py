@@ -34,9 +34,10 @@ def by_hand(card, forecaster, step, settings_of):
     ("setting", "step", "settings_of"),
     [
         ("max_length", 256, lambda tokens: {"max_length": tokens}),
-        (
+        pytest.param(
             "per_device_train_batch_size", 1,
             lambda rows: {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "effective_batch_size": rows},
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

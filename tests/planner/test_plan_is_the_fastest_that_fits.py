@@ -11,6 +11,7 @@ from finetune.planner.plan import DataStatistics, Plan, Verdict
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.settings import unresolved
+from finetune.settings.base_formats import NF4
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
@@ -43,6 +44,16 @@ def test_an_8b_model_on_24_gb_is_nf4_with_nothing_recomputed(planned):
     assert plan.verdict == "fits"
     assert (plan.settings.load_in_4bit, plan.settings.activation_checkpointing) == (True, False)
     assert "do not fit" in plan.reasons["load_in_4bit"]
+
+
+def test_a_slower_plan_on_more_memory_says_what_would_be_faster_and_why_it_is_not_chosen(planned):
+    """16 bit is chosen unless NF4 is 10 % faster: a plan on more memory may be slower, but not by more, nor silently."""
+    total = find_card("a100-40gb").total_bytes
+    less, more = (planned("google/gemma-2-9b-it", "a100-40gb", free_bytes=round(share * total)) for share in (0.75, 0.8))
+    assert (less.settings.load_in_4bit, more.settings.load_in_4bit) == (True, False)
+    assert 1 < more.modelled_step_s / less.modelled_step_s < NF4.price
+    saved = 1 - less.modelled_step_s / more.modelled_step_s
+    assert f"NF4 that recomputes nothing saves {saved:.0%} of time, but rounds the weights" in more.reasons["load_in_4bit"]
 
 
 def test_a_1b_model_on_24_gb_stays_16_bit(planned):

@@ -1,0 +1,53 @@
+"""`--help` of every command: the same option everywhere, examples, exit codes."""
+
+import json
+from collections import defaultdict
+
+import pytest
+import typer
+
+from finetune.cli.app import cli
+from finetune.cli.entry import main
+
+COMMANDS = {name: command for name, command in typer.main.get_command(cli).commands.items() if not command.hidden}
+#: Arguments and options of these names have the same flags in each command that has them.
+SHARED = ["model", "data", "json", "output", "run", "recipe", "gpu", "host", "port"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_an_example_and_says_where_exit_codes_are(name):
+    assert f"Example:  finetune {name}" in COMMANDS[name].help or name in ("show",)
+    assert "Exit codes" in COMMANDS[name].epilog
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_an_option_has_the_same_flags_in_every_command(name):
+    flags = {tuple(option.opts) for command in COMMANDS.values() for option in command.params if option.name == name}
+    assert len(flags) == 1
+
+
+def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
+    readers = [
+        name for name, command in COMMANDS.items() if {"recipe", "overrides"} <= {option.name for option in command.params}
+    ]
+    assert {"plan", "run", "data", "convert", "doctor", "sweep", "export-launch"} == set(readers)
+    assert all({"model", "data"} <= {option.name for option in COMMANDS[name].params} for name in readers)
+
+
+def test_every_option_is_explained_and_runs_are_named_alike():
+    texts = defaultdict(set)
+    for name, command in COMMANDS.items():
+        for option in command.params:
+            assert option.help, (name, option.name)
+            if option.metavar == "RUN":
+                texts[option.name].add("latest" in option.help)
+    assert all(answers == {True} for answers in texts.values())
+
+
+def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
+    monkeypatch.setattr("sys.argv", ["finetune", "convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json"])
+    assert main() == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert "c/d" in recipe and "y.jsonl" in recipe and "a/b" not in recipe
