@@ -14,7 +14,7 @@ class Method:
     """`sequences`: tokenised sequences of a row, all in one micro-batch. `reference_passes`: forward passes without gradients
     beside each training pass. `min_rows`: fewest rows of a micro-batch.
 
-    `row_format`: the only format of its rows; None: any format with one answer. `settings`: those of a recipe that other
+    `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: those of a recipe that other
     methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
     with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether the
     reference can be computed before the training.
@@ -39,6 +39,14 @@ class Method:
 
 METHODS = {
     "sft": Method(),
+    "pretrain": Method(
+        row_format="text", rate_factor=0.25,
+        rate_source="a quarter of SFT's, to keep what the model knows: 5e-5 where that has 2e-4 (Unsloth's continued pretraining)",
+        refused=(
+            ("train_on_inputs", "plain text has no prompt, all of it is trained"),
+            ("chat_template", "plain text is trained without one"),
+        ),
+    ),
     "dpo": Method(
         sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
@@ -67,8 +75,8 @@ METRICS = {
 }  # fmt: skip
 #: Those of one line.
 MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
-#: Formats that only some methods read, all others are for those without one.
-METHOD_FORMATS = {method.row_format for method in METHODS.values()} - {None}
+#: Formats that only some methods read, all others are for those without one; plain text is for both.
+METHOD_FORMATS = {method.row_format for method in METHODS.values()} - {None, "text"}
 
 
 def has_kl(method: str, loss_type: str | None) -> bool:
@@ -91,5 +99,5 @@ def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
 
 def methods_reading(row_format: str) -> list[str]:
     """The methods that read rows of this format."""
-    wanted = row_format if row_format in METHOD_FORMATS else None
-    return [name for name, method in METHODS.items() if method.row_format == wanted]
+    others = {None, row_format} - ({None} if row_format in METHOD_FORMATS else set())
+    return [name for name, method in METHODS.items() if method.row_format in others]
