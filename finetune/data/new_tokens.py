@@ -19,24 +19,24 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
 
     if not recipe.new_tokens:
         return
-    vocabulary = tokenizer.get_vocab()
-    problems = [
-        f"new_tokens: {printable(name)} is a token of {recipe.model_name_or_path} already ({token_id})"
-        for name in recipe.new_tokens
-        if (token_id := vocabulary.get(name, _only_token(tokenizer, name))) is not None
-    ]
-    if problems:
-        raise RecipeError(_first(problems), "Leave out what the model has; its row is trained by no setting.")
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in recipe.new_tokens])
-    if lost := [name for name in recipe.new_tokens if _only_token(tokenizer, name) is None]:
-        problems = [f"new_tokens: {printable(name)} is no single token to this tokenizer" for name in lost]
+    names, vocabulary = list(recipe.new_tokens), tokenizer.get_vocab()
+    owned = {
+        name: vocabulary.get(name, ids[0])
+        for name, ids in zip(names, _ids(tokenizer, names), strict=True)
+        if name in vocabulary or (len(ids) == 1 and tokenizer.decode(ids).strip() == name)
+    }
+    model = recipe.model_name_or_path
+    if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
+        raise RecipeError(_first(problems), "Leave out what the model has.")
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    rows = tokenizer.convert_tokens_to_ids(names)
+    split_up = [name for name, row, ids in zip(names, rows, _ids(tokenizer, names), strict=True) if row not in ids]
+    if problems := [f"new_tokens: {printable(name)} is several tokens to this tokenizer all the same" for name in split_up]:
         raise RecipeError(_first(problems), "Give other tokens, for example <|name|>.")
 
 
-def _only_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The id of a text that is one token; None for several, and for an unknown one."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _first(problems: list[str]) -> list[str]:

@@ -284,7 +284,9 @@ def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
 
 def loss_batch_tokens(model: Any) -> int:
     """Tokens of a batch whose loss is computed."""
-    return min(_LOSS_TOKENS, _LOGITS // model.get_input_embeddings().num_embeddings)
+    from finetune.model.new_tokens import embedding_rows
+
+    return min(_LOSS_TOKENS, _LOGITS // embedding_rows(model))
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -10,8 +10,6 @@ from finetune.compat.peft import give_wrapper_no_bias
 from finetune.errors import RecipeError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from finetune.settings import Settings
@@ -101,15 +99,8 @@ def check_wrapped(model: Any) -> None:
     give_wrapper_no_bias(head)
 
 
-def trained_rows(adapter: Path) -> dict[str, torch.Tensor]:
-    """The trained rows of an adapter's folder, by the name of their table's weight in the base model."""
-    from safetensors import safe_open
+def embedding_rows(model: Any) -> int:
+    """Rows of the input embedding, also of one some of whose rows are trained."""
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, "original_module", embedding).num_embeddings
 
-    from finetune.model.weights import ADAPTER_WEIGHTS
-
-    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
-        names = [name for name in file.keys() if name.endswith(TRAINED_ROWS)]  # noqa: SIM118 - not a dictionary
-        return {
-            f"{name.removeprefix('base_model.model.').removesuffix(TRAINED_ROWS)}.weight": file.get_tensor(name)
-            for name in names
-        }

@@ -41,6 +41,8 @@ TECHNIQUES = {
     "bf16-adapters": {"adapter_dtype": "bfloat16"},
     "nf4-bf16-adapters": {"adapter_dtype": "bfloat16", "load_in_4bit": True},
     "one-target": {"target_modules": ["q_proj"]},
+    "new-tokens": {"new_tokens": [f"<{number}>" for number in range(1900)]},
+    "new-tokens-nf4": RECOMPUTED | {"new_tokens": [f"<{number}>" for number in range(1900)], "load_in_4bit": True},
     "dpo": {"method": "dpo"},
     "dpo-nf4": {"method": "dpo", "load_in_4bit": True},
     "dpo-recomputed": RECOMPUTED | {"method": "dpo", "load_in_4bit": True},
