@@ -56,7 +56,9 @@ def _tokens(value: Any) -> Any:
     if isinstance(names, list):
         if repeated := sorted({str(name) for name, count in Counter(map(str, names)).items() if count > 1}):
             raise ValueError(f"has {', '.join(repeated[:5])} more than once")
-        names = dict.fromkeys(names, "") if all(isinstance(name, str) for name in names) else names
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("give a list of tokens, or a mapping of tokens to the text that they stand for")
+        names = dict.fromkeys(names, "")
     for name in names if isinstance(names, dict) else ():
         if not isinstance(name, str) or name != name.strip() or not name.isprintable() or not 0 < len(name) <= _TOKEN_CHARACTERS:
             raise ValueError(
