@@ -10,7 +10,7 @@ from finetune.data.formats import FORMATS, LABELLED_ANSWERS, rename_columns
 from finetune.data.readers import Row
 from finetune.data.sources import is_local
 from finetune.settings import DatasetRecipe
-from finetune.settings.methods import METHOD_FORMATS, METHODS
+from finetune.settings.methods import METHODS
 
 _FIRST_ROWS = 100
 #: Values of a label that marks an answer good or bad; others are classes.
@@ -23,7 +23,7 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     sft for a dataset that is not on this machine: nothing is downloaded for it.
     """
     for name, method in METHODS.items():
-        if method.row_format in METHOD_FORMATS and dataset.format == method.row_format:
+        if method.has_own_format and dataset.format == method.row_format:
             return name, f"dataset.format is {dataset.format}"
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
     if not all(map(is_local, paths)):

@@ -39,8 +39,8 @@ PLAIN_TEMPLATE = (
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with the recipe's chat template and new
-    tokens.
+    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with the recipe's chat
+    template and new tokens.
 
     Raises RecipeError when there is none or it is broken. Remote code runs only if the recipe allows it.
     """

@@ -198,7 +198,7 @@ def _base_key(plan: Plan) -> tuple[Any, ...]:
     """The values that two runs must have in common to share a loaded base model."""
     settings = plan.settings
     weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
-    tokens = settings.new_tokens, settings.new_token_rows
+    tokens = settings.new_tokens, settings.trained_embedding_rows
     return weights, configuration_fingerprint(settings), base_format_of(settings), settings.dtype, tokens
 
 
@@ -222,12 +222,11 @@ def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
     return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
-def load_model(
-    settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Any:
+def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """The base model on `device`, `cpu` or `cuda`, with an adapter or without, in evaluation mode.
 
-    `tokenizer`: the run's, by which the base model's rows of new tokens get their values. Raises CommandError for an adapter that can't be loaded or is not finite, RecipeError for one of another base.
+    `tokenizer`: the run's, by which the base model's rows of new tokens get their values. Raises CommandError for an adapter
+    that can't be loaded or is not finite, RecipeError for one of another base.
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     grow_vocabulary(base, settings, tokenizer)

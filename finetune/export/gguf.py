@@ -80,8 +80,10 @@ def export_gguf(
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    if separate and read_plan(run.plan).settings.new_token_rows:
-        raise CommandError("an adapter's GGUF file has no new tokens, which this run has", "Write the merged model: leave out --to.")
+    if separate and read_plan(run.plan).settings.trained_embedding_rows:
+        raise CommandError(
+            "an adapter's GGUF file has no new tokens, which this run has", "Leave out --to: the model is merged."
+        )
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     building = target.with_name(f".{target.name}")

@@ -79,8 +79,8 @@ def _write(
     except ShardMergeError:
         shutil.rmtree(folder, ignore_errors=True)
         _merge_loaded(settings, config, run, folder, max_shard_bytes, progress)
-    if settings.new_token_rows:
-        _write_vocabulary(folder, settings.new_token_rows[1])
+    if settings.trained_embedding_rows:
+        _write_vocabulary(folder, settings.trained_embedding_rows[1])
     elif is_multimodal(config) and settings.chat_template is None:
         return  # the model's own tokenizer and processor are copied already
     run_tokenizer(run.adapter, settings).save_pretrained(str(folder))

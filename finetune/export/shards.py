@@ -117,8 +117,10 @@ class AdapterChanges:
 
     def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """The shape of the merged tensor: a table of embeddings may have more rows."""
-        table = self._table_of.get(stored.name)
-        return stored.shape if table is None else (max(stored.shape[0], self._tables[table].first_and_end[1]), *stored.shape[1:])
+        if stored.name not in self._table_of:
+            return stored.shape
+        _, end = self._tables[self._table_of[stored.name]].first_and_end
+        return max(stored.shape[0], end), *stored.shape[1:]
 
     def _find_table(self, parameter: str, stored: dict[str, StoredTensor]) -> None:
         """Find the checkpoint's tensors of a table with trained rows, and of the weight that is tied to it."""
@@ -201,9 +203,7 @@ def _grown_tables(model: Any) -> Iterator[tuple[str, _TrainedRows]]:
 def _finite(weight: torch.Tensor, name: str) -> torch.Tensor:
     """The weight. Raises CommandError when it has values that are not finite."""
     if not torch.isfinite(weight).all():
-        raise CommandError(
-            f"{name} would have values that are not finite after merging", "Its training diverged: train again."
-        )
+        raise CommandError(f"{name} would have values that are not finite after merging", "Its training diverged: train again.")
     return weight
 
 

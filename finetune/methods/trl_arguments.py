@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.model.techniques import training_arguments
 from finetune.settings.compatibility import padding_multiple
-from finetune.settings.methods import METHOD_FORMATS, METHODS
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
@@ -61,6 +61,6 @@ def trl_arguments(
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,
         accelerator_config={"non_blocking": not on_cpu},  # a batch is copied while the step before it still computes
-        remove_unused_columns=METHODS[settings.method].row_format not in METHOD_FORMATS,
+        remove_unused_columns=not METHODS[settings.method].has_own_format,
         **training_arguments(settings),
     )

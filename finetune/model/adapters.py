@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
-def attach_adapters(
-    model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None
-) -> PeftModel:
+def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None) -> PeftModel:
     """Add LoRA (DoRA, rsLoRA) adapters in `adapter_dtype`, and the rows of new tokens; nothing else is trainable.
 
     `tokenizer`: the run's, with its new tokens; a model on meta needs none. Raises RecipeError for unknown `target_modules`.
@@ -65,7 +63,8 @@ def attach_adapters(
             f"target_modules {targets}: the output layer can't have an adapter, because the loss is computed from its weight",
             f"Leave it out. Linear layers of this model: {_linear_names(model)}",
         )
-    if settings.new_token_rows:
+    _refuse_tied_embedding(model, targets)
+    if settings.trained_embedding_rows:
         check_wrapped(model)
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
@@ -75,6 +74,16 @@ def attach_adapters(
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
     return peft_model
+
+
+def _refuse_tied_embedding(model: PreTrainedModel, targets: str | list[str]) -> None:
+    """Raise RecipeError for an adapter on an embedding whose table the output layer shares: merging would change that, too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if hasattr(embedding, "lora_A") and embedding.get_base_layer().weight is getattr(head, "weight", None):
+        raise RecipeError(
+            f"target_modules {targets}: the embedding can't have an adapter, because the output layer shares its table",
+            f"Leave it out. Linear layers of this model: {_linear_names(model)}",
+        )
 
 
 def _linear_names(model: torch.nn.Module) -> str:

@@ -27,9 +27,9 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     Both tables grow, or the one that is tied. Without a `tokenizer`, on meta, rows have no values. Raises RecipeError for a
     model whose vocabulary can't grow.
     """
-    if not settings.new_token_rows:
+    if not settings.trained_embedding_rows:
         return
-    first, end = settings.new_token_rows
+    first, end = settings.trained_embedding_rows
     embedding, head = _tables(model)
     tied = head.weight is embedding.weight
     if end > embedding.num_embeddings:
@@ -83,16 +83,16 @@ def _grown(weight: torch.nn.Parameter, first: int, end: int, sources: dict[int, 
 
 def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None:
     """PEFT's `trainable_token_indices`: rows by the name of their table; None without new tokens."""
-    if not settings.new_token_rows:
+    if not settings.trained_embedding_rows:
         return None
     embedding, head = _tables(model)
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     names = {id(module): name for name, module in model.named_modules()}
-    return {names[id(table)]: list(range(*settings.new_token_rows)) for table in tables}
+    return {names[id(table)]: list(range(*settings.trained_embedding_rows)) for table in tables}
 
 
 def check_wrapped(model: Any) -> None:
-    """Make PEFT's wrapper of the output layer one that TRL's loss can read. Raises RecipeError where PEFT has not wrapped it."""
+    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError where PEFT has not wrapped it."""
     head = model.get_output_embeddings()
     if not hasattr(head, "token_adapter"):
         raise RecipeError(f"new_tokens: PEFT does not tie the rows of a {model.config.model_type} model's output layer")
@@ -103,4 +103,3 @@ def embedding_rows(model: Any) -> int:
     """Rows of the input embedding, also of one some of whose rows are trained."""
     embedding = model.get_input_embeddings()
     return getattr(embedding, "original_module", embedding).num_embeddings
-

@@ -39,14 +39,14 @@ Encode = Callable[[Recipe], "EncodedRows"]
 class RowsRead:
     """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not.
 
-    `held_out`: reads the held-out sequences on which quantising is measured. `new_token_rows`: of the embedding, first and end.
+    `held_out`: reads the held-out sequences on which quantising is measured. `trained_embedding_rows`: first and end.
     """
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
     held_out: Callable[[], Sequences] | None = None
-    new_token_rows: tuple[int, ...] = ()
+    trained_embedding_rows: tuple[int, ...] = ()
 
 
 def plan_recipe(
@@ -60,8 +60,8 @@ def plan_recipe(
     """
     recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe)
-    recipe, reason = with_token_rows(recipe, list(read.new_token_rows))
-    reasons |= {"new_token_rows": reason} if reason else {}
+    recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
+    reasons |= {"trained_embedding_rows": reason} if reason else {}
 
     def completed(plan: Plan) -> Plan:
         for note in (renamed, *read.notes):
@@ -101,19 +101,19 @@ def with_method(recipe: Recipe) -> tuple[Recipe, str]:
 def with_token_rows(recipe: Recipe, rows: list[int]) -> tuple[Recipe, str]:
     """The recipe with the rows of its new tokens, and the reason; as it is without any. `rows`: by the tokenizer, if it was
     read; else they follow the model's. Raises RecipeError for an adapter with other rows."""
-    earlier = recipe.new_token_rows
+    earlier = recipe.trained_embedding_rows
     if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):
         rows = [size, size + len(recipe.new_tokens)]
     if rows and earlier and rows != earlier:
         raise RecipeError(
-            f"new_token_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
+            f"trained_embedding_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
             "Leave it out. An adapter that training goes on from needs the same new tokens.",
         )
     if not (rows or earlier):
         return recipe, ""
     first, end = rows or earlier
     reason = f"{end - first:,} token(s) from {first:,} on are new to the model: their rows are trained"
-    return resolved(recipe, new_token_rows=[first, end]), reason
+    return resolved(recipe, trained_embedding_rows=[first, end]), reason
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -161,7 +161,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
     statistics = statistics_of(selected) if len(selected.lengths) else None
-    held_out, token_rows = held_out_sequences(selected.splits), tuple(selected.encoded.new_token_rows)
+    held_out, token_rows = held_out_sequences(selected.splits), tuple(selected.encoded.trained_embedding_rows)
     return RowsRead(statistics, problem, tuple(selected.notes), held_out, token_rows)
 
 
@@ -180,7 +180,7 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
         tokenizer = data.load_tokenizer(recipe)
         infos = infos_future.result()
     rows = data.encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
-    rows.new_token_rows = _new_token_rows(rows, recipe)
+    rows.trained_embedding_rows = _new_token_rows(rows, recipe)
     return rows
 
 

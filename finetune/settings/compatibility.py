@@ -121,9 +121,9 @@ def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
 
 
 def _new_tokens(recipe: Recipe) -> Iterator[str]:
-    rows = recipe.new_token_rows
+    rows = recipe.trained_embedding_rows
     if rows and (len(rows) != 2 or rows[0] >= rows[1]):
-        yield f"new_token_rows {rows} are no first and end; leave it out: the plan takes them from the tokenizer"
+        yield f"trained_embedding_rows {rows} are no first and end; leave it out: the plan takes them from the tokenizer"
     if not (recipe.new_tokens or rows):
         return
     if is_sharded(recipe.launch):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.settings import compatibility
-from finetune.settings.methods import METHODS
+from finetune.settings.methods import METHODS, USUAL_VALUES
 from finetune.settings.optimizers import OPTIMIZERS
 
 _TOKEN_CHARACTERS = 200
@@ -60,7 +60,8 @@ def _tokens(value: Any) -> Any:
             raise ValueError("give a list of tokens, or a mapping of tokens to the text that they stand for")
         names = dict.fromkeys(names, "")
     for name in names if isinstance(names, dict) else ():
-        if not isinstance(name, str) or name != name.strip() or not name.isprintable() or not 0 < len(name) <= _TOKEN_CHARACTERS:
+        is_text = isinstance(name, str) and name == name.strip() and name.isprintable()
+        if not is_text or not 0 < len(name) <= _TOKEN_CHARACTERS:
             raise ValueError(
                 f"{str(name)[:60]!r} is no token: give printable text of at most {_TOKEN_CHARACTERS} characters, "
                 "without white space at its ends"
@@ -227,7 +228,7 @@ class Recipe(_Strict):
     excess_length: Literal["drop", "truncate", "chunk", "raise"] = _data(
         "raise",
         TOKENS | RESULT,
-        "Rows longer than max_length: drop, truncate, chunk (plain text into several), or raise an error.",
+        "Rows longer than max_length: drop, truncate, chunk (plain text into several; usual for pretrain), or raise an error.",
     )
     train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
     chat_template: str | None = _data(
@@ -255,7 +256,7 @@ class Recipe(_Strict):
         TOKENS | RESULT,
         "Tokens that the model lacks, whose rows of the embedding are trained: a list, or each with the text it stands for.",
     )
-    new_token_rows: list[Row] = _adapter(
+    trained_embedding_rows: list[Row] = _adapter(
         [],
         PARAMETERS | COST | RESULT,
         "Rows of the embedding that are trained, as first and end. The plan takes them from the tokenizer.",
@@ -388,6 +389,11 @@ class Recipe(_Strict):
         "none", NOTHING, "Notify when the run ends: on the desktop, or by Apprise and its own configuration."
     )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_values(cls, values: Any) -> Any:
+        return {**USUAL_VALUES.get(str(values.get("method")), {}), **values} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Recipe:

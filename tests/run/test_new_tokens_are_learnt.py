@@ -74,7 +74,8 @@ def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, 
 
 
 def test_training_goes_on_from_an_adapter_with_new_tokens(learnt, make_run, train, rows):
-    run = make_run(f"dataset.path={rows}", f"adapter_name_or_path={learnt.path}", "max_steps=1", "lora_r=auto", "lora_alpha=auto")
+    inherited = [f"adapter_name_or_path={learnt.path}", "lora_r=auto", "lora_alpha=auto"]
+    run = make_run(f"dataset.path={rows}", *inherited, "max_steps=1")
     assert train(run) == 0, run.log.read_text()[-2000:]
     [step] = [event for event in read_events(run.events) if isinstance(event, Step)]
     assert step.loss < 0.1
