@@ -15,7 +15,7 @@ _READ_IN = "0.21.2"
 _DORA = "peft.tuners.lora.dora"
 _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
-_TOKENS = "peft.utils.other.AuxiliaryTrainingWrapper"
+_TOKENS = "peft.utils.other.TrainableTokensWrapper"
 _ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 
 PRIVATE_NAMES = (
@@ -44,8 +44,8 @@ PRIVATE_NAMES = (
         _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
     ),
     PrivateName(
-        f"{_TOKENS}.__getattr__", "attribute", "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
-        _READ_IN, "trl.trainer.utils.add_fused_lm_head", "self name",
+        f"{_TOKENS}.bias", "attribute", "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
+        _READ_IN, "trl.trainer.utils.add_fused_lm_head",
     ),
     PrivateName(
         _ON_HUB, "patch", "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,10 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     if end > embedding.num_embeddings:
         _require_one_table(model, embedding)
     sources = {} if tokenizer is None else _sources(settings, tokenizer)
-    weight = _grown(embedding.weight, first, end, sources)
+    grown = functools.partial(_grown, first=first, end=end, added=len(settings.new_tokens), sources=sources)
+    weight = grown(embedding.weight)
     embedding.weight, embedding.num_embeddings = weight, len(weight)
-    head.weight = weight if tied else _grown(head.weight, first, end, sources)
+    head.weight = weight if tied else grown(head.weight)
     head.out_features = len(head.weight)
 
 
@@ -65,14 +67,19 @@ def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int
 
 
 @torch.no_grad()
-def _grown(weight: torch.nn.Parameter, first: int, end: int, sources: dict[int, list[int]]) -> torch.nn.Parameter:
-    """A copy of a table with the rows from `first` to `end`; a mean is computed in fp32."""
+def _grown(
+    weight: torch.nn.Parameter, *, first: int, end: int, added: int, sources: dict[int, list[int]]
+) -> torch.nn.Parameter:
+    """A copy of a table with rows up to `end`, of which those from `first` on are trained.
+
+    New values have the rows that it lacks, and the last `added` ones, which may have been padding. A mean is computed in fp32.
+    """
     rows, width = weight.shape
     grown = weight.new_empty(max(rows, end), width)
     grown[:rows] = weight
     if not weight.is_meta:
         known = min(first, rows)
-        grown[first:end] = weight[:known].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+        grown[min(rows, end - added) : end] = weight[:known].mean(dim=0, dtype=torch.float32).to(weight.dtype)
         for row, tokens in sources.items():
             if tokens := [token for token in tokens if token < known]:
                 grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32).to(weight.dtype)

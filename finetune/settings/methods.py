@@ -15,9 +15,9 @@ class Method:
     beside each training pass. `min_rows`: fewest rows of a micro-batch.
 
     `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: those of a recipe
-    that other methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
-    with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether the
-    reference can be computed before the training.
+    that other methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that
+    don't work with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether
+    the reference can be computed before the training.
     """
 
     sequences: int = 1
