@@ -78,10 +78,10 @@ def _grown(
     grown = weight.new_empty(max(rows, end), width)
     grown[:rows] = weight
     if not weight.is_meta:
-        known = min(first, rows)
-        grown[min(rows, end - added) : end] = weight[:known].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+        earlier_rows = min(first, rows)
+        grown[min(rows, end - added) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32).to(weight.dtype)
         for row, tokens in sources.items():
-            if tokens := [token for token in tokens if token < known]:
+            if tokens := [token for token in tokens if token < earlier_rows]:
                 grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32).to(weight.dtype)
     parameter = torch.nn.Parameter(grown, requires_grad=False)
     setattr(parameter, LOADED_ROWS, rows)
