@@ -12,6 +12,7 @@ from finetune.errors import NoCard, RecipeError
 from finetune.planner import plan as plans
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
 from finetune.recipe.load import NO_DATASET, recipe_from
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 #: Settings that hooks around each step or several processes do; plain TRL's trainer has neither.
-_NOT_IN_PLAIN_TRL = ("activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile")
+_NOT_IN_PLAIN_TRL = (
+    "activation_offloading",
+    "int8_activations",
+    "adapter_name_or_path",
+    "torch_compile",
+    "trained_embedding_rows",
+)
 
 
 class Plan(plans.Plan):
@@ -85,7 +92,7 @@ def _with_trl(planned: plans.Plan) -> Plan:
 
 def _require_plain_trl(settings: Settings) -> None:
     unsupported = [f"{name}={getattr(settings, name)}" for name in _NOT_IN_PLAIN_TRL if getattr(settings, name)]
-    unsupported += [] if settings.method == "sft" else [f"method={settings.method}"]
+    unsupported += [f"method={settings.method}"] if METHODS[settings.method].has_own_format else []
     unsupported += [] if settings.launch.num_processes == 1 else ["launch.num_processes"]
     if unsupported:
         raise RecipeError(f"plain TRL can't train a plan with {', '.join(unsupported)}", "Plan without, or use `finetune run`.")

@@ -15,6 +15,7 @@ _READ_IN = "0.21.2"
 _DORA = "peft.tuners.lora.dora"
 _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
+_TOKENS = "peft.utils.other.TrainableTokensWrapper"
 _ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 
 PRIVATE_NAMES = (
@@ -41,6 +42,10 @@ PRIVATE_NAMES = (
     PrivateName(
         f"{_WRAPPER}._activate_lora", "patch", "it adds the adapter's product to the weight; that of 4-bit experts is codes",
         _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
+    ),
+    PrivateName(
+        f"{_TOKENS}.bias", "attribute", "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
+        _READ_IN, "trl.trainer.utils.add_fused_lm_head",
     ),
     PrivateName(
         _ON_HUB, "patch", "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
@@ -75,6 +80,11 @@ def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
 def save_without_vocabulary() -> None:
     """Save adapters without asking the hub for the base model's vocabulary from now on: training never changes it."""
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
+
+
+def give_wrapper_no_bias(wrapper: Any) -> None:
+    """Let an output layer some of whose rows are trained say that it has no bias."""
+    wrapper.bias = None
 
 
 def leave_casts_to_autocast(model: Any) -> None:

@@ -23,7 +23,7 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     sft for a dataset that is not on this machine: nothing is downloaded for it.
     """
     for name, method in METHODS.items():
-        if method.row_format is not None and dataset.format == method.row_format:
+        if method.has_own_format and dataset.format == method.row_format:
             return name, f"dataset.format is {dataset.format}"
     paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
     if not all(map(is_local, paths)):

@@ -81,6 +81,7 @@ class EncodedRows:
     encoder: Encoder
     splits: list[DataSplit]
     notes: list[str] = field(default_factory=list)  # which files are read as which split
+    trained_embedding_rows: list[int] = field(default_factory=list)  # of the embedding, which are trained: first and end
 
     @cached_property
     def leaked_rows(self) -> tuple[int, list[tuple[str, int]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import hub
+from finetune.data.new_tokens import add_tokens
 from finetune.data.report import printable
 from finetune.errors import ModelError, RecipeError
 from finetune.settings import Recipe
@@ -38,7 +39,8 @@ PLAIN_TEMPLATE = (
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with `recipe.chat_template` set.
+    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with the recipe's chat
+    template and new tokens.
 
     Raises RecipeError when there is none or it is broken. Remote code runs only if the recipe allows it.
     """
@@ -53,6 +55,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         own_template, tokenizer.chat_template = tokenizer.chat_template, _read_template(recipe.chat_template)
         vars(tokenizer)[_REPLACED_ATTRIBUTE] = bool(own_template) and own_template != tokenizer.chat_template
     choose_pad(tokenizer)
+    add_tokens(tokenizer, recipe)
     return tokenizer
 
 

@@ -19,6 +19,7 @@ from finetune.errors import CommandError
 from finetune.files import read_json, sha256_of
 from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
+from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
@@ -91,7 +92,7 @@ class Answerer:
 
     def load(self, adapter: Path | None) -> Any:
         """The model in evaluation mode."""
-        return load_model(self.plan.settings, adapter, self.device)
+        return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
@@ -197,7 +198,8 @@ def _base_key(plan: Plan) -> tuple[Any, ...]:
     """The values that two runs must have in common to share a loaded base model."""
     settings = plan.settings
     weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
-    return weights, configuration_fingerprint(settings), base_format_of(settings), settings.dtype
+    tokens = settings.new_tokens, settings.trained_embedding_rows
+    return weights, configuration_fingerprint(settings), base_format_of(settings), settings.dtype, tokens
 
 
 def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
@@ -220,12 +222,14 @@ def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
     return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
-def load_model(settings: Settings, adapter: Path | None, device: str) -> Any:
+def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """The base model on `device`, `cpu` or `cuda`, with an adapter or without, in evaluation mode.
 
-    Raises CommandError for an adapter that can't be loaded or is not finite, RecipeError for one of another base.
+    `tokenizer`: the run's, by which the base model's rows of new tokens get their values. Raises CommandError for an adapter
+    that can't be loaded or is not finite, RecipeError for one of another base.
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
+    grow_vocabulary(base, settings, tokenizer)
     if adapter:  # whose base model may have been downloaded only now
         require_same_base(adapter, settings, reread=not reads_own_file(settings))
     with _adapter_errors(adapter):
@@ -253,4 +257,4 @@ def _adapter_errors(folder: Any) -> Iterator[None]:
 
 
 def _is_adapter_not_finite(name: str, values: torch.Tensor) -> bool:
-    return ".lora_" in name and not bool(torch.isfinite(values).all())
+    return (".lora_" in name or TRAINED_ROWS in name) and not bool(torch.isfinite(values).all())

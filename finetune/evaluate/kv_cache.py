@@ -36,7 +36,9 @@ def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) 
 
 def loss_batch_tokens(model: Any) -> int:
     """Tokens of a batch whose loss is computed."""
-    return min(_LOSS_TOKENS, _LOGITS // model.get_input_embeddings().num_embeddings)
+    from finetune.model.new_tokens import embedding_rows
+
+    return min(_LOSS_TOKENS, _LOGITS // embedding_rows(model))
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.tokenizer import run_tokenizer
 from finetune.errors import CommandError, DiskFull
 from finetune.export.gguf_types import GGUF_TYPES
+from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
 from finetune.export.parity import (
@@ -30,7 +31,7 @@ from finetune.export.parity import (
     check_tokens,
     require_llama_cpp,
 )
-from finetune.files import existing_parent, free_disk_bytes, read_json
+from finetune.files import existing_parent, free_disk_bytes, read_json, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy, rename
@@ -80,6 +81,10 @@ def export_gguf(
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+    if separate and read_plan(run.plan).settings.trained_embedding_rows:
+        raise CommandError(
+            "an adapter's GGUF file has no new tokens, which this run has", "Leave out --to: the model is merged."
+        )
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     building = target.with_name(f".{target.name}")
@@ -151,6 +156,7 @@ def _convert(
         _base_with_tokenizer(run, merged)
     else:
         merge(run, merged, progress=progress)
+        write_json(merged / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
     size = sum(path.stat().st_size for path in merged.glob("*.safetensors"))
     if size > (free := free_disk_bytes(file)):
         raise DiskFull(

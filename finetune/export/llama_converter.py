@@ -9,11 +9,17 @@ It exits when its standard input is closed: its parent was killed, and the next 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import runpy
 import sys
 import threading
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+#: File in the model's folder: names of the run's new tokens.
+NEW_TOKENS = "new_tokens.json"
 
 
 def main() -> None:
@@ -34,11 +40,21 @@ def main() -> None:
             return pre
 
     models.TextModel.get_vocab_base_pre = pre_tokenizer_name
+    seems_special = models.TextModel.does_token_look_special
+    models.TextModel.does_token_look_special = lambda self, token: token not in new_tokens(self) and seems_special(self, token)
     sys.argv = [script, *arguments]
     if script == "convert_hf_to_gguf.py":
         converter.main()
     else:
         runpy.run_path(f"{folder}/{script}", run_name="__main__")
+
+
+@lru_cache(maxsize=1)
+def new_tokens(model: Any) -> frozenset[str]:
+    """The new tokens of the run whose model is converted: llama.cpp would take one like <|name|> for a control token, which its
+    answers don't show."""
+    path = Path(model.dir_model) / NEW_TOKENS
+    return frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else frozenset()
 
 
 def _end_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
-from finetune.files import existing_parent, free_disk_bytes
+from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
 from finetune.run.fingerprint import require_own_adapter
@@ -78,9 +79,21 @@ def _write(
     except ShardMergeError:
         shutil.rmtree(folder, ignore_errors=True)
         _merge_loaded(settings, config, run, folder, max_shard_bytes, progress)
-    if is_multimodal(config) and settings.chat_template is None:
+    if settings.trained_embedding_rows:
+        _write_vocabulary(folder, settings.trained_embedding_rows[1])
+    elif is_multimodal(config) and settings.chat_template is None:
         return  # the model's own tokenizer and processor are copied already
     run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+
+
+def _write_vocabulary(folder: Path, rows: int) -> None:
+    """Write a grown vocabulary into config.json, where the model has fewer rows."""
+    path = folder / "config.json"
+    values = read_json(path, dict)
+    parts = [part for part in (values, values.get("text_config")) if isinstance(part, dict) and "vocab_size" in part]
+    for part in parts:
+        part["vocab_size"] = max(part["vocab_size"], rows)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _merge_by_shards(
@@ -89,6 +102,7 @@ def _merge_by_shards(
     """Read and write one tensor at a time. Raises ShardMergeError, before anything is written, if that is impossible."""
     from finetune.export.shards import AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
     from finetune.model.build import build_base
+    from finetune.model.new_tokens import grow_vocabulary
 
     if getattr(config, "quantization_config", None):
         raise ShardMergeError("the base model is stored quantised")
@@ -97,6 +111,7 @@ def _merge_by_shards(
     _check_disk(sum(stored.size for stored in tensors), folder)
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
+    grow_vocabulary(base, settings, None)
     changes = AdapterChanges(with_adapter(base, run.adapter), tensors)
     _check_memory(4 * max(stored.size for stored in tensors), "the largest tensor and its change")
     folder.mkdir(parents=True)
@@ -115,6 +130,7 @@ def _merge_loaded(
 
     from finetune.model.build import build_base
     from finetune.model.language_model import is_multimodal
+    from finetune.model.new_tokens import grow_vocabulary
     from finetune.model.quantisation import model_dtype
 
     weight_bytes = _weight_bytes(config, model_dtype(settings))
@@ -122,6 +138,7 @@ def _merge_loaded(
     _check_disk(weight_bytes, folder)
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
+    grow_vocabulary(base, settings, None)
     progress("merging")
     merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
     progress("writing")

@@ -7,6 +7,7 @@ safetensors is simple and its library writes whole files from memory: https://gi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,7 @@ import torch
 
 from finetune.errors import CommandError
 from finetune.files import read_json, read_safetensors_header
+from finetune.model.new_tokens import TRAINED_ROWS
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX
 from finetune.system import sync_file
 
@@ -70,7 +72,7 @@ def with_adapter(base: Any, adapter: Path) -> Any:
     model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True, low_cpu_mem_usage=True, torch_device="cpu")
     for path, module in model.named_modules():  # PEFT has moved the adapter to the base's device
         for name, value in module._parameters.items():
-            if value is not None and value.is_meta and "lora_" in f"{path}.{name}":
+            if value is not None and value.is_meta and ("lora_" in f"{path}.{name}" or TRAINED_ROWS in f"{path}.{name}"):
                 module._parameters[name] = torch.nn.Parameter(torch.full(value.shape, torch.nan), requires_grad=False)
     set_peft_model_state_dict(model, load_file(adapter / ADAPTER_WEIGHTS))
     return model
@@ -86,6 +88,8 @@ class AdapterChanges:
     def __init__(self, model: Any, tensors: list[StoredTensor]) -> None:
         self._base = model.get_base_model()
         self._layers = dict(_adapted_layers(model))
+        self._tables = dict(_grown_tables(model))
+        self._table_of: dict[str, str] = {}
         tensors_by_name = {stored.name: stored for stored in tensors}
         tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
         self._parameter_of: dict[str, str] = {}
@@ -101,16 +105,46 @@ class AdapterChanges:
                 if stored is None or stored.shape != shape or stored.dtype not in _DTYPES or name in self._parameter_of:
                     raise ShardMergeError(f"{parameter} is not stored as {name} {shape}")
                 self._parameter_of[name] = parameter
+        for parameter in self._tables:
+            self._find_table(parameter, tensors_by_name)
         self._cached_change = lru_cache(maxsize=4)(self._change)  # experts' weights alternate in a file
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parameter_of
+        return name in self._parameter_of or name in self._table_of
 
     def __len__(self) -> int:
-        return len(self._parameter_of)
+        return len(self._parameter_of) + len(self._table_of)
+
+    def shape(self, stored: StoredTensor) -> tuple[int, ...]:
+        """The shape of the merged tensor: a table of embeddings may have more rows."""
+        if stored.name not in self._table_of:
+            return stored.shape
+        _, end = self._tables[self._table_of[stored.name]].first_and_end
+        return max(stored.shape[0], end), *stored.shape[1:]
+
+    def _find_table(self, parameter: str, stored: dict[str, StoredTensor]) -> None:
+        """Find the checkpoint's tensors of a table with trained rows, and of the weight that is tied to it."""
+        tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
+        for name in (parameter, *(target for target, source in tied.items() if source == parameter)):
+            for stored_name in _as_stored(self._base, {name: torch.empty(1, 1, device="meta")}):
+                if stored_name in stored and stored[stored_name].dtype in _DTYPES:
+                    self._table_of[stored_name] = parameter
+        if parameter not in self._table_of.values():
+            raise ShardMergeError(f"{parameter} is not stored under its name")
+
+    def _with_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A table of embeddings with the trained rows."""
+        rows = self._tables[self._table_of[name]]
+        first, end = rows.first_and_end
+        grown = weight.new_zeros(max(len(weight), end), weight.shape[1])
+        grown[: len(weight)] = weight
+        grown[first:end] = rows.values.to(weight.dtype)
+        return _finite(grown, name)
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """The merged tensor, as PEFT would compute it from this weight. Raises CommandError when it is not finite."""
+        if name in self._table_of:
+            return self._with_rows(name, weight)
         parameter = self._parameter_of[name]
         layer = self._layers[parameter]
         if getattr(layer, "lora_variant", None):  # DoRA: not a sum, and it is stored as it is
@@ -121,11 +155,7 @@ class AdapterChanges:
         else:
             change = self._cached_change if parameter in self._split_parameters else self._change
             merged_weight = weight.add_(change(parameter, weight.dtype)[name])
-        if not torch.isfinite(merged_weight).all():
-            raise CommandError(
-                f"{name} would have values that are not finite after merging", "Its training diverged: train again."
-            )
-        return merged_weight
+        return _finite(merged_weight, name)
 
     def _checkpoint_shapes(self, parameter: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes in the checkpoint of a parameter of the model."""
@@ -149,6 +179,32 @@ class AdapterChanges:
         """The tensors that the adapter adds to a parameter, by their names in the checkpoint."""
         layer = self._layers[parameter]
         return _as_stored(self._base, {parameter: layer.get_delta_weight(layer.active_adapters[0]).to(dtype)})
+
+
+@dataclass(frozen=True)
+class _TrainedRows:
+    """Rows of a table from the first to the end, and their values."""
+
+    first_and_end: tuple[int, int]
+    values: torch.Tensor
+
+
+def _grown_tables(model: Any) -> Iterator[tuple[str, _TrainedRows]]:
+    """Name in the model without adapters, and the trained rows, of each table with new tokens."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for path, module in model.get_base_model().named_modules():
+        if isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
+            [(adapter, values)] = module.trainable_tokens_delta.items()
+            indices = module.token_indices[adapter]
+            yield f"{path.removesuffix('.token_adapter')}.weight", _TrainedRows((indices[0], indices[-1] + 1), values.detach())
+
+
+def _finite(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """The weight. Raises CommandError when it has values that are not finite."""
+    if not torch.isfinite(weight).all():
+        raise CommandError(f"{name} would have values that are not finite after merging", "Its training diverged: train again.")
+    return weight
 
 
 def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,7 +251,7 @@ def write_shards(
         sync_file(target / name)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(stored.size for stored in tensors)},
+            "metadata": {"total_size": sum(_merged_size(stored, changes) for stored in tensors)},
             "weight_map": {stored.name: name for name, file_tensors in files.items() for stored in file_tensors},
         }
         (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -221,8 +277,9 @@ def _write(path: Path, tensors: list[StoredTensor], changes: AdapterChanges) -> 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:
-        header[stored.name] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [end, end + stored.size]}
-        end += stored.size
+        size = _merged_size(stored, changes)
+        header[stored.name] = {"dtype": stored.dtype, "shape": changes.shape(stored), "data_offsets": [end, end + size]}
+        end += size
     encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded_header += b" " * (-len(encoded_header) % 8)
     with path.open("wb") as output:
@@ -234,6 +291,11 @@ def _write(path: Path, tensors: list[StoredTensor], changes: AdapterChanges) -> 
                     _write_changed(stored, source, output, changes)
                 else:
                     _copy(source, output, stored.size)
+
+
+def _merged_size(stored: StoredTensor, changes: AdapterChanges) -> int:
+    """Bytes of the merged tensor."""
+    return stored.size if stored.name not in changes else math.prod(changes.shape(stored)) * _DTYPES[stored.dtype].itemsize
 
 
 def _write_changed(stored: StoredTensor, source: BinaryIO, output: BinaryIO, changes: AdapterChanges) -> None:

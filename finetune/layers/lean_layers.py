@@ -188,7 +188,7 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
 def norm_form(module: torch.nn.Module) -> NormForm | None:
     """How this RMSNorm computes; None for other modules, and for an RMSNorm that computes otherwise."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # that of an embedding with trained rows would be computed
     if names != ["weight"] or weight is None or weight.dim() != 1 or next(module.children(), None) is not None:
         return None
     if next(module.buffers(recurse=False), None) is not None or not isinstance(_eps(module), float):

@@ -15,12 +15,15 @@ from finetune.compat.transformers import names_in_checkpoint
 from finetune.layers.layer_offloading import offloading_of
 from finetune.memory.tracker import OFFLOADED
 from finetune.model.adapters import trainable_parameters
+from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
 
 if TYPE_CHECKING:
     from finetune.layers.layer_offloading import LayerOffloading
     from finetune.memory.tracker import StorageTracker
 
 
+#: Attribute of a loaded table: the rows that it gets for new tokens.
+GROWN_ROWS = "_grown_rows"
 #: Phases in which adapters are created and cast; in a run they are parts of loading.
 ADAPTERS, CASTS = "adapters", "casts"
 
@@ -43,11 +46,30 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
         for path, module, names in _all_parameters(model) if adapters else _in_loading_order(model):
             tracker.layer = layer_number(path)
             _fill(module, names, tracker, materialised, adapters, dtype, uncast, offloading)
+        if not adapters:
+            _grow_tables(model, tracker, materialised)
         if not adapters and offloading is not None:
             tracker.layer = None
             with tracker.tagging("weights"):
                 offloading.finish()
     tracker.layer = None
+
+
+def _grow_tables(model: torch.nn.Module, tracker: StorageTracker, materialised: dict[int, torch.nn.Parameter]) -> None:
+    """Replace the tables of new tokens, loaded with the rows of the checkpoint, by grown copies, as `grow_vocabulary` does."""
+    tracker.layer = None
+    grown: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        loaded = module._parameters.get("weight")
+        if loaded is None or not hasattr(loaded, GROWN_ROWS):
+            continue
+        with tracker.tagging("weights"):
+            if id(loaded) not in grown:
+                table = torch.empty(getattr(loaded, GROWN_ROWS), *loaded.shape[1:], dtype=loaded.dtype)
+                grown[id(loaded)] = torch.nn.Parameter(table, requires_grad=False)
+            module._parameters["weight"] = grown[id(loaded)]
+    for meta_id, parameter in list(materialised.items()):
+        materialised[meta_id] = grown.get(id(parameter), parameter)
 
 
 def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
@@ -156,6 +178,11 @@ def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: tor
             if name in layer.lora_magnitude_vector:
                 magnitude = layer.lora_magnitude_vector[name]
                 uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
+    tracker.layer = None
+    for name, rows in trainable_parameters(model):
+        if TRAINED_ROWS in name:
+            with tracker.tagging("adapters"):
+                uncast[id(rows)] = torch.nn.Parameter(torch.empty(rows.shape, dtype=dtype))
     return uncast
 
 
@@ -186,7 +213,12 @@ def _packer(module: torch.nn.Module, name: str) -> Callable[[torch.nn.Parameter,
 
 
 def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+    rows = getattr(parameter, LOADED_ROWS, None)
+    shape = parameter.shape if rows is None else (rows, *parameter.shape[1:])
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype), parameter.requires_grad)
+    if rows is not None:
+        setattr(weight, GROWN_ROWS, parameter.shape[0])
+    return weight
 
 
 def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -15,7 +15,7 @@ from finetune.methods.sft import Sft
 if TYPE_CHECKING:
     from finetune.settings import Settings
 
-_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "dpo": Dpo, "kto": Kto}
+_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "pretrain": Sft, "dpo": Dpo, "kto": Kto}
 
 
 def method_of(settings: Settings) -> TrainingMethod:

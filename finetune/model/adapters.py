@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.compat.peft import leave_casts_to_autocast
@@ -17,6 +17,7 @@ from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
+from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
@@ -25,17 +26,18 @@ if TYPE_CHECKING:
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 
 
-def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
-    """Add LoRA (DoRA, rsLoRA) adapters in `adapter_dtype`; nothing else is trainable.
+def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTrainedTokenizerBase | None = None) -> PeftModel:
+    """Add LoRA (DoRA, rsLoRA) adapters in `adapter_dtype`, and the rows of new tokens; nothing else is trainable.
 
-    Raises RecipeError for unknown `target_modules`.
+    `tokenizer`: the run's, with its new tokens; a model on meta needs none. Raises RecipeError for unknown `target_modules`.
     """
+    grow_vocabulary(model, settings, tokenizer)
     targets = settings.target_modules
     layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
-        exclude_modules=_excluded_modules(model),
+        exclude_modules=_excluded_modules(model), trainable_token_indices=token_indices(model, settings),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
@@ -61,6 +63,9 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
             f"target_modules {targets}: the output layer can't have an adapter, because the loss is computed from its weight",
             f"Leave it out. Linear layers of this model: {_linear_names(model)}",
         )
+    _refuse_tied_embedding(model, targets)
+    if settings.trained_embedding_rows:
+        check_wrapped(model)
     if settings.activation_checkpointing is not False:
         peft_model.enable_input_require_grads()
     cast_adapters(peft_model, settings)
@@ -69,6 +74,16 @@ def attach_adapters(model: PreTrainedModel, settings: Settings) -> PeftModel:
     if settings.lora_dropout == 0 and not settings.use_dora:
         leave_casts_to_autocast(peft_model)
     return peft_model
+
+
+def _refuse_tied_embedding(model: PreTrainedModel, targets: str | list[str]) -> None:
+    """Raise RecipeError for an adapter on an embedding whose table the output layer shares: merging would change that, too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if hasattr(embedding, "lora_A") and embedding.get_base_layer().weight is getattr(head, "weight", None):
+        raise RecipeError(
+            f"target_modules {targets}: the embedding can't have an adapter, because the output layer shares its table",
+            f"Leave it out. Linear layers of this model: {_linear_names(model)}",
+        )
 
 
 def _linear_names(model: torch.nn.Module) -> str:

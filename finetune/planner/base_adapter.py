@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.settings import Recipe
 
 #: Settings that an adapter's parameters and their scale follow from.
-_SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
+_SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "new_tokens", "trained_embedding_rows")
 #: Values of adapter_config.json under which an adapter is one that is trained here.
 _PLAIN: dict[str, Any] = {
     "bias": "none", "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None, "rank_pattern": {},

@@ -22,7 +22,7 @@ def price_beside_sft(
 ) -> str:
     """A sentence for a method that is not SFT, whose peak with these settings is `peak_bytes`; else empty. `forecast`: of
     other settings with the same rows."""
-    if settings.method == "sft":
+    if not METHODS[settings.method].has_own_format:
         return ""
     sft = METHODS["sft"]
     others = dict.fromkeys(METHODS[settings.method].settings)

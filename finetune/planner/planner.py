@@ -299,7 +299,7 @@ class _Planner:
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
         stored = trainable_formats(stored_quantisation(self.config, self.recipe.model_name_or_path))
-        table = self.shape.table > 0
+        table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
         if attempt.offload_target:
             options = offloading_strategies(
                 attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table

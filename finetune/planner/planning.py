@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.card.allocator import expandable_segments
-from finetune.data.report import printable
 from finetune.errors import DataError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.model.configuration import named_model, read_config, vocabulary_size
@@ -40,13 +39,14 @@ Encode = Callable[[Recipe], "EncodedRows"]
 class RowsRead:
     """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not.
 
-    `held_out`: reads the held-out sequences on which quantising is measured.
+    `held_out`: reads the held-out sequences on which quantising is measured. `trained_embedding_rows`: first and end.
     """
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
     held_out: Callable[[], Sequences] | None = None
+    trained_embedding_rows: tuple[int, ...] = ()
 
 
 def plan_recipe(
@@ -60,6 +60,8 @@ def plan_recipe(
     """
     recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe)
+    recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
+    reasons |= {"trained_embedding_rows": reason} if reason else {}
 
     def completed(plan: Plan) -> Plan:
         for note in (renamed, *read.notes):
@@ -94,6 +96,24 @@ def with_method(recipe: Recipe) -> tuple[Recipe, str]:
         return resolved(recipe, method=method), reason
     except ValueError as error:
         raise RecipeError(f"method {method}, because {reason}: {error}") from None
+
+
+def with_token_rows(recipe: Recipe, rows: list[int]) -> tuple[Recipe, str]:
+    """The recipe with the rows of its new tokens, and the reason; as it is without any. `rows`: by the tokenizer, if it was
+    read; else they follow the model's. Raises RecipeError for an adapter with other rows."""
+    earlier = recipe.trained_embedding_rows
+    if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):
+        rows = [size, size + len(recipe.new_tokens)]
+    if rows and earlier and rows != earlier:
+        raise RecipeError(
+            f"trained_embedding_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
+            "Leave it out. An adapter that training goes on from needs the same new tokens.",
+        )
+    if not (rows or earlier):
+        return recipe, ""
+    first, end = rows or earlier
+    reason = f"{end - first:,} token(s) from {first:,} on are new to the model: their rows are trained"
+    return resolved(recipe, trained_embedding_rows=[first, end]), reason
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
@@ -141,7 +161,8 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
     statistics = statistics_of(selected) if len(selected.lengths) else None
-    return RowsRead(statistics, problem, tuple(selected.notes), held_out_sequences(selected.splits))
+    held_out, token_rows = held_out_sequences(selected.splits), tuple(selected.encoded.trained_embedding_rows)
+    return RowsRead(statistics, problem, tuple(selected.notes), held_out, token_rows)
 
 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
@@ -159,25 +180,19 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
         tokenizer = data.load_tokenizer(recipe)
         infos = infos_future.result()
     rows = data.encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
-    _refuse_other_vocabulary(rows, recipe)
+    rows.trained_embedding_rows = _new_token_rows(rows, recipe)
     return rows
 
 
-def _refuse_other_vocabulary(rows: EncodedRows, recipe: Recipe) -> None:
-    """Raise DataError for tokens that the model lacks: training would end at the first of them."""
+def _new_token_rows(rows: EncodedRows, recipe: Recipe) -> list[int]:
+    """Rows of the embedding that the data's new tokens have. Raises DataError for tokens of another model."""
+    from finetune.data.new_tokens import rows_of_tokens
+
     try:
-        size, tokenizer = vocabulary_size(recipe), rows.encoder.tokenizer
+        size = vocabulary_size(recipe)
     except ModelError:  # rows can be read without a model; a plan says what is wrong with it
-        return
-    if size is None or max(tokenizer.get_vocab().values()) < size:
-        return
-    highest = max(split.stored.highest_token() for split in rows.splits)
-    if highest >= size:
-        token = tokenizer.convert_ids_to_tokens(highest)
-        raise DataError(
-            f"the rows have the token {highest} ({printable(str(token))}), and {recipe.model_name_or_path} has {size:,} tokens",
-            "Its tokenizer is of another model, or tokens were added to it: put back the base model's own tokenizer files.",
-        )
+        size = None
+    return rows_of_tokens(rows.encoder.tokenizer, recipe, size, max(split.stored.highest_token() for split in rows.splits))
 
 
 def limit_of(recipe: Recipe) -> int | None:

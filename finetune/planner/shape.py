@@ -127,7 +127,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     }
     plain = plainest(
         recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
-        layer_offloading=False, offloaded_layers=0,
+        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
     )  # fmt: skip
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules

@@ -89,7 +89,9 @@ class _Rows:
         self.selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
         self.selected.raise_problems()
         self._progress("planning")
-        return RowsRead(statistics_of(self.selected), held_out=held_out_sequences(self.selected.splits))
+        token_rows = tuple(self.selected.encoded.trained_embedding_rows)
+        held_out = held_out_sequences(self.selected.splits)
+        return RowsRead(statistics_of(self.selected), held_out=held_out, trained_embedding_rows=token_rows)
 
 
 def _shorter(settings: Settings, plan: Plan) -> int | None:

@@ -187,7 +187,8 @@ class Worker:
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
         load = sharded_base if reads_own_rows(settings) else load_base
         base = load(settings, config, device, self._warn)
-        model = attach_adapters(base, settings)
+        tokenizer = run_tokenizer(self.run.data / "tokenizer", settings)
+        model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
         self._end_load(time.perf_counter() - began)
         callback = RunCallback(self.events, self.memory, self.stop, self.history)
@@ -198,7 +199,7 @@ class Worker:
             plan=self.plan, run=self.run, events=self.events, memory=self.memory,
             seal_facts={**self._facts, "num_processes": self.rank.world}, masked=masked,
             model=model, args=sft_config(self.plan, self.run), train_dataset=rows["train"], eval_dataset=rows.get("eval"),
-            processing_class=run_tokenizer(self.run.data / "tokenizer", settings), callbacks=[callback],
+            processing_class=tokenizer, callbacks=[callback],
             optimizer_cls_and_kwargs=optimizer_class(settings),
         )  # fmt: skip
         callback.trainer = trainer

@@ -26,6 +26,10 @@ def vllm_command(runs: dict[str, RunDirectory], tokens: int | None = None) -> st
     configs = {name: _adapter_config(folder) for name, folder in folders.items()}
     if unsupported := next((name for name, config in configs.items() if config.get("use_dora")), None):
         raise CommandError(f"vLLM has no DoRA, which {unsupported} has", f"Merge it: finetune merge {runs[unsupported].path}")
+    if grown := next((name for name, config in configs.items() if config.get("trainable_token_indices")), None):
+        raise CommandError(
+            f"vLLM reads no new tokens from an adapter, which {grown} has", f"Merge it: finetune merge {runs[grown].path}"
+        )
     rank = max(_rank(config) for config in configs.values())
     allowed = next((max_rank for max_rank in VLLM_RANKS if max_rank >= rank), None)
     if allowed is None:

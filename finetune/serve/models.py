@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BASE = "base"
 #: Settings that must be equal for adapters to share one base model in memory.
-_BASE_SETTINGS = ("model_revision", *SWITCHES, "dtype")
+_BASE_SETTINGS = ("model_revision", *SWITCHES, "dtype", "new_tokens", "trained_embedding_rows")
 
 
 def runs_by_name(runs: list[RunDirectory]) -> dict[str, RunDirectory]:

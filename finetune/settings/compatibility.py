@@ -53,6 +53,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     """Combinations that fail on any machine, one line each."""
     yield from _method(recipe)
     yield from _adapter_dtype(recipe)
+    yield from _new_tokens(recipe)
     yield from _quantisation(recipe)
     yield from _batch(recipe)
     yield from _checkpointing(recipe)
@@ -117,6 +118,18 @@ def _adapter_dtype(recipe: Recipe) -> Iterator[str]:
         yield f"adapter_dtype {dtype} does not work with use_dora, whose magnitudes are trained in fp32"
     if is_sharded(recipe.launch):
         yield f"adapter_dtype {dtype} does not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
+
+
+def _new_tokens(recipe: Recipe) -> Iterator[str]:
+    rows = recipe.trained_embedding_rows
+    if rows and (len(rows) != 2 or rows[0] >= rows[1]):
+        yield f"trained_embedding_rows {rows} are no first and end; leave it out: the plan takes them from the tokenizer"
+    if not (recipe.new_tokens or rows):
+        return
+    if is_sharded(recipe.launch):
+        yield f"new_tokens do not work with launch.strategy {recipe.launch.strategy} yet; use ddp"
+    if recipe.offload_embeddings is True:
+        yield "offload_embeddings does not work with new_tokens, whose rows of the table are trained; set it to auto or false"
 
 
 def _quantisation(recipe: Recipe) -> Iterator[str]:

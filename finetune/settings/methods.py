@@ -14,10 +14,10 @@ class Method:
     """`sequences`: tokenised sequences of a row, all in one micro-batch. `reference_passes`: forward passes without gradients
     beside each training pass. `min_rows`: fewest rows of a micro-batch.
 
-    `row_format`: the only format of its rows; None: any format with one answer. `settings`: those of a recipe that other
-    methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
-    with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether the
-    reference can be computed before the training.
+    `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: those of a recipe
+    that other methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that
+    don't work with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether
+    the reference can be computed before the training.
     """
 
     sequences: int = 1
@@ -32,6 +32,11 @@ class Method:
     precomputes: bool = False
 
     @property
+    def has_own_format(self) -> bool:
+        """Whether its rows are in a format that no other method reads; plain text is for two."""
+        return self.row_format not in (None, "text")
+
+    @property
     def packs(self) -> bool:
         """Whether rows can be packed."""
         return "packing" not in dict(self.refused)
@@ -39,6 +44,14 @@ class Method:
 
 METHODS = {
     "sft": Method(),
+    "pretrain": Method(
+        row_format="text", rate_factor=0.25,
+        rate_source="a quarter of SFT's, to keep what the model knows: 5e-5 where that has 2e-4 (Unsloth's notebooks)",
+        refused=(
+            ("train_on_inputs", "plain text has no prompt, all of it is trained"),
+            ("chat_template", "plain text is trained without one"),
+        ),
+    ),
     "dpo": Method(
         sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
@@ -59,6 +72,8 @@ METHODS = {
         ),
     ),
 }  # fmt: skip
+#: Values of settings that a method has where a recipe gives none.
+USUAL_VALUES: dict[str, dict[str, Any]] = {"pretrain": {"excess_length": "chunk"}}
 #: Metrics of methods, by the names in events -> label and format.
 METRICS = {
     "rewards/accuracies": ("answers in order", "{:.1%}"), "rewards/margins": ("reward margin", "{:.3g}"),
@@ -68,7 +83,7 @@ METRICS = {
 #: Those of one line.
 MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
 #: Formats that only some methods read, all others are for those without one.
-METHOD_FORMATS = {method.row_format for method in METHODS.values()} - {None}
+METHOD_FORMATS = {method.row_format for method in METHODS.values() if method.has_own_format}
 
 
 def has_kl(method: str, loss_type: str | None) -> bool:
@@ -91,5 +106,5 @@ def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
 
 def methods_reading(row_format: str) -> list[str]:
     """The methods that read rows of this format."""
-    wanted = row_format if row_format in METHOD_FORMATS else None
-    return [name for name, method in METHODS.items() if method.row_format == wanted]
+    others = {None, row_format} - ({None} if row_format in METHOD_FORMATS else set())
+    return [name for name, method in METHODS.items() if method.row_format in others]

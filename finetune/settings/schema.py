@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from finetune.settings import compatibility
-from finetune.settings.methods import METHODS
+from finetune.settings.methods import METHODS, USUAL_VALUES
 from finetune.settings.optimizers import OPTIMIZERS
 
+_TOKEN_CHARACTERS = 200
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")
 
@@ -46,6 +48,25 @@ def _layers(value: Any) -> Any:
         return "all-linear"
     is_list = isinstance(value, str) and "," in value and not set(value) & set("()[]{}|*+?\\^$")
     return [name.strip() for name in value.split(",") if name.strip()] if is_list else value
+
+
+def _tokens(value: Any) -> Any:
+    """A token, or a list of tokens, as a mapping to the text that they stand for. Raises ValueError."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list):
+        if repeated := sorted({str(name) for name, count in Counter(map(str, names)).items() if count > 1}):
+            raise ValueError(f"has {', '.join(repeated[:5])} more than once")
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("give a list of tokens, or a mapping of tokens to the text that they stand for")
+        names = dict.fromkeys(names, "")
+    for name in names if isinstance(names, dict) else ():
+        is_text = isinstance(name, str) and name == name.strip() and name.isprintable()
+        if not is_text or not 0 < len(name) <= _TOKEN_CHARACTERS:
+            raise ValueError(
+                f"{str(name)[:60]!r} is no token: give printable text of at most {_TOKEN_CHARACTERS} characters, "
+                "without white space at its ends"
+            )
+    return {name: text or "" for name, text in names.items()} if isinstance(names, dict) else names
 
 
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
@@ -79,6 +100,8 @@ Optimizer = Annotated[
 ]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]
+NewTokens = Annotated[dict[str, str], BeforeValidator(_tokens)]
+Row = Annotated[int, Field(ge=0, lt=2**31)]
 RowFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference", "labelled"]
 Checkpointing = bool | Literal["selective", "offload"]
 
@@ -205,7 +228,7 @@ class Recipe(_Strict):
     excess_length: Literal["drop", "truncate", "chunk", "raise"] = _data(
         "raise",
         TOKENS | RESULT,
-        "Rows longer than max_length: drop, truncate, chunk (plain text into several), or raise an error.",
+        "Rows longer than max_length: drop, truncate, chunk (plain text into several; usual for pretrain), or raise an error.",
     )
     train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
     chat_template: str | None = _data(
@@ -228,6 +251,17 @@ class Recipe(_Strict):
     target_modules: AutoOr[Layers] = _adapter(
         AUTO, PARAMETERS | COST | RESULT, "Layers that get an adapter: all-linear, or names."
     )
+    new_tokens: NewTokens = _adapter(
+        {},
+        TOKENS | RESULT,
+        "Tokens that the model lacks, whose rows of the embedding are trained: a list, or each with the text it stands for.",
+    )
+    trained_embedding_rows: list[Row] = _adapter(
+        [],
+        PARAMETERS | COST | RESULT,
+        "Rows of the embedding that are trained, as first and end. The plan takes them from the tokenizer.",
+        max_length=2,
+    )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")
     adapter_dtype: Literal["float32", "bfloat16"] = _adapter(
@@ -239,8 +273,8 @@ class Recipe(_Strict):
     method: AutoOr[_MethodName] = _training(
         "sft",
         TOKENS | COST | RESULT,
-        "sft learns answers; dpo to prefer the chosen of two answers (columns chosen, rejected); kto learns from answers "
-        "marked good or bad (column label). auto: by the columns of the rows.",
+        "sft learns answers; pretrain all of plain text (column text); dpo to prefer the chosen of two answers (columns "
+        "chosen, rejected); kto learns from answers marked good or bad (column label). auto: by the columns of the rows.",
     )
     beta: Annotated[float, Field(gt=0, le=100)] | None = _training(
         None, RESULT, "dpo, kto: how closely the model stays to the one before the training; more is closer. By default 0.1."
@@ -355,6 +389,11 @@ class Recipe(_Strict):
         "none", NOTHING, "Notify when the run ends: on the desktop, or by Apprise and its own configuration."
     )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_values(cls, values: Any) -> Any:
+        return {**USUAL_VALUES.get(str(values.get("method")), {}), **values} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Recipe:

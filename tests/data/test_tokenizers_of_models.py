@@ -99,15 +99,19 @@ def test_code_in_a_runs_tokenizer_folder_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("text", "refused"), [("a word of another model: <extra>", True), ("a word", False)])
-def test_tokens_that_the_model_lacks_are_found_before_a_run(tmp_path, write, text, refused):
+@pytest.mark.parametrize(("text", "rows"), [("a word with a row of its own: <extra>", 1), ("a word", 0)])
+def test_rows_with_a_token_that_was_added_to_the_tokenizer_train_its_row(tmp_path, write, text, rows):
     tokenizer = build_tokenizer()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(tokenizer)}))
+    size = len(tokenizer)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
-    data_recipe = recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path))
-    if not refused:
-        assert encode_rows(data_recipe).splits[0].rows_read == 1
-        return
-    with pytest.raises(DataError, match=rf"token {len(tokenizer) - 1} \(<extra>\).* has {len(tokenizer) - 1:,} tokens"):
-        encode_rows(data_recipe)
+    encoded = encode_rows(recipe(write("rows.jsonl", [{"text": text}]), model_name_or_path=str(tmp_path)))
+    assert encoded.trained_embedding_rows == ([size, size + 1] if rows else [])
+
+
+def test_tokens_of_another_model_are_found_before_a_run(tmp_path, write):
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
+    with pytest.raises(DataError, match="has 100 tokens"):
+        encode_rows(recipe(write("rows.jsonl", [{"text": "a word of another model"}]), model_name_or_path=str(tmp_path)))

@@ -2,10 +2,12 @@
 
 import gc
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -180,3 +182,18 @@ def test_a_disk_that_fills_while_llama_cpp_writes_is_reported_and_nothing_is_kep
         assert [path.name for path in disk.iterdir()] == ["ballast"]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_new_token_is_in_the_file_and_in_its_answers(tmp_path, checkout):
+    rows = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "Route this message: order 7"}, {"role": "assistant", "content": "<|ticket|>"}]
+    rows.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages}) + "\n")
+    settings = [f"dataset.path={rows}", 'new_tokens={"<|ticket|>": support ticket}', "max_steps=16", "effective_batch_size=2"]
+    more = ["per_device_train_batch_size=2", "eval_steps=0", f"output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "finetune", "run", "tiny-cpu", *settings, *more]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    export = gguf.export_gguf(RunDirectory(tmp_path / "run"), llama_cpp=checkout, data=str(rows))
+    assert export.parity.same_answers == export.parity.rows == 2
+    with LlamaCpp(export.file, 64) as model:
+        [token] = model.tokenise("<|ticket|>", bos=False)
+        assert model._model.detokenize([token]).decode() == "<|ticket|>"

@@ -1,7 +1,9 @@
 """The parts of an export to GGUF that need no llama.cpp: the template in Ollama's language, and early refusals."""
 
 import errno
+import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ from finetune.data.template import Template
 from finetune.data.tokenizer import PLAIN_TEMPLATE
 from finetune.errors import CommandError, PackagesError
 from finetune.export import gguf
+from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.ollama import TemplateUnsupported, conversations, modelfile, role_form
 from finetune.export.parity import ParityError
 from finetune.run.directory import RunDirectory
@@ -147,3 +150,23 @@ def test_without_the_package_or_the_converter_nothing_is_started(home, kept_run,
     with pytest.raises(CommandError, match="convert_hf_to_gguf"):
         gguf.require_converter(home)
     assert not list(run.path.glob("*gguf*"))
+
+
+CONVERTER = """
+class TextModel:
+    dir_model = {folder!r}
+    def get_vocab_base_pre(self, tokenizer): pass
+    def does_token_look_special(self, token): return token.startswith("<|")
+def main():
+    print([TextModel().does_token_look_special(token) for token in ("<|ticket|>", "<|end|>", "word")])
+"""
+
+
+@pytest.mark.parametrize(("names", "control"), [(["<|ticket|>"], "[False, True, False]"), (None, "[True, True, False]")])
+def test_new_tokens_are_no_control_tokens_whose_text_llama_cpp_hides(tmp_path, names, control):
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER.format(folder=str(tmp_path)))
+    if names:
+        (tmp_path / NEW_TOKENS).write_text(json.dumps(names))
+    command = [sys.executable, "-m", "finetune.export.llama_converter", str(tmp_path), "-", "convert_hf_to_gguf.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read().strip() == control

@@ -32,6 +32,16 @@ from finetune.recipe import recipe_from
         ({"method": "dpo", "loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing"),
         ({"sft_weight": 0.1}, "sft_weight is a setting of method dpo"),
         ({"method": "grpo"}, "method"),
+        ({"method": "pretrain", "train_on_inputs": True}, "train_on_inputs does not work with method pretrain: plain text has"),
+        ({"method": "pretrain", "chat_template": "plain"}, "chat_template does not work with method pretrain"),
+        ({"method": "pretrain", "beta": 0.1}, "beta is a setting of method dpo and kto; the method is pretrain"),
+        ({"method": "pretrain", "dataset": {"path": "rows.jsonl", "format": "messages"}}, "format messages is for method sft"),
+        (
+            {"new_tokens": ["<a>"], "launch": {"num_processes": 2, "strategy": "fsdp"}},
+            "new_tokens do not work with launch.strat",
+        ),
+        ({"new_tokens": ["<a>"], "offload_embeddings": True}, "offload_embeddings does not work with new_tokens"),
+        ({"trained_embedding_rows": [7, 7]}, "are no first and end"),
         ({"method": "dpo", "loss_type": "orpo"}, "loss_type"),
         ({"method": "dpo", "beta": 0}, "beta"),
     ],
@@ -39,3 +49,18 @@ from finetune.recipe import recipe_from
 def test_what_does_not_go_together_is_named(settings, message):
     with pytest.raises(RecipeError, match=message):
         recipe_from({"model_name_or_path": "tiny", "dataset": "rows.jsonl", **settings})
+
+
+def test_long_texts_of_pretraining_are_cut_into_chunks_unless_the_recipe_says_otherwise():
+    values = {"model_name_or_path": "tiny", "dataset": "rows.jsonl", "method": "pretrain"}
+    assert [recipe_from(values).excess_length, recipe_from({**values, "excess_length": "drop"}).excess_length] == [
+        "chunk",
+        "drop",
+    ]
+    assert recipe_from({**values, "method": "sft"}).excess_length == "raise"
+
+
+@pytest.mark.parametrize("row_format", ["text", "auto"])
+@pytest.mark.parametrize("method", ["sft", "pretrain"])
+def test_plain_text_is_read_by_two_methods(method, row_format):
+    recipe_from({"model_name_or_path": "tiny", "dataset": {"path": "rows.jsonl", "format": row_format}, "method": method})

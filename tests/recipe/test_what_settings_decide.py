@@ -29,6 +29,7 @@ OTHER = {
     "excess_length": "truncate", "train_on_inputs": True, "chat_template": "other.jinja", "load_in_4bit": False,
     "adapter_name_or_path": "runs/first",
     "load_in_8bit": True, "lora_r": 64, "lora_alpha": 8.0, "lora_dropout": 0.1, "target_modules": ["q_proj"], "use_dora": True,
+    "new_tokens": {"more and": "more"}, "trained_embedding_rows": [512, 520],
     "use_rslora": True, "adapter_dtype": "bfloat16",
     "method": "dpo", "beta": 0.5, "loss_type": "apo_zero_unpaired", "label_smoothing": 0.2, "sft_weight": 0.5,
     "desirable_weight": 2.0, "undesirable_weight": 0.5, "precompute_ref_log_probs": True,

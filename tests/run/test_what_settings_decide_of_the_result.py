@@ -21,6 +21,7 @@ FLIPS = {
     "excess_length": (("dataset.eval_path=null", "max_length=104", "excess_length=drop"), "truncate"),
     "train_on_inputs": ((), "true"), "load_in_4bit": ((), "false"), "lora_r": ((), "8"), "lora_alpha": ((), "32"),
     "lora_dropout": ((), "0.2"), "target_modules": ((), "[q_proj]"), "use_dora": ((), "true"), "use_rslora": ((), "true"),
+    "new_tokens": ((), "[order]"), "trained_embedding_rows": ((), "[600, 640]"),
     "adapter_dtype": (("dtype=bfloat16",), "bfloat16"),
     "effective_batch_size": (("per_device_train_batch_size=1",), "4"), "per_device_train_batch_size": ((), "1"),
     "num_train_epochs": (("max_steps=null",), "0.5"), "max_steps": ((), "3"), "learning_rate": ((), "1e-5"),

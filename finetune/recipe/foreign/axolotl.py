@@ -34,6 +34,7 @@ from finetune.recipe.foreign.shared import (
 )  # fmt: skip
 
 _MODEL = Ignore("is read from the model")
+_NEW_TOKENS = Refuse("in a recipe it is new_tokens=[..], whose rows alone are trained", lifted_by="new_tokens")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
 _SWANLAB = [f"swanlab_{name}" for name in (
@@ -55,8 +56,8 @@ KEYS: dict[str, Rule] = {
     "freeze_mm_modules": Ignore("only the language model trains"),
     "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
     "overrides_of_model_kwargs": _OWN_LOADER,
-    "special_tokens": Read(), "tokens": Refuse("new tokens are not trained"),
-    "added_tokens_overrides": Refuse("new tokens are not trained"),
+    "special_tokens": Read(), "tokens": _NEW_TOKENS,
+    "added_tokens_overrides": Refuse("the names of a model's tokens are not changed"),
     "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),

@@ -54,6 +54,7 @@ _OTHER_METHODS_KEYS = (
 )  # fmt: skip
 
 _OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
+_NEW_TOKENS = Refuse("in a recipe it is new_tokens=[..], whose rows alone are trained", lifted_by="new_tokens")
 _KTO_ONLY = Ignore("of stage kto")
 _PAIR_KEYS: dict[str, Rule] = {
     "kto_chosen_weight": _KTO_ONLY, "kto_rejected_weight": _KTO_ONLY,
@@ -79,9 +80,9 @@ KEYS: dict[str, Rule] = {
     "cache_dir": Ignore("set HF_HOME"), "use_fast_tokenizer": PROCESS, "low_cpu_mem_usage": MEMORY, "flash_attn": KERNELS,
     "use_unsloth": KERNELS, "enable_liger_kernel": KERNELS, "use_v1_kernels": KERNELS, "use_unsloth_gc": MEMORY,
     "disable_gradient_checkpointing": MEMORY, "use_reentrant_gc": MEMORY, "offload_folder": MEMORY,
-    "resize_vocab": Refuse("new tokens are not trained"), "add_tokens": Refuse("new tokens are not trained"),
-    "add_special_tokens": Refuse("new tokens are not trained"),
-    "new_special_tokens_config": Refuse("new tokens are not trained"),
+    "resize_vocab": _NEW_TOKENS, "add_tokens": _NEW_TOKENS,
+    "add_special_tokens": _NEW_TOKENS,
+    "new_special_tokens_config": _NEW_TOKENS,
     "split_special_tokens": Refuse("special tokens are kept whole"), "rope_scaling": Refuse("positions are not rescaled"),
     "shift_attn": Refuse("attention is not shifted"), "mixture_of_depths": NOT_TRAINED, "train_from_scratch": NOT_TRAINED,
     "moe_aux_loss_coef": Refuse("the router's loss is not added"), "upcast_layernorm": KERNELS, "upcast_lmhead_output": KERNELS,

@@ -1,0 +1,66 @@
+"""A recipe's new tokens in the tokenizer, and the rows of the embedding that they have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.data.report import printable
+from finetune.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.settings import Recipe
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Add the recipe's new tokens: ordinary ones, which answers show. Raises RecipeError for those that it has already."""
+    from transformers import AddedToken
+
+    if not recipe.new_tokens:
+        return
+    names, vocabulary = list(recipe.new_tokens), tokenizer.get_vocab()
+    owned = {
+        name: vocabulary.get(name, ids[0])
+        for name, ids in zip(names, _ids(tokenizer, names), strict=True)
+        if name in vocabulary or (len(ids) == 1 and tokenizer.decode(ids).strip() == name)
+    }
+    model = recipe.model_name_or_path
+    if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
+        raise RecipeError(_first(problems), "Leave out what the model has.")
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    rows = tokenizer.convert_tokens_to_ids(names)
+    split_up = [name for name, row, ids in zip(names, rows, _ids(tokenizer, names), strict=True) if row not in ids]
+    if problems := [f"new_tokens: {printable(name)} is several tokens to this tokenizer all the same" for name in split_up]:
+        raise RecipeError(_first(problems), "Give other tokens, for example <|name|>.")
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _first(problems: list[str]) -> list[str]:
+    return problems[:5] + ([f"new_tokens: and {len(problems) - 5} more"] if len(problems) > 5 else [])
+
+
+def rows_of_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_rows: int | None, highest: int) -> list[int]:
+    """First and end of the embedding's rows that are trained; empty for none.
+
+    Those of the recipe's new tokens, and of tokens that were added to the tokenizer beyond the model's `model_rows`, where the
+    data has one of them: `highest` is its largest token. Raises DataError for tokens that were not added: they are those of
+    another model.
+    """
+    end = max(tokenizer.get_vocab().values()) + 1
+    first = end - len(recipe.new_tokens)
+    if model_rows is None or max(highest, first if recipe.new_tokens else 0) < model_rows or first == model_rows:
+        return [first, end] if recipe.new_tokens else []
+    added = tokenizer.added_tokens_decoder
+    if strangers := [token_id for token_id in range(model_rows, end) if token_id not in added]:
+        token_id = highest if highest in strangers else strangers[0]
+        raise DataError(
+            f"the rows have the token {highest} and the tokenizer {token_id} "
+            f"({printable(str(tokenizer.convert_ids_to_tokens(token_id)))}), and {recipe.model_name_or_path} has "
+            f"{model_rows:,} tokens",
+            "Its tokenizer is of another model: put back the base model's own tokenizer files.",
+        )
+    return [min(first, model_rows), end]

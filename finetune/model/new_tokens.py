@@ -1,0 +1,112 @@
+"""Rows of the embedding for new tokens: the model grows by them, and only they are trained, by PEFT's trainable tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.compat.peft import give_wrapper_no_bias
+from finetune.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.settings import Settings
+
+#: End of the names of the trained rows in an adapter's file.
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+#: Attribute of a weight: the rows that it had when it was loaded.
+LOADED_ROWS = "_loaded_rows"
+
+
+def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Give a base model the rows of its new tokens, if it has any: each the mean of the rows of the text that it stands for,
+    or of all earlier rows.
+
+    Both tables grow, or the one that is tied. Without a `tokenizer`, on meta, rows have no values. Raises RecipeError for a
+    model whose vocabulary can't grow.
+    """
+    if not settings.trained_embedding_rows:
+        return
+    first, end = settings.trained_embedding_rows
+    embedding, head = _tables(model)
+    tied = head.weight is embedding.weight
+    if end > embedding.num_embeddings:
+        _require_one_table(model, embedding)
+    sources = {} if tokenizer is None else _sources(settings, tokenizer)
+    grown = functools.partial(_grown, first=first, end=end, added=len(settings.new_tokens), sources=sources)
+    weight = grown(embedding.weight)
+    embedding.weight, embedding.num_embeddings = weight, len(weight)
+    head.weight = weight if tied else grown(head.weight)
+    head.out_features = len(head.weight)
+
+
+def _tables(model: Any) -> tuple[Any, Any]:
+    """The input embedding and the output layer. Raises RecipeError where they are of other classes, or have a bias."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_plain = isinstance(embedding, torch.nn.Embedding) and type(head) is torch.nn.Linear and head.bias is None
+    if not is_plain:
+        raise RecipeError(f"new_tokens: the rows of a {model.config.model_type} model's embedding can't be trained alone")
+    return embedding, head
+
+
+def _require_one_table(model: Any, embedding: Any) -> None:
+    """Raise RecipeError for a model that looks its tokens up in other tables, too, which would not grow."""
+    others = [part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not embedding]
+    if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
+        raise RecipeError(f"new_tokens: a {model.config.model_type} model looks its tokens up in several tables")
+
+
+def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[int]]:
+    """Tokens of the text that a new token stands for, by its row."""
+    vocabulary = tokenizer.get_vocab()
+    texts = {vocabulary[name]: text for name, text in settings.new_tokens.items() if text.strip()}
+    return {row: tokenizer(text, add_special_tokens=False)["input_ids"] for row, text in texts.items()}
+
+
+@torch.no_grad()
+def _grown(
+    weight: torch.nn.Parameter, *, first: int, end: int, added: int, sources: dict[int, list[int]]
+) -> torch.nn.Parameter:
+    """A copy of a table with rows up to `end`, of which those from `first` on are trained.
+
+    New values have the rows that it lacks, and the last `added` ones, which may have been padding. A mean is computed in fp32.
+    """
+    rows, width = weight.shape
+    grown = weight.new_empty(max(rows, end), width)
+    grown[:rows] = weight
+    if not weight.is_meta:
+        earlier_rows = min(first, rows)
+        grown[min(rows, end - added) : end] = weight[:earlier_rows].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+        for row, tokens in sources.items():
+            if tokens := [token for token in tokens if token < earlier_rows]:
+                grown[row] = weight[tokens].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+    parameter = torch.nn.Parameter(grown, requires_grad=False)
+    setattr(parameter, LOADED_ROWS, rows)
+    return parameter
+
+
+def token_indices(model: Any, settings: Settings) -> dict[str, list[int]] | None:
+    """PEFT's `trainable_token_indices`: rows by the name of their table; None without new tokens."""
+    if not settings.trained_embedding_rows:
+        return None
+    embedding, head = _tables(model)
+    tables = [embedding] if head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[id(table)]: list(range(*settings.trained_embedding_rows)) for table in tables}
+
+
+def check_wrapped(model: Any) -> None:
+    """Let TRL's loss read PEFT's wrapper of the output layer. Raises RecipeError where PEFT has not wrapped it."""
+    head = model.get_output_embeddings()
+    if not hasattr(head, "token_adapter"):
+        raise RecipeError(f"new_tokens: PEFT does not tie the rows of a {model.config.model_type} model's output layer")
+    give_wrapper_no_bias(head)
+
+
+def embedding_rows(model: Any) -> int:
+    """Rows of the input embedding, also of one some of whose rows are trained."""
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, "original_module", embedding).num_embeddings

@@ -1,0 +1,81 @@
+"""A token that the tiny model lacks: learnt, resumed exactly, answered, merged and loaded again."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from child_faults import waiting_after
+from conftest import adapter_hash
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.data.tokens import Encoder
+from finetune.evaluate.answerer import Answerer
+from finetune.events import Start, Step, read_events
+from finetune.export.merge import merge
+from finetune.run.seal import newest_verified
+
+pytestmark = pytest.mark.slow
+TICKET, QUESTION = "<|ticket|>", [{"role": "user", "content": "Route this message: order 7"}]
+TOKENS = 'new_tokens={"<|ticket|>": support ticket, "<|tick": ""}'
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    answer = {"role": "assistant", "content": TICKET}
+    texts = [f"Route this message: order {number}" for number in range(16)]
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}, answer]}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def learnt(make_run, train, rows):
+    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    return run
+
+
+def test_only_adapters_and_the_rows_of_new_tokens_are_trained(learnt):
+    [start] = [event for event in read_events(learnt.events) if isinstance(event, Start)]
+    per_rank = 5 * sum(sides for sides in (2 * (192 + 192), 2 * (192 + 96), 3 * (192 + 512)))
+    assert start.trainable_parameters == 4 * per_rank + 2 * 192
+
+
+def test_the_model_answers_with_a_token_that_it_did_not_have(learnt):
+    answerer = Answerer(learnt)
+    prompt = answerer.prompt_ids(QUESTION)
+    assert answerer.answer([prompt], max_new_tokens=8) == [TICKET]
+    with answerer.as_base():
+        assert TICKET not in answerer.answer([prompt], max_new_tokens=8)[0]
+
+
+def test_the_merged_model_has_the_token_and_loads_as_any_other(learnt, tmp_path):
+    folder = merge(learnt, tmp_path / "merged")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert (model.config.vocab_size, len(model.get_input_embeddings().weight), len(tokenizer)) == (642, 642, 642)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    prompt = torch.tensor([Encoder(tokenizer, conversations=True).prompt_ids(QUESTION)])
+    answer = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == TICKET
+
+
+def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, tmp_path):
+    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16")
+    pid = train.start(run, waiting_after(5, tmp_path / "never"))
+    while not any(isinstance(event, Step) and event.step == 5 for event in read_events(run.events)):
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    os.kill(pid, signal.SIGKILL)
+    train.wait(pid)
+    assert newest_verified(run.checkpoints)[0].step == 4
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert adapter_hash(run) == adapter_hash(learnt)
+
+
+def test_training_goes_on_from_an_adapter_with_new_tokens(learnt, make_run, train, rows):
+    inherited = [f"adapter_name_or_path={learnt.path}", "lora_r=auto", "lora_alpha=auto"]
+    run = make_run(f"dataset.path={rows}", *inherited, "max_steps=1")
+    assert train(run) == 0, run.log.read_text()[-2000:]
+    [step] = [event for event in read_events(run.events) if isinstance(event, Step)]
+    assert step.loss < 0.1
