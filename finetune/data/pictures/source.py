@@ -190,15 +190,15 @@ def _orientation(image: Image) -> int:
 
 
 def _as_rgb(image: Image) -> Image:
-    from PIL import Image as pillow
+    import PIL.Image
 
     if image.mode in _SIXTEEN_BIT:
         import numpy as np
 
-        return pillow.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+        return PIL.Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        opaque = image.convert("RGBA")
-        white = pillow.new("RGBA", opaque.size, (255, 255, 255, 255))
-        white.alpha_composite(opaque)
-        return white.convert("RGB")
+        with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = PIL.Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(with_alpha, mask=with_alpha.getchannel("A"))
+        return white
     return image.convert("RGB")
