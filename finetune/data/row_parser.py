@@ -25,6 +25,7 @@ from finetune.data.pictures.placement import (
     picture_columns,
     place_pictures,
     rows_have_pictures,
+    rows_have_tags,
     take_pictures,
 )
 from finetune.data.pictures.reader import FileStat, PictureReader
@@ -59,8 +60,9 @@ class ParsedBatch:
 class RowParser:
     """The format of a source's rows, and how their columns are called. `unused_columns` are those of the first rows.
 
-    `picture_columns`: where pictures may stand; `has_pictures`: some of the first rows have one; `folder`, `image_folder`:
-    where files of pictures are looked for. With `reads_pictures` false no picture is opened, and examples have none.
+    `picture_columns`: where pictures may stand; `has_pictures`: some first rows have one; `has_tags`: most have `<image>`;
+    `folder`, `image_folder`: where files of pictures are looked for. With `reads_pictures` false no picture is opened, and
+    examples have none.
     """
 
     file: str
@@ -72,6 +74,7 @@ class RowParser:
     unpairs: bool = False  # pairs are read as two labelled answers each
     picture_columns: tuple[str, ...] = PICTURE_COLUMNS
     has_pictures: bool = False
+    has_tags: bool = False
     folder: str | None = None
     image_folder: str | None = None
     reads_pictures: bool = True
@@ -138,7 +141,9 @@ class RowParser:
         example = parse(renamed, row_format, self.columns, row.file, row.number)
         references: list[PictureReference] = []
         if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
-            example, references = place_pictures(example, column, expects_pictures=self.has_pictures)
+            example, references = place_pictures(
+                example, column, expects_pictures=self.has_pictures, expects_tags=self.has_tags
+            )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
         for name in _MESSAGE_COLUMNS.get(row_format, ()):
@@ -177,7 +182,8 @@ def choose_parser(
     return RowParser(
         file, format_name, columns, tuple(ignored),
         unused_columns([*column_names, *left_out], "preference" if unpairs else format_name, columns_of_pictures),
-        tuple(dataset.json_columns), unpairs, columns_of_pictures, has_pictures, None if folder is None else str(folder),
+        tuple(dataset.json_columns), unpairs, columns_of_pictures, has_pictures,
+        has_pictures and rows_have_tags(renamed_rows), None if folder is None else str(folder),
         None if dataset.image_folder is None else os.path.expanduser(dataset.image_folder),  # noqa: PTH111
     )  # fmt: skip
 

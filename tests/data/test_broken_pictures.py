@@ -121,6 +121,7 @@ def _rows():
     ):
         yield name, {"messages": [{"role": "user", "content": parts}, ANSWER], **row}
     in_answer = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [image]}]
+    yield "no tag, where others have one", {"question": "What?", "answer": "b", "images": ["ok.png"]}
     yield "picture in the answer", {"messages": in_answer}
     yield "tag in the answer", {"prompt": "Draw.", "completion": "<image>", "image": "ok.png"}
     yield "mark beside a picture", {"prompt": "What is \ufffc?", "completion": "A mark.", "image": "ok.png"}

@@ -47,6 +47,19 @@ def _has_picture_part(value: Any) -> bool:
     return any(isinstance(part, dict) and part.get("type") in PICTURE_PARTS for part in parts)
 
 
+def rows_have_tags(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether most rows have `<image>` in a text."""
+    return 2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows)
+
+
+def _has_tag(value: Any) -> bool:
+    if isinstance(value, str):
+        return IMAGE_TAG in value
+    if isinstance(value, dict):
+        return any(map(_has_tag, value.values()))
+    return isinstance(value, list) and any(map(_has_tag, value))
+
+
 #: Types of content parts that are pictures: of transformers and TRL, of OpenAI's two interfaces.
 PICTURE_PARTS = ("image", "image_url", "input_image")
 
@@ -66,11 +79,12 @@ def take_pictures(
 
 
 def place_pictures(
-    example: Example, column: list[PictureReference] | None, *, expects_pictures: bool
+    example: Example, column: list[PictureReference] | None, *, expects_pictures: bool, expects_tags: bool
 ) -> tuple[Example, list[PictureReference]]:
     """The example with a mark in its texts for each picture, and the pictures in that order.
 
-    `column`: those of the row's column, None without one; `expects_pictures`: other rows of the file have some.
+    `column`: those of the row's column, None without one; `expects_pictures`: other rows of the file have some;
+    `expects_tags`: most have `<image>`.
     Raises BadRow when marks and pictures differ in number, and for a picture in an answer.
     """
     parts: list[PictureReference | int | None] = [
@@ -87,7 +101,7 @@ def place_pictures(
         messages = example.messages
     else:
         references = column or []
-        messages = _with_marks(example.messages, len(references))
+        messages = _with_marks(example.messages, len(references), expects_tags=expects_tags)
     for index in example.answers:
         if PICTURE_MARK in messages[index]["content"]:
             raise BadRow(f"messages[{index}]", "the assistant's answer has a picture; answers are text")
@@ -120,12 +134,12 @@ def _fill_parts(
     return [part if isinstance(part, PictureReference) else next(following) for part in parts]
 
 
-def _with_marks(messages: tuple[Message, ...], count: int) -> tuple[Message, ...]:
-    """The messages with marks in place of `<image>`; without any, before the first user's text, as TRL and ms-swift do."""
+def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool) -> tuple[Message, ...]:
+    """The messages with marks in place of `<image>`; in a file without any, before the first user's text, as TRL does."""
     if any(PICTURE_MARK in message["content"] for message in messages):
         raise _literal_mark()
     tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
-    if tags not in (0, count):
+    if tags != count and (tags or expects_tags):
         raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} picture(s)")
     if tags:
         return tuple({**message, "content": message["content"].replace(IMAGE_TAG, PICTURE_MARK)} for message in messages)
