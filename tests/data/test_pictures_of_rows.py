@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 
 import pytest
 from picture_data import VISION_CHATML, encoded, picture
@@ -13,7 +15,7 @@ from finetune.data import prepare, read_examples
 from finetune.data.pictures.placement import conversation
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
-from finetune.errors import RecipeError
+from finetune.errors import PackagesError, RecipeError
 
 RED = encoded(picture(8, 6, seed=1))
 BASE64 = base64.b64encode(RED).decode()
@@ -157,6 +159,22 @@ def test_a_model_of_text_is_refused_in_one_sentence(cats, write, tokenizer):
     with pytest.raises(RecipeError, match="the model reads text only") as error:
         prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), tokenizer, max_length=None)
     assert len(error.value.problems) == 1 and "ignore_columns=[images, image]" in error.value.fix
+
+
+def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(PackagesError, match="pillow") as error:
+        _read(write("rows.jsonl", [ROWS["llava"]]))
+    assert "pip install 'pillow" in error.value.fix
+
+
+def test_rows_of_text_never_import_pillow():
+    code = "import sys; from finetune.data import prepare, read_examples; from finetune.recipe import recipe_from as r\n"
+    code += (
+        "read_examples(r({'model_name_or_path': 'tiny', 'dataset': {'path': 'support'}}).dataset); print('PIL' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_pictures_can_be_left_out(cats, write):

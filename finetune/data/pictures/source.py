@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import PackagesError
-from finetune.requirements import DISTRIBUTION
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,7 +113,8 @@ def require_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise PackagesError(
-            "rows have pictures, and Pillow, which reads them, is not installed", f'pip install "{DISTRIBUTION}[vision]"'
+            "the rows have pictures, and the package that opens them is missing: pillow",
+            "Install it: pip install 'pillow>=11.3,<13' (the extra 'vision')",
         ) from None
 
 
