@@ -11,7 +11,7 @@ import pytest
 from picture_data import VISION_CHATML, encoded, picture
 from small_data import build_tokenizer, recipe
 
-from finetune.data import prepare, read_examples
+from finetune.data import hub_datasets, prepare, read_examples
 from finetune.data.pictures.placement import conversation
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
@@ -102,6 +102,17 @@ def test_parquet_rows_have_pictures_as_bytes(cats):
     rows = {"image": [picture(8, 6), picture(9, 5)], "question": ["a?", "b?"], "answer": ["a", "b"]}
     Dataset.from_dict(rows, features=features).to_parquet(str(cats / "rows.parquet"))
     assert [example.pictures[0].width for example in _read(cats / "rows.parquet")] == [8, 9]
+
+
+def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked():
+    from datasets import Dataset, Features, Image, List, Value
+
+    features = Features({"image": Image(), "images": List(Image()), "text": Value("string")})
+    rows = {"image": [picture(8, 6)], "images": [[picture(9, 5)]], "text": ["a"]}
+    row = hub_datasets._undecoded(Dataset.from_dict(rows, features=features))[0]
+    assert isinstance(row["image"]["bytes"], bytes) and isinstance(row["images"][0]["bytes"], bytes)
+    texts = Dataset.from_dict({"text": ["a"]})
+    assert hub_datasets._undecoded(texts) is texts
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])

@@ -7,8 +7,9 @@ can't be trained on is refused with a reason that reads as a sentence after the 
 from __future__ import annotations
 
 import re
+import threading
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
@@ -33,6 +34,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
 _EIGHT_BIT = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
+#: Pictures of more pixels are decoded one at a time in a process, whatever its threads.
+_LARGE_PIXELS = 8_000_000
+_LARGE = threading.Lock()
 _EXIF_ORIENTATION = 0x0112
 #: EXIF orientation -> the name of Pillow's transposition that undoes it (EXIF 2.32, 4.6.4). From 5 on the sides change places.
 _TRANSPOSITIONS = {
@@ -166,7 +170,8 @@ def _too_many_pixels(pixels: int | None, size: str = "") -> str:
 def _load(image: Image) -> None:
     """Decode. Raises BadPicture for a damaged picture."""
     try:
-        with warnings.catch_warnings():
+        is_large = image.width * image.height > _LARGE_PIXELS
+        with warnings.catch_warnings(), _LARGE if is_large else nullcontext():
             warnings.simplefilter("ignore")
             image.load()
     except MemoryError:
