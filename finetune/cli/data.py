@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -12,6 +11,7 @@ from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.compat.transformers import tokenizers_only
+from finetune.data.pictures.display import with_counts
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Around trained tokens where there are no colours.
 _BRACKETS = "\u27e6", "\u27e7"
-#: A token in angle or square brackets that stands four times or more in turn, as those of a picture do.
-_REPEATED = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}")
 
 
 def show_data(
@@ -91,7 +89,7 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
     shown = Text()
     for text, trained in segments:
-        text = _REPEATED.sub(lambda tokens: f"{tokens[1]} x {len(tokens[0]) // len(tokens[1]):,} ", text)
+        text = with_counts(text)
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
         shown.append(f"{opening}{text}{closing}", style="black on green" if trained else "dim")
     out.print(shown)

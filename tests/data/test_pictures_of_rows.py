@@ -11,7 +11,9 @@ import pytest
 from picture_data import VISION_CHATML, encoded, picture
 from small_data import build_tokenizer, recipe
 
+from app.views.data import conversations
 from finetune.data import hub_datasets, prepare, read_examples
+from finetune.data.pictures.display import shown_message, with_counts
 from finetune.data.pictures.placement import conversation
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
@@ -191,3 +193,15 @@ def test_rows_of_text_never_import_pillow():
 def test_pictures_can_be_left_out(cats, write):
     path = write("rows.jsonl", [ROWS["questions"]])
     assert _read(path, ignore_columns=["images", "image"])[0].pictures == ()
+
+
+def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
+    example = _read(write("rows.jsonl", [ROWS["llava"]]))[0]
+    shown = shown_message(example.messages[0], example.pictures)
+    assert shown["text"] == "What is it?" and shown["pictures"][0]["address"].startswith("data:image/jpeg;base64,/9j/")
+    html = conversations({"conversations": [[{**shown, "role": "<b>"}]]})
+    assert 'alt="Picture, 8 x 6 pixels"' in html and "<b><b>" not in html
+    (cats / "cats" / "1.png").unlink()
+    gone = shown_message(example.messages[0], example.pictures)
+    assert "be opened any more" in conversations({"conversations": [[gone]]})
+    assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
