@@ -8,8 +8,7 @@ from typing import Any
 
 from finetune.data.checks import BadRow, is_missing, parse_if_text, quoted, type_phrase, valid_text
 from finetune.data.column_semantics import check_message
-from finetune.data.pictures.placement import PICTURE_MARK, PICTURE_PARTS
-from finetune.data.pictures.references import PictureReference, part_reference
+from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
 Message = dict[str, Any]

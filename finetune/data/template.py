@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.data.checks import BadRow
 from finetune.data.conversation import REASONING, Message
 from finetune.data.example import Example
-from finetune.data.pictures.placement import PICTURE_MARK, text_pieces, with_parts
+from finetune.data.pictures.placement import text_pieces, with_parts
+from finetune.data.pictures.references import PICTURE_MARK
 from finetune.data.report import printable
 from finetune.data.tool_calls import has_call
 from finetune.errors import RecipeError

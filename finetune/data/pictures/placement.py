@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.checks import BadRow, is_blank
-from finetune.data.pictures.references import PictureReference, picture_references
+from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
 
 if TYPE_CHECKING:
     from finetune.data.conversation import Message
     from finetune.data.example import Example
 
-#: A picture in a message's text: OBJECT REPLACEMENT CHARACTER.
-PICTURE_MARK = "\ufffc"
 #: What other tools write in a text for a picture of the row.
 IMAGE_TAG = "<image>"
 #: Columns of pictures, and of their files beside a file of metadata, as `datasets` reads a folder of images.
@@ -58,10 +56,6 @@ def _has_tag(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_has_tag, value.values()))
     return isinstance(value, list) and any(map(_has_tag, value))
-
-
-#: Types of content parts that are pictures: of transformers and TRL, of OpenAI's two interfaces.
-PICTURE_PARTS = ("image", "image_url", "input_image")
 
 
 def take_pictures(

@@ -11,8 +11,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from finetune.data.checks import BadRow, is_blank, parse_if_text, quoted, type_phrase
-from finetune.data.pictures.source import MAX_FILE_BYTES
+from finetune.data.pictures.limits import MAX_FILE_BYTES
 
+#: A picture in a message's text: OBJECT REPLACEMENT CHARACTER.
+PICTURE_MARK = "\ufffc"
+#: Types of content parts that are pictures: of transformers and TRL, of OpenAI's two interfaces.
+PICTURE_PARTS = ("image", "image_url", "input_image")
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<options>(?:;[^;,]*)*),", re.IGNORECASE)
 _SCHEME = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+):/")
 #: Beginnings of PNG, JPEG, GIF and WebP in base64.
