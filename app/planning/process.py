@@ -155,23 +155,31 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
 def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
     """Report, lengths and examples of the data. Refused rows are listed, not raised; a run still refuses them."""
     from finetune import data
+    from finetune.data.pictures.display import with_counts
 
     prepared = encoded.select(recipe, None).prepared()
     lengths = sorted(prepared.lengths)
+    spans = data.example_spans(prepared, encoded.encoder.tokenizer)
     sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
     return {
         "report": prepared.report.as_json(),
         "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
         "lengths": sent,
-        "marked": [[text, bool(trained)] for text, trained in data.example_spans(prepared, encoded.encoder.tokenizer)],
+        "marked": [[with_counts(text), bool(trained)] for text, trained in spans],
         "conversations": [_conversation(example) for example in prepared.examples[:_EXAMPLES]],
     }
 
 
-def _conversation(example: Any) -> list[dict[str, str]]:
-    """A row as messages: role and text."""
+def _conversation(example: Any) -> list[dict[str, Any]]:
+    """A row as messages: role, text and small pictures."""
+    from finetune.data.pictures.display import shown_message
+
     messages = getattr(example, "messages", None) or [{"role": "text", "content": getattr(example, "text", None) or ""}]
-    return [{"role": str(message["role"]), "text": str(message.get("content") or "")[:4000]} for message in messages]
+    shown, position = [], 0
+    for message in messages:
+        shown.append(shown_message(message, example.pictures[position:]))
+        position += message.get("pictures", 0)
+    return shown
 
 
 class Inbox:

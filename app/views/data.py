@@ -20,6 +20,9 @@ def report(answer: dict[str, Any], recipe: Recipe) -> str:
     share = counts["trained_token_share"]
     trained = "no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"
     summary = f"{counts['rows_read']:,} rows read ({counts['format']}), {counts['rows_used']:,} can be trained on; {trained}."
+    if pictures := counts.get("pictures"):
+        largest = " x ".join(f"{side:,}" for side in pictures["largest"])
+        summary += f" {pictures['pictures']:,} pictures, the largest has {largest} pixels."
     eval_counts = answer["eval_report"]
     summary += f" {eval_counts['rows_used']:,} rows are held out." if eval_counts else " No rows are held out."
     parts = [f'<p class="ft-summary" role="status">{inert(summary)}</p>']
@@ -56,11 +59,23 @@ def conversations(answer: dict[str, Any]) -> str:
     shown = []
     for number, messages in enumerate(answer["conversations"], 1):
         turns = "".join(
-            f'<div class="ft-turn {_role_css(turn["role"])}"><b>{inert(turn["role"], 40)}</b><p>{inert(turn["text"])}</p></div>'
+            f'<div class="ft-turn {_role_css(turn["role"])}"><b>{inert(turn["role"], 40)}</b>{_pictures(turn)}'
+            f"<p>{inert(turn['text'])}</p></div>"
             for turn in messages
         )
         shown.append(f"<li><h3>Row {number}</h3>{turns}</li>")
     return f'<ol class="ft-conversations">{"".join(shown)}</ol>' if shown else note("No rows to show.")
+
+
+def _pictures(turn: dict[str, Any]) -> str:
+    """The small pictures of a message; those that are gone as text."""
+    shown = []
+    for picture in turn.get("pictures", ()):
+        size = f"{picture['width']:,} x {picture['height']:,} pixels"
+        image = f'<img class="ft-picture" alt="Picture, {size}" title="{size}" src="{inert(picture["address"], 10**6)}">'
+        shown.append(image if picture["address"] else inert(f"(a picture that can't be opened any more, {size})"))
+    more = f" and {turn['more_pictures']:,} more" if turn.get("more_pictures") else ""
+    return f"<p>{''.join(shown)}{more}</p>" if shown else ""
 
 
 def marked(answer: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.text import Text
@@ -11,9 +11,14 @@ from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.compat.transformers import tokenizers_only
+from finetune.data.pictures.display import with_counts
 from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
+
+if TYPE_CHECKING:
+    from finetune.data import PreparedData
+    from finetune.data.pictures.source import PictureSource
 
 #: Around trained tokens where there are no colours.
 _BRACKETS = "\u27e6", "\u27e7"
@@ -53,7 +58,8 @@ def show_data(
         held_out = prepared.eval_report and prepared.eval_report.as_json()
         values = {**prepared.report.as_json(), "eval_report": held_out}
         problem = refused and {"problems": refused.problems, "fix": refused.fix}
-        print_json({**values, "data_problem": problem, "fingerprint": prepared.fingerprint, "example": example})
+        values |= {"data_problem": problem, "fingerprint": prepared.fingerprint, "example": example}
+        print_json({**values, "example_pictures": [_describe(picture) for picture in _pictures_of_first(prepared)]})
         return exit_code
     _print_report("Training rows", prepared.report, refused)
     if prepared.eval_report is not None:
@@ -61,7 +67,20 @@ def show_data(
         _print_report("Held-out rows", prepared.eval_report, refused)
     if segments:
         _print_example(segments)
+        for index, picture in enumerate(_pictures_of_first(prepared), 1):
+            size = f"{picture.width:,} x {picture.height:,} pixels"
+            out.print(f"picture {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
     return report(refused) if refused else 0
+
+
+def _pictures_of_first(prepared: PreparedData) -> tuple[PictureSource, ...]:
+    """The pictures of the first row."""
+    return prepared.examples[0].pictures if len(prepared.examples) else ()
+
+
+def _describe(picture: PictureSource) -> dict[str, Any]:
+    path = None if picture.path is None else str(picture.path)
+    return {"path": path, "width": picture.width, "height": picture.height, "digest": picture.digest}
 
 
 def _print_example(segments: list[tuple[str, bool]]) -> None:
@@ -70,6 +89,7 @@ def _print_example(segments: list[tuple[str, bool]]) -> None:
     out.print(f"\n[bold]First row as the model sees it[/]; trained tokens are {marks}:")
     shown = Text()
     for text, trained in segments:
+        text = with_counts(text)
         opening, closing = _BRACKETS if trained and not coloured else ("", "")
         shown.append(f"{opening}{text}{closing}", style="black on green" if trained else "dim")
     out.print(shown)
@@ -90,6 +110,8 @@ def _print_report(title: str, report: Any, refused: DataError | None) -> None:
     for name in ("p50", "p95", "p99", "max"):
         shown.add_row(f"tokens {name}", format_count(report.lengths.get(name)))
     shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
+    for label, value in report.pictures.lines() if report.pictures else ():
+        shown.add_row(label, value)
     out.print(shown)
     # an error lists them after everything else
     for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused and not refused else []:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from finetune.data.checks import is_missing
@@ -94,7 +95,7 @@ def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: Datase
         for _ in range(3):  # columns that aren't used then, too, are left out
             try:
                 parser = choose_parser(file, [row.values for row in rows], dataset.model_copy(update=tried))
-                batch = parser.parse(list(rows))
+                batch = replace(parser, reads_pictures=False).parse(list(rows))
             except DataError:
                 return {}
             unused = parser.unused()

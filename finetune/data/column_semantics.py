@@ -12,7 +12,8 @@ from finetune.errors import DataError
 
 _PREFERENCE = "which of two answers is better (for DPO)"
 _LABEL = "whether an answer is good (for KTO), or a class"
-_MEDIA = "images, sound or video, and only text is trained on here"
+_PICTURE = "pictures, and no column of them is named"
+_MEDIA = "sound, video or processed pictures, and only text and pictures are trained on here"
 _REASONING = "the reasoning before an answer"
 _WEIGHT = "how much a row or message counts"
 _SCORE = "how good an answer is"
@@ -24,7 +25,8 @@ _SPLIT = "which rows are held out"
 MEANINGS: dict[str, str] = {
     **dict.fromkeys(("chosen", "rejected", "chosen_response", "rejected_response", "response_j", "response_k"), _PREFERENCE),
     **dict.fromkeys(("label", "labels", "kto_tag"), _LABEL),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios", "image_url", "pixel_values"), _MEDIA),
+    **dict.fromkeys(("image", "images", "image_url"), _PICTURE),
+    **dict.fromkeys(("video", "videos", "audio", "audios", "pixel_values"), _MEDIA),
     **dict.fromkeys(
         ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "cot", "complex_cot", "chain_of_thought",
          "rationale"), _REASONING,
@@ -44,7 +46,7 @@ _DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _CONTEXT, _REASONING)
 _MESSAGE_FIELDS = {name for name, what in MEANINGS.items() if what not in (_CONTEXT, _SPLIT)}
 #: What stands in a text for an image, a sound or a video.
 MEDIA_TAGS = ("<image>", "<video>", "<audio>")
-_MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what == _MEDIA)
+_MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what in (_PICTURE, _MEDIA))
 #: Weights that change nothing.
 _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
 
@@ -69,6 +71,7 @@ def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
 
 #: What to do about a column or field, by its meaning.
 FIXES = {
+    _PICTURE: "To train on the pictures:  dataset.columns={images: NAME}  (beside the fields that are named already)",
     _LABEL: "To learn from good and from bad answers:  method=kto\n"
     "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
     _REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "

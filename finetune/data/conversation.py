@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.data.checks import BadRow, is_missing, parse_if_text, quoted, type_phrase, valid_text
 from finetune.data.column_semantics import check_message
+from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
 Message = dict[str, Any]
@@ -197,19 +198,31 @@ def _content(source: dict[str, Any], path: str, key: str, message: Message) -> s
         if "tool_calls" in message:
             return ""
         raise BadRow(path, f"is {type_phrase(value)}")
-    text = "".join(_part(part, f"{path}[{n}]") for n, part in enumerate(value)) if isinstance(value, list) else value
-    text = valid_text(text, path)
+    text = valid_text(_joined_parts(value, path, message) if isinstance(value, list) else value, path)
     if not text.strip() and not may_be_empty:
         raise BadRow(path, "the answer is empty" if message["role"] == "assistant" else "is empty")
     return text
 
 
-def _part(part: Any, path: str) -> str:
+def _joined_parts(parts: list[Any], path: str, message: Message) -> str:
+    """The text of content parts, with a mark for each picture; the pictures become the message's `pictures`."""
+    pictures: list[PictureReference | int | None] = []
+    text = "".join(_part(part, f"{path}[{n}]", pictures) for n, part in enumerate(parts))
+    if pictures:
+        message["pictures"] = pictures
+    return text
+
+
+def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
     if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
         return valid_text(part.get("text"), f"{path}.text")
+    if isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
+        index = part.get("index")
+        pictures.append(part_reference(part, path) or (index if isinstance(index, int) else None))
+        return PICTURE_MARK
     type_description = (
         f"a part of type {quoted(part['type'])}"
         if isinstance(part, dict) and isinstance(part.get("type"), str)
         else type_phrase(part)
     )
-    raise BadRow(path, f"is {type_description}; only text can be trained on")
+    raise BadRow(path, f"is {type_description}; only text and pictures can be trained on")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune.data.conversation import Message
+    from finetune.data.pictures.source import PictureSource
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Example:
 
     `answers` are the indices of the messages to train on; `file` and `row` say where the row was read. A pair of answers to the
     same prompt has the one that is not preferred in `rejected` (its messages) or `rejected_completion`. `desirable`: whether
-    the answer is marked good; None for rows without such a label.
+    the answer is marked good; None for rows without such a label. `pictures`: one for each mark in the
+    messages' texts, in order (`pictures.placement`).
     """
 
     file: str
@@ -29,6 +31,7 @@ class Example:
     rejected: tuple[Message, ...] = ()
     rejected_completion: str | None = None
     desirable: bool | None = None
+    pictures: tuple[PictureSource, ...] = ()
 
     @property
     def is_pair(self) -> bool:
@@ -48,6 +51,8 @@ class Example:
         """The content without file and row number; equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text", "rejected", "rejected_completion")
         content = {name: getattr(self, name) for name in fields if getattr(self, name)}
+        if self.pictures:
+            content["pictures"] = [picture.digest for picture in self.pictures]
         return content if self.desirable is None else content | {"desirable": self.desirable}
 
     def question(self) -> list[Message] | str:

@@ -24,6 +24,8 @@ from finetune.settings import DatasetRecipe
 _SAMPLE_ROWS = 1000
 #: A batch ends after so many rows, or so many characters.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
+#: A batch of rows with pictures, each of which is decoded.
+PICTURE_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -180,20 +182,20 @@ class SourceReader:
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
-        self._sample = list(itertools.islice(self._remaining_rows, _SAMPLE_ROWS))
+        self._sample = _first_rows(self._remaining_rows)
         self._dataset = dataset
-        self.parser = _parser_of(source.name, self._sample, dataset)
+        self.parser = _parser_of(source, self._sample, dataset)
         self.rows_read = 0
         self._unused = self.parser.unused()
 
     def batches(self) -> Iterator[list[Row | Refused]]:
         """All rows, in batches whose limits depend only on the rows."""
         batch: list[Row | Refused] = []
-        size = 0
+        size, batch_rows = 0, PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         for row in itertools.chain(self._sample, self._remaining_rows):
             batch.append(row)
             size += _approximate_size(row.values) if isinstance(row, Row) else 0
-            if len(batch) == BATCH_ROWS or size > _BATCH_CHARACTERS:
+            if len(batch) == batch_rows or size > _BATCH_CHARACTERS:
                 self.rows_read += len(batch)
                 yield batch
                 batch, size = [], 0
@@ -223,20 +225,42 @@ class SourceReader:
             raise DataError(self._unused.problems(asked), "\n".join(fixes))
 
 
-def _parser_of(file: str, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
+def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
+    """The first rows; fewer where they have pictures as bytes, which fill the memory."""
+    sample: list[Row | Refused] = []
+    size = 0
+    for row in itertools.islice(rows, _SAMPLE_ROWS):
+        sample.append(row)
+        size += _bytes_in(row.values) if isinstance(row, Row) else 0
+        if size > _BATCH_CHARACTERS:
+            break
+    return sample
+
+
+def _bytes_in(value: Any) -> int:
+    """How many raw bytes a value has."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_bytes_in, value.values()))
+    return sum(map(_bytes_in, value)) if isinstance(value, list) else 0
+
+
+def _parser_of(source: Source, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
+    file, folder = source.name, None if source.path is None else source.path.parent
     rows = [row for row in sample if isinstance(row, Row)]
     if not rows:
         refused = next(row for row in sample if isinstance(row, Refused))
         raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
     try:
-        return choose_parser(file, [row.values for row in rows], dataset)
+        return choose_parser(file, [row.values for row in rows], dataset, folder)
     except DataError as error:
         raise advice_for(error, rows, file, dataset) from None
 
 
 def _approximate_size(value: Any) -> int:
     """About the size of a row."""
-    if isinstance(value, str):
+    if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
         return 8 + sum(map(_approximate_size, value.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ FORMATS = {
 }  # fmt: skip
 #: Formats by columns; a label alone may be a class.
 _DETECTED = {name: fmt for name, fmt in FORMATS.items() if name != "labelled"}
-FIELDS = sorted({"role", "content"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
+FIELDS = sorted({"role", "content", "images"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
 
 #: Field -> column of a question and its answer under other names, read as alpaca.
 _QUESTION_ANSWER_COLUMNS: tuple[dict[str, str], ...] = (
@@ -259,10 +259,11 @@ def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: 
     return example
 
 
-def unused_columns(columns: list[str], format_name: str) -> tuple[str, ...]:
-    """Columns of the (renamed) rows that the format does not read."""
+def unused_columns(columns: list[str], format_name: str, read: Iterable[str] = ()) -> tuple[str, ...]:
+    """Columns of the (renamed) rows that the format does not read, without those in `read`, which are read beside it."""
     fmt = FORMATS[format_name]
-    return tuple(dict.fromkeys(printable(column) for column in columns if column not in (*fmt.required, *fmt.optional)))
+    names = {*fmt.required, *fmt.optional, *read}
+    return tuple(dict.fromkeys(printable(column) for column in columns if column not in names))
 
 
 def _column_list(rows: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
                 f"Supported kinds: {', '.join(_ALLOWED)}.",
             )
         builder.download_and_prepare()
-        return builder.as_dataset(split=split)
+        return _undecoded(builder.as_dataset(split=split))
     except DatasetNotFoundError as error:
         raise DataError(
             f"{name}: there is no such file, bundled dataset or dataset on the hub ({_first_line(error)})",
@@ -48,6 +49,30 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         ) from None
     except (DatasetsError, OSError, ValueError) as error:
         raise DataError(f"{name}: can't be loaded from the hub: {_first_line(error)}", _fix(str(error))) from None
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The dataset with pictures as they are stored: bytes or a path, which are checked before anything is decoded."""
+    from datasets import Image
+
+    features = copy.deepcopy(dataset.features)
+    pictures = [feature for feature in _leaves(features) if isinstance(feature, Image)]
+    for feature in pictures:
+        feature.decode = False
+    return dataset.cast(features) if pictures else dataset
+
+
+def _leaves(feature: Any) -> Iterator[Any]:
+    """The features inside lists and objects."""
+    if isinstance(feature, dict):
+        feature = list(feature.values())
+    elif hasattr(feature, "feature"):
+        feature = [feature.feature]
+    if isinstance(feature, list):
+        for inner in feature:
+            yield from _leaves(inner)
+    else:
+        yield feature
 
 
 def _first_line(error: Exception) -> str:

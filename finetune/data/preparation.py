@@ -15,6 +15,7 @@ from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
+from finetune.data.pictures.summary import summarise_pictures
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
@@ -349,6 +350,7 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
         unused_columns=unlimited.unused_columns,
         columns={} if unlimited.split_off else {name: column for part in parts for name, column in part.columns.items()},
         findings=findings,
+        pictures=summarise_pictures(limited.stored.picture_sizes, limited.used),
     )
 
 

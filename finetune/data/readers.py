@@ -25,6 +25,8 @@ from finetune.errors import DataError, RecipeError
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
 #: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
 _MAX_VALUES = 1_000_000
+#: Bytes of the Parquet rows that are read at once: rows with pictures have megabytes each.
+_BATCH_BYTES = 64 * 2**20
 #: Most columns of a .csv file, and most blank lines in a row.
 _MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000
 #: Content of more than so many times the size of its file, and so many bytes, fills the memory: text is packed 20 to 50 times.
@@ -440,7 +442,8 @@ def _rows_at_once(metadata: Any, name: str) -> int:
     values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
     if values > _MAX_VALUES:
         raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check what wrote it: no row of text is so long.")
-    return max(1, min(256, int(_MAX_VALUES / max(1, values))))
+    row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(256, int(_MAX_VALUES / max(1, values)), int(_BATCH_BYTES / max(1, row_bytes))))
 
 
 def _table_row(row: Any, name: str, number: int) -> Row | Refused:

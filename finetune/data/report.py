@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from finetune.data.pictures.summary import PictureSummary
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -71,6 +73,7 @@ class DataReport:
     unused_columns: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)  # field of the format -> column of the file
     findings: tuple[Finding, ...] = ()
+    pictures: PictureSummary | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from finetune.data.checks import BadRow, as_json_text
@@ -18,6 +20,16 @@ from finetune.data.formats import (
     unused_columns,
     usual_columns,
 )  # fmt: skip
+from finetune.data.pictures.placement import (
+    PICTURE_COLUMNS,
+    picture_columns,
+    place_pictures,
+    rows_have_pictures,
+    rows_have_tags,
+    take_pictures,
+)
+from finetune.data.pictures.reader import FileStat, PictureReader
+from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.unused_columns import UnusedColumns, UnusedValues
@@ -36,16 +48,22 @@ _TEXT_COLUMNS = ("prompt", "completion")
 
 @dataclass(frozen=True)
 class ParsedBatch:
-    """Rows of one batch: examples, refused rows, and what they have that isn't read."""
+    """Rows of one batch: examples, refused rows, what they have that isn't read, and the files of their pictures."""
 
     examples: list[Example]
     refused: list[Refused]
     unused: UnusedValues
+    picture_files: dict[str, FileStat] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RowParser:
-    """The format of a source's rows, and how their columns are called. `unused_columns` are those of the first rows."""
+    """The format of a source's rows, and how their columns are called. `unused_columns` are those of the first rows.
+
+    `picture_columns`: where pictures may stand; `has_pictures`: some first rows have one; `has_tags`: most have `<image>`;
+    `folder`, `image_folder`: where files of pictures are looked for. With `reads_pictures` false no picture is opened, and
+    examples have none.
+    """
 
     file: str
     format: str
@@ -54,32 +72,61 @@ class RowParser:
     unused_columns: tuple[str, ...]
     json_columns: tuple[str, ...] = field(default=())
     unpairs: bool = False  # pairs are read as two labelled answers each
+    picture_columns: tuple[str, ...] = PICTURE_COLUMNS
+    has_pictures: bool = False
+    has_tags: bool = False
+    folder: str | None = None
+    image_folder: str | None = None
+    reads_pictures: bool = True
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
         """The examples of some rows."""
         examples: list[Example] = []
         refused: list[Refused] = []
         unused = self.unused()
+        pictures: dict[int, list[PictureReference]] = {}  # by the index of the example
         for row in batch:
             if isinstance(row, Refused):
                 refused.append(row)
                 continue
             try:
-                example = self._parse_row(row, unused)
+                example, references = self._parse_row(row, unused)
+                if references:
+                    pictures[len(examples)] = references
                 examples += _labelled_answers(example) if self.unpairs else [example]
             except UnusedField as error:
                 unused.add_field(error.name, row.number)
             except BadRow as error:
                 refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
-        return ParsedBatch(examples, refused, unused.values)
+        files = self._open_pictures(examples, pictures, refused) if pictures and self.reads_pictures else {}
+        return ParsedBatch(examples, refused, unused.values, files)
+
+    def _open_pictures(
+        self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
+    ) -> dict[str, FileStat]:
+        """Give the examples at the keys of `pictures` theirs, and refuse those with a bad one; returns the files looked at."""
+        folders = (self.folder, self.image_folder)
+        reader = PictureReader(*(None if path is None else Path(path) for path in folders))
+        bad_rows = set()
+        for index, sources in zip(pictures, reader.read(pictures.values()), strict=True):
+            example = examples[index]
+            if isinstance(sources, BadRow):
+                bad_rows.add(index)
+                name = (sources.field or "").partition("[")[0]
+                field_name = (sources.field or "").replace(name, self.columns.get(name, name), 1)
+                refused.append(Refused(example.file, example.row, field_name, sources.reason))
+            else:
+                examples[index] = replace(example, pictures=sources)
+        examples[:] = [example for index, example in enumerate(examples) if index not in bad_rows]
+        return reader.files
 
     def unused(self) -> UnusedColumns:
         """Collects what rows have that isn't read."""
         return UnusedColumns(self.file, self.format)
 
-    def _parse_row(self, row: Row, unused: UnusedColumns) -> Example:
+    def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
         values = as_json_text(without_columns(row.values, self.ignored), self.json_columns)
-        renamed = rename_columns(values, self.columns)
+        renamed, column = take_pictures(rename_columns(values, self.columns), self.picture_columns)
         row_format = "preference" if self.unpairs else self.format
         format_columns = FORMATS[row_format]
         unread = {
@@ -92,6 +139,11 @@ class RowParser:
                 unread[name] = values[name]
         undecided = unused.add_meanings(unread, row.number)
         example = parse(renamed, row_format, self.columns, row.file, row.number)
+        references: list[PictureReference] = []
+        if column is not None or self.has_pictures or any("pictures" in message for message in example.messages):
+            example, references = place_pictures(
+                example, column, expects_pictures=self.has_pictures, expects_tags=self.has_tags
+            )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
         for name in _MESSAGE_COLUMNS.get(row_format, ()):
@@ -99,11 +151,16 @@ class RowParser:
             value = renamed.get(name)
             if not (isinstance(value, str) and name in _TEXT_COLUMNS):
                 unused.add_messages(unread_fields(value, *keys), row.number)
-        return example
+        return example, references
 
 
-def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe) -> RowParser:
-    """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them."""
+def choose_parser(
+    file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe, folder: Path | None = None
+) -> RowParser:  # fmt: skip
+    """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them.
+
+    `folder`: of the file, where paths of pictures start.
+    """
     columns, ignored = dataset.columns, dataset.ignore_columns
     if dataset.format not in METHOD_FORMATS:
         check_other_data(rows, file, {*columns.values(), *ignored})
@@ -120,10 +177,14 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe)
     format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
     column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
     left_out = [name for name in ignored if name in header]
+    columns_of_pictures = picture_columns(file)
+    has_pictures = rows_have_pictures(renamed_rows, columns_of_pictures)
     return RowParser(
         file, format_name, columns, tuple(ignored),
-        unused_columns([*column_names, *left_out], "preference" if unpairs else format_name),
-        tuple(dataset.json_columns), unpairs,
+        unused_columns([*column_names, *left_out], "preference" if unpairs else format_name, columns_of_pictures),
+        tuple(dataset.json_columns), unpairs, columns_of_pictures, has_pictures,
+        has_pictures and rows_have_tags(renamed_rows), None if folder is None else str(folder),
+        None if dataset.image_folder is None else os.path.expanduser(dataset.image_folder),  # noqa: PTH111
     )  # fmt: skip
 
 

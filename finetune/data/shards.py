@@ -17,6 +17,7 @@ from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.example import Example
 from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
+from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, sizes_of
 from finetune.data.report import Refused
 from finetune.data.writing_scripts import SCRIPTS, script_of
 
@@ -53,8 +54,9 @@ def _encode_content(content: Any) -> bytes:
 
 
 def prompt_digest(example: Example) -> int:
-    """A digest of the example's prompt and tools, or of the plain text."""
-    return int.from_bytes(digest([example.question() or example.text, example.tools], 8), "little")
+    """A digest of the example's prompt, pictures and tools, or of the plain text."""
+    prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
+    return int.from_bytes(digest(prompt, 8), "little")
 
 
 def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadRow]) -> pa.Table:
@@ -77,6 +79,8 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "trained": pa.array([[sequence.trained_count for sequence in row] for row in sequences], pa.list_(pa.int32())),
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
     }
+    if any(example.pictures for example in examples):
+        columns[PICTURES] = picture_array([example.pictures for example in examples])
     return pa.table(columns)
 
 
@@ -161,6 +165,11 @@ class StoredRows:
         return self._byte_matrix("content", 16)
 
     @cached_property
+    def picture_sizes(self) -> PictureSizes:
+        """The sizes of all pictures, and the row of each."""
+        return sizes_of(self.tables)
+
+    @cached_property
     def source_indices(self) -> np.ndarray:
         """The index of each row's part."""
         return np.repeat(np.arange(len(self.parts)), [sum(table.num_rows for table in part.tables) for part in self.parts])
@@ -228,6 +237,8 @@ class StoredRows:
         table_index = self._table_index(index)
         values = json.loads(self.tables[table_index]["example"][int(index - self.starts[table_index])].as_py())
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
+        if values.pop(PICTURES, None):
+            lists[PICTURES] = pictures_of(self.tables[table_index], int(index - self.starts[table_index]))
         return Example(file=self._files[table_index], row=int(self.row_numbers[index]), **lists, **values)
 
     def refusal(self, index: int) -> Refused:

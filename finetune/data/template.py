@@ -9,11 +9,14 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.checks import BadRow
 from finetune.data.conversation import REASONING, Message
 from finetune.data.example import Example
+from finetune.data.pictures.placement import text_pieces, with_parts
+from finetune.data.pictures.references import PICTURE_MARK
 from finetune.data.report import printable
 from finetune.data.tool_calls import has_call
 from finetune.errors import RecipeError
@@ -167,6 +170,7 @@ class Template:
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
         messages = [_with_reasoning_key(message, self._reasoning) for message in messages]
+        messages = with_parts(messages)
         if any(message.get("tool_calls") for message in messages):
             messages = _with_call_form(messages, self._call_form())
         try:
@@ -196,6 +200,19 @@ class Template:
         ) as error:
             raise BadRow("messages", f"the chat template refuses it: {printable(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
+
+    @cached_property
+    def reads_pictures(self) -> bool:
+        """Whether the template writes something for a picture; templates of text alone ignore it, fail, or print the part."""
+        question = "a question"
+        try:
+            text, with_picture = (
+                self.render([{"role": "user", "content": f"{mark}{question}", "pictures": len(mark)}])
+                for mark in ("", PICTURE_MARK)
+            )
+        except BadRow:
+            return False
+        return with_picture != text and question in with_picture and not re.search(r"""['"]type['"]""", with_picture)
 
     def _call_form(self) -> _CallForm:
         """How the template takes calls, by rendering one."""
@@ -327,8 +344,7 @@ def _check_content(messages: list[Message], answers: tuple[int, ...], sequences:
                 "dataset.ignore_columns=[reasoning_content]",
             )
     texts = [sequence.text for sequence in sequences]
-    for message in messages:
-        text = message["content"].strip()
+    for text in (piece for message in messages for piece in text_pieces(message)):
         if text not in texts[0] and not any(text in whole or _without_space(text) in _without_space(whole) for whole in texts):
             sequences[0].notes.add("altered")
 

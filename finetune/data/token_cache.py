@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from finetune.checksum import with_checksum
 from finetune.data.examples import SourceReader
+from finetune.data.pictures.reader import FileStat, file_stat
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
 from finetune.data.row_parser import RowParser
@@ -101,7 +102,7 @@ def _load_or_tokenise(
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
         return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
-    entry = CacheEntry(cache_folder() / _cache_key(info, source, dataset, limit, encoder))
+    entry = CacheEntry(cache_folder() / _cache_key(info, source, dataset, limit, encoder), path.parent)
     part = entry.read(source.name)
     if part is None:
         part = _fill_entry(entry, SourceReader(source, dataset, limit), encoder, progress)
@@ -186,7 +187,7 @@ class _BatchTask:
         unused.values.merge(parsed.unused)
         if write and not unused.stops_run:
             table = table_of(parsed.examples, _encode(self.encoder, parsed.examples, 0, progress))
-            self.entry.write(index, Shard(table, parsed.refused, parsed.unused))
+            self.entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
         return len(batch), parsed.unused
 
 
@@ -200,18 +201,19 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
 
 @dataclass(frozen=True)
 class Shard:
-    """One batch: its rows as tokens, those that can't be read, and what they have that isn't read."""
+    """One batch: its rows as tokens, those that can't be read, what they have that isn't read, and files of pictures."""
 
     table: pa.Table
     refused: list[Refused]
     unused: UnusedValues
+    picture_files: dict[str, FileStat] = field(default_factory=dict)
 
 
 class CacheEntry:
-    """One folder of the cache."""
+    """One folder of the cache. `data_folder`: of the source's file, where the paths of its pictures start."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, data_folder: Path) -> None:
+        self.folder, self._data_folder = folder, str(data_folder.absolute())
 
     def read(self, name: str) -> SourcePart | None:
         """All rows, for a source of this name; None if the entry is unfinished or a file is damaged."""
@@ -230,10 +232,10 @@ class CacheEntry:
         return part
 
     def shard(self, index: int, name: str) -> Shard | None:
-        """One batch, memory-mapped; None if it is missing or damaged."""
+        """One batch, memory-mapped; None if it is missing or damaged, or a picture was changed, added or moved."""
         path, values = self._path(index), _read_sealed(self._path(index).with_suffix(".json"))
         try:
-            if values is None or values["crc32"] != _crc32(path):
+            if values is None or values["crc32"] != _crc32(path) or not self._has_same_pictures(values.get("pictures")):
                 return None
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
@@ -241,6 +243,14 @@ class CacheEntry:
             return None
         refused = [Refused(name, *row) for row in values["refused"]]
         return Shard(table, refused, UnusedValues.from_json(values["unused"]))
+
+    def _has_same_pictures(self, pictures: dict[str, Any] | None) -> bool:
+        if pictures is None:
+            return True
+        files = ((Path(name), stat) for name, stat in pictures["files"].items())
+        return pictures["folder"] == self._data_folder and all(
+            file_stat(path) == (None if stat is None else tuple(stat)) for path, stat in files
+        )
 
     def write(self, index: int, shard: Shard) -> None:
         """Write one batch. Raises DiskFull."""
@@ -253,6 +263,8 @@ class CacheEntry:
             replace(temporary, path)
             rows = [(row.row, row.field, row.reason) for row in shard.refused]
             values = {"crc32": crc32, "refused": rows, "unused": shard.unused.as_json()}
+            if shard.picture_files:
+                values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
             _write_sealed(path.with_suffix(".json"), values)
         except OSError as error:
             raise _disk_full(self.folder, error) from None
@@ -346,6 +358,6 @@ def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: in
 def _code_digest() -> str:
     """Digest of the code and libraries that compute the tokens."""
     digest = hashlib.sha256(json.dumps([(name, version(name)) for name in _LIBRARIES]).encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -119,6 +119,8 @@ class Encoder:
         rewrite earlier turns."""
         if any(example.messages for example in examples):
             self.use_template()
+        if any(example.pictures for example in examples):
+            self._require_pictures()
         self._require_end()
         rendered = [self._render_pair(example) if example.is_pair else self._render(example) for example in examples]
         rows = list(zip(examples, rendered, strict=True))
@@ -128,6 +130,15 @@ class Encoder:
             sequences = [next(encoded) for _ in _renderings(texts)]
             results.append(texts if isinstance(texts, BadRow) else _or_bad_row(sequences, example))
         return results
+
+    def _require_pictures(self) -> None:
+        """Raises RecipeError for a model that reads text only."""
+        if self.template is None or not self.template.reads_pictures:
+            raise RecipeError(
+                "the rows have pictures, and the model reads text only: its chat template writes nothing for a picture",
+                "Choose a model that reads pictures, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
+                "or leave the pictures out:  'dataset.ignore_columns=[images, image]'",
+            )
 
     def prompt_ids(self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
         """Tokens of a prompt exactly as in training: messages with the generation prompt, or a plain prompt."""

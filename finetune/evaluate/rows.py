@@ -127,7 +127,7 @@ def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
     their columns."""
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
-        json_columns=settings.dataset.json_columns, max_rows=limit,
+        json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
     )  # fmt: skip
     own = METHODS[settings.method].row_format
     for row_format in [own, *(METHOD_FORMATS - {own})] if own else []:

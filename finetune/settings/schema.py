@@ -170,6 +170,9 @@ class DatasetRecipe(_Strict):
     json_columns: list[str] = _data(
         [], TOKENS | RESULT, "Columns, and fields of messages, whose objects and numbers are written as JSON, e.g. [output]."
     )
+    image_folder: str | None = _data(
+        None, TOKENS | RESULT, "Folder where paths of pictures start, if not the data file's; none outside of both is read."
+    )
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
     )

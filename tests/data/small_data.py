@@ -64,6 +64,7 @@ def recipe(path, **settings):
         "columns",
         "ignore_columns",
         "json_columns",
+        "image_folder",
         "on_bad_rows",
         "accept_findings",
         "weights",

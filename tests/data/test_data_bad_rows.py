@@ -40,7 +40,7 @@ def refused(path, **settings):
         ('{"messages": [{"role": "user", "content": NaN}]}', "messages[0].content", "is NaN"),
         ('{"messages": [{"role": "user", "content": Infinity}]}', "messages[0].content", "is the number inf, not text"),
         ('{"messages": [{"role": "user", "content": "a \\ud83d b"}]}', "messages[0].content", "lone surrogate"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "messages[0].content[0]", "only text can be"),
+        ('{"messages": [{"role": "user", "content": [{"type": "video"}]}]}', "messages[0].content[0]", "only text and pict"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages", "no assistant turn"),
         ('{"messages": [{"role": "system", "content": "Hi"}]}', "messages", "only a system prompt"),
         ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "messages[0].role", "the assistant speaks first"),

@@ -90,8 +90,8 @@ def test_tables_name_settings_that_exist(tool):
         ("stage: ppo", "stage ppo: the nearest is method dpo"), ("finetuning_type: full", "finetune trains LoRA adapters"),
         ("pissa_init: true", "PiSSA"), ("mask_history: true", "every answer"), ("neftune_noise_alpha: 5", "NEFTune"),
         ("quantization_bit: 3", "4 and 8 bits"), ("template: alpaca", "not the template of"), ("dataset: pairs", "stage dpo"),
-        ("dataset: pictures", "images"), ("dataset: nowhere", "is not in"), ("what_is_this: 1", "not a key of LLaMA-Factory"),
-        ("lr_scheduler_type: polynomial", "it should be"), ("hf_hub_token: x", "secrets"),
+        ("dataset: films", "video or sound"), ("dataset: nowhere", "is not in"), ("hf_hub_token: x", "secrets"),
+        ("what_is_this: 1", "not a key of LLaMA-Factory"), ("lr_scheduler_type: polynomial", "it should be"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_result_is_refused(extra, message):
@@ -135,6 +135,19 @@ def test_dataset_info_becomes_the_dataset_section():
     assert questions.columns == {"instruction": "question", "output": "response"} or questions.columns == {
         "instruction": "question", "output": "answer"
     }  # fmt: skip
+
+
+def test_pictures_of_llama_factory_start_in_the_folder_of_its_datasets(tmp_path):
+    text = (HERE / "lf_least.yaml").read_text().replace("identity", "pictures")
+    dataset = parse_source(text, "x", folder=HERE).recipe.dataset
+    assert (dataset.columns, dataset.image_folder) == ({"images": "photos"}, None)
+    assert parse_source(f"{text}\nmedia_dir: photos", "x", folder=HERE).recipe.dataset.image_folder == "photos"
+    info = {
+        "pictures": {"file_name": "rows/p.json", "columns": {"prompt": "instruction", "response": "output", "images": "images"}}
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    inner = parse_source(f"{text}\ndataset_dir: {tmp_path}", "x", folder=tmp_path).recipe.dataset
+    assert inner.image_folder == str(tmp_path)
 
 
 def test_a_limit_of_each_dataset_is_a_share_of_those_that_are_larger(tmp_path):

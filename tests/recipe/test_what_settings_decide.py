@@ -48,6 +48,7 @@ OTHER = {
     "notify": "desktop",
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
     "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"], "dataset.json_columns": ["completion"],
+    "dataset.image_folder": "pictures",
     "dataset.on_bad_rows": "skip", "dataset.weights": [0.5], "dataset.accept_findings": ["leak"],
     "dataset.test_split_size": 2, "dataset.max_rows": 3,
     "launch.num_processes": 2, "launch.num_machines": 2, "launch.machine_rank": 1, "launch.main_process_ip": "10.0.0.1",
@@ -149,6 +150,9 @@ def rows(tmp_path_factory):
     (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbers))
     chat = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"b {n}"}]} for n in range(4)]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat) + '{"messages": []}\n')
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "1.png").write_bytes(b"damaged, and not missing")
+    (folder / "captions.jsonl").write_text(json.dumps({"image": "1.png", "text": "a shelf"}) + "\n")
     template = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
     (folder / "other.jinja").write_text(template)
     return folder
@@ -158,7 +162,7 @@ def rows(tmp_path_factory):
 CHAT = {"dataset.path": "chat.jsonl", "dataset.on_bad_rows": "skip"}
 OTHER_TOKEN_SETTINGS = {
     "train_on_inputs": CHAT, "chat_template": CHAT, "dataset.on_bad_rows": {"dataset.path": "chat.jsonl"},
-    "dataset.json_columns": {"dataset.path": "numbers.jsonl"},
+    "dataset.json_columns": {"dataset.path": "numbers.jsonl"}, "dataset.image_folder": {"dataset.path": "captions.jsonl"},
     "dataset.format": {"dataset.on_bad_rows": "skip"}, "seed": {"dataset.test_split_size": 4},
     "max_length": {"excess_length": "drop"}, "excess_length": {"max_length": 64, "excess_length": "drop"},
 }  # fmt: skip

@@ -48,7 +48,7 @@ KEYS: dict[str, Rule] = {
     "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _MODEL,
     "tokenizer_config": Refuse("the model's own tokenizer is used"),
     "model_type": _MODEL, "tokenizer_type": _MODEL, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
-    "processor_type": Refuse("is for images, video or sound; rows are text here", lifted_by="dataset.path"),
+    "processor_type": _MODEL,
     "is_falcon_derived_model": _MODEL, "is_llama_derived_model": _MODEL, "is_mistral_derived_model": _MODEL,
     "is_qwen_derived_model": _MODEL,
     "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),

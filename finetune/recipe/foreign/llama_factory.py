@@ -38,7 +38,7 @@ from finetune.recipe.foreign.shared import (
     read_training_arguments,
 )  # fmt: skip
 
-_IMAGES = Ignore("for images, video or sound; rows are text here")
+_IMAGES = Ignore("for images, video or sound")
 _EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
 _OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
 
@@ -128,7 +128,7 @@ KEYS: dict[str, Rule] = {
     "ignore_pad_token_for_loss": Refuse("padding is never learnt", (True,)), "eval_num_beams": GENERATION,
     "eval_on_each_dataset": PROCESS,
     "image_resolution": _IMAGES, "video_resolution": _IMAGES,
-    "media_dir": _IMAGES, "image_max_pixels": _IMAGES, "image_min_pixels": _IMAGES, "video_max_pixels": _IMAGES,
+    "media_dir": Read(), "image_max_pixels": _IMAGES, "image_min_pixels": _IMAGES, "video_max_pixels": _IMAGES,
     "video_min_pixels": _IMAGES,
     "video_fps": _IMAGES, "video_maxlen": _IMAGES, "audio_sampling_rate": _IMAGES,
     "max_new_tokens": GENERATION, "max_length": GENERATION, "temperature": GENERATION, "top_p": GENERATION,
@@ -147,10 +147,10 @@ DEFAULTS: dict[str, Any] = {
 #: Columns of LLaMA-Factory's datasets -> our field; the value is its default column.
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 _READ_BY_NAME = {
-    "alpaca": ("input", "system", "history"),
-    **dict.fromkeys(("messages", "sharegpt"), ("system", "tools", "functions")),
+    "alpaca": ("input", "system", "history", "images", "image"),
+    **dict.fromkeys(("messages", "sharegpt"), ("system", "tools", "functions", "images", "image")),
 }
-_REFUSED_COLUMNS = ("images", "videos", "audios")
+_REFUSED_COLUMNS = ("videos", "audios")
 #: Templates of LLaMA-Factory that write thoughts, and models whose own template writes an empty one before an answer without.
 _REASONING = r"qwen3(?!_vl_nothink)|deepseekr1|glm4_moe|glm4_5v|glmz1|gpt_oss|hunyuan|mimo|seed_oss|intern_s1|ernie"
 _HYBRID = r"qwen3(\.\d)?-[\d.]+b(-a\d+b)?$|qwen3\.\d"
@@ -231,9 +231,9 @@ def _packing(config: ConfigReader, method: str) -> None:
 
 
 def _datasets(config: ConfigReader, method: str) -> None:
-    if config.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples")):
+    if config.is_replaced("dataset.path", ("dataset", "dataset_dir", "eval_dataset", "max_samples", "media_dir")):
         return
-    for key in ("dataset_dir", "eval_dataset", "max_samples"):
+    for key in ("dataset_dir", "eval_dataset", "max_samples", "media_dir"):
         config.ignore(key, "of the dataset")
     if not method:
         config.ignore("dataset", "is of that stage")
@@ -250,11 +250,21 @@ def _datasets(config: ConfigReader, method: str) -> None:
     if not merged:
         config.refuse("dataset", DIFFERENT_DATASETS, "dataset.path")
         return
+    _media_folder(config, merged)
     for name, value in reversed(merged.items()):
         config.keep("dataset", f"dataset.{name}", value)
     _eval_dataset(config, info, folder, method)
     _max_samples(config, paths_of(merged))
     config.ignore("dataset_dir", f"dataset_info.json is read from {folder}")
+
+
+def _media_folder(config: ConfigReader, merged: dict[str, Any]) -> None:
+    """The folder where paths of pictures start, where the configuration names one."""
+    if "media_dir" in config.values and "images" in merged.get("columns", {}):
+        merged.pop("image_folder", None)
+        config.keep("media_dir", "dataset.image_folder", config.value("media_dir"))
+    else:
+        config.ignore("media_dir", "no dataset has pictures")
 
 
 def _eval_dataset(config: ConfigReader, info: dict[str, Any], folder: Path, method: str) -> None:
@@ -320,7 +330,7 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str
         return f"{name} is not in {folder / 'dataset_info.json'}" + ("" if info else ", which was not found")
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
     if refused := [column for column in _REFUSED_COLUMNS if columns.get(column)]:
-        return f"{name} is for images, video or sound (columns {', '.join(refused)})"
+        return f"{name} is for video or sound (columns {', '.join(refused)})"
     if bool(columns.get("kto_tag")) != (method == "kto"):
         labels = "answers marked good or bad, for stage kto" if columns.get("kto_tag") else "no labels (column kto_tag)"
         return f"{name} has {labels}"
@@ -341,6 +351,10 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str
         settings["weights"] = [sample_count / row_count]
     hub = {"name": entry.get("subset"), "split": entry.get("split")} if entry.get("hf_hub_url") else {}
     settings |= {key: value for key, value in hub.items() if value} | _format(entry, columns, tags)
+    if columns.get("images"):
+        settings["columns"] = {**settings.get("columns", {}), "images": columns["images"]}
+        if Path(settings["path"]).parent != folder:
+            settings["image_folder"] = str(folder)
     unread = _unread_columns(settings, columns)
     return settings | ({"ignore_columns": unread} if unread else {})
 

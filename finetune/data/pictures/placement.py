@@ -1,0 +1,191 @@
+"""Where a row's pictures stand in its texts.
+
+Inside an Example a picture is the character U+FFFC in a message's text, which Unicode has for embedded objects. The message
+says in `pictures` how many it has, and the Example has them in order. So all that reads texts works on rows with pictures, too.
+`conversation` gives TRL's and transformers' form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.checks import BadRow, is_blank
+from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
+
+if TYPE_CHECKING:
+    from finetune.data.conversation import Message
+    from finetune.data.example import Example
+
+#: What other tools write in a text for a picture of the row.
+IMAGE_TAG = "<image>"
+#: Columns of pictures, and of their files beside a file of metadata, as `datasets` reads a folder of images.
+PICTURE_COLUMNS = ("images", "image")
+_METADATA_COLUMNS = ("file_name", "file_names")
+_METADATA_FILE = re.compile(r"metadata\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst)?$")
+
+
+def picture_columns(file: str) -> tuple[str, ...]:
+    """The names of columns that have pictures in a file of this name."""
+    return (*PICTURE_COLUMNS, *_METADATA_COLUMNS) if _METADATA_FILE.search(file) else PICTURE_COLUMNS
+
+
+def rows_have_pictures(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bool:
+    """Whether some rows have a picture in one of these columns, or in a content part of a message."""
+    return any(
+        any(not is_blank(row.get(name)) for name in columns) or any(map(_has_picture_part, row.values())) for row in rows
+    )
+
+
+def _has_picture_part(value: Any) -> bool:
+    contents = (message.get("content") for message in value if isinstance(message, dict)) if isinstance(value, list) else ()
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in PICTURE_PARTS for part in parts)
+
+
+def rows_have_tags(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether most rows have `<image>` in a text."""
+    return 2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows)
+
+
+def _has_tag(value: Any) -> bool:
+    if isinstance(value, str):
+        return IMAGE_TAG in value
+    if isinstance(value, dict):
+        return any(map(_has_tag, value.values()))
+    return isinstance(value, list) and any(map(_has_tag, value))
+
+
+def take_pictures(
+    row: dict[str, Any], columns: Sequence[str]
+) -> tuple[dict[str, Any], list[PictureReference] | None]:  # fmt: skip
+    """The row without its columns of pictures, and their pictures; None if it has no such column. Raises BadRow."""
+    present = [name for name in columns if name in row]
+    if not present:
+        return row, None
+    filled = [name for name in present if not is_blank(row[name])]
+    if len(filled) > 1:
+        raise BadRow(filled[1], f"has pictures, and {filled[0]} has some, too; leave one out with dataset.ignore_columns")
+    references = picture_references(row[filled[0]], filled[0]) if filled else []
+    return {name: value for name, value in row.items() if name not in present}, references
+
+
+def place_pictures(
+    example: Example, column: list[PictureReference] | None, *, expects_pictures: bool, expects_tags: bool
+) -> tuple[Example, list[PictureReference]]:
+    """The example with a mark in its texts for each picture, and the pictures in that order.
+
+    `column`: those of the row's column, None without one; `expects_pictures`: other rows of the file have some;
+    `expects_tags`: most have `<image>`.
+    Raises BadRow when marks and pictures differ in number, and for a picture in an answer.
+    """
+    parts: list[PictureReference | int | None] = [
+        reference for message in example.messages for reference in message.get("pictures", ())
+    ]
+    if not parts and not column:
+        tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if expects_pictures else 0
+        if tags:
+            raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no picture")
+        return example, []
+    example = _as_conversation(example)
+    if parts:
+        references = _fill_parts(parts, column or [], example)
+        messages = example.messages
+    else:
+        references = column or []
+        messages = _with_marks(example.messages, len(references), expects_tags=expects_tags)
+    for index in example.answers:
+        if PICTURE_MARK in messages[index]["content"]:
+            raise BadRow(f"messages[{index}]", "the assistant's answer has a picture; answers are text")
+    return replace(example, messages=tuple(map(_with_count, messages))), references
+
+
+def _with_count(message: Message) -> Message:
+    """The message with the number of its pictures, which says that the marks in its text are no characters."""
+    fields = {key: value for key, value in message.items() if key != "pictures"}
+    count = message["content"].count(PICTURE_MARK)
+    return {**fields, "pictures": count} if count else fields
+
+
+def _fill_parts(
+    parts: list[PictureReference | int | None], column: list[PictureReference], example: Example
+) -> list[PictureReference]:  # fmt: skip
+    """The picture of each content part: its own, or the column's next, or the one that its `index` names. Raises BadRow."""
+    texts = example.texts()
+    if any(IMAGE_TAG in text for text in texts):
+        raise BadRow(None, f"has pictures as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
+    if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
+        raise _literal_mark()
+    open_parts = [part for part in parts if not isinstance(part, PictureReference)]
+    if len(open_parts) != len(column):
+        raise BadRow(None, f"has {len(open_parts)} image part(s) without a picture of their own and {len(column)} picture(s)")
+    order = [index if part is None else part for index, part in enumerate(open_parts)]
+    if sorted(order) != list(range(len(column))):
+        raise BadRow(None, f"has image parts with the index {', '.join(map(str, order))} for {len(column)} picture(s)")
+    following = (column[index] for index in order)
+    return [part if isinstance(part, PictureReference) else next(following) for part in parts]
+
+
+def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool) -> tuple[Message, ...]:
+    """The messages with marks in place of `<image>`; in a file without any, before the first user's text, as TRL does."""
+    if any(PICTURE_MARK in message["content"] for message in messages):
+        raise _literal_mark()
+    tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
+    if tags != count and (tags or expects_tags):
+        raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} picture(s)")
+    if tags:
+        return tuple({**message, "content": message["content"].replace(IMAGE_TAG, PICTURE_MARK)} for message in messages)
+    first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first_user is None:
+        raise BadRow(None, "has pictures and no message of a user, where they would stand")
+    marked = {**messages[first_user], "content": PICTURE_MARK * count + messages[first_user]["content"]}
+    return (*messages[:first_user], marked, *messages[first_user + 1 :])
+
+
+def _literal_mark() -> BadRow:
+    return BadRow(None, "has the character U+FFFC in its text, which stands for a picture; remove it")
+
+
+def _as_conversation(example: Example) -> Example:
+    """A row of plain texts as a question and its answer: only a chat template says where a picture stands. Raises BadRow."""
+    if example.is_pair or example.desirable is not None:
+        raise BadRow(None, "has pictures; pairs and labelled answers with pictures can't be trained on")
+    if example.messages:
+        return example
+    answer = example.text if example.text is not None else example.completion
+    if example.text is not None and IMAGE_TAG in example.text:
+        raise BadRow("text", f"has {IMAGE_TAG}; write the row as messages, or as prompt and completion")
+    messages = ({"role": "user", "content": example.prompt or ""}, {"role": "assistant", "content": answer})
+    return replace(example, messages=messages, answers=(1,), prompt=None, completion=None, text=None)
+
+
+def content_parts(text: str) -> list[dict[str, Any]]:
+    """A message's text with marks as content parts of TRL and transformers."""
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(text.split(PICTURE_MARK)):
+        parts += ([{"type": "image"}] if index else []) + ([{"type": "text", "text": piece}] if piece else [])
+    return parts
+
+
+def conversation(example: Example) -> dict[str, Any]:
+    """A row with pictures in TRL's form: `messages` with content parts, and `images`, one for each image part, in order."""
+    return {"messages": with_parts(list(example.messages)), "images": list(example.pictures)}
+
+
+def with_parts(messages: list[Message]) -> list[Message]:
+    """The messages as a chat template takes them: with content parts if one of them has a picture."""
+    if not any("pictures" in message for message in messages):
+        return messages
+    return [
+        {**{key: value for key, value in message.items() if key != "pictures"}, "content": content_parts(message["content"])}
+        for message in messages
+    ]
+
+
+def text_pieces(message: Message) -> list[str]:
+    """A message's text, without white space around it; with pictures the texts between them."""
+    if "pictures" not in message:
+        return [message["content"].strip()]
+    return [piece.strip() for piece in message["content"].split(PICTURE_MARK) if piece.strip()]

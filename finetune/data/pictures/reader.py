@@ -1,0 +1,91 @@
+"""The pictures of a source's rows: their files looked up beside the data, checked in threads, and sized."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from finetune.data.checks import BadRow
+from finetune.data.pictures.references import PictureReference
+from finetune.data.pictures.sizes import pictures_folder, size_cache, store_bytes
+from finetune.data.pictures.source import BadPicture, PictureSource, checked_size, digest_of, read_bytes, require_pillow
+from finetune.data.workers import usable_cpus
+
+#: Threads that decode: Pillow releases the interpreter's lock, and each thread has one picture in memory.
+_MAX_THREADS = 4
+#: Size and time of a file that was looked at; None if there was none.
+FileStat = tuple[int, int] | None
+
+
+class PictureReader:
+    """Checks pictures. `folder`: of the data file; `image_folder`: where paths start from if it isn't the same.
+
+    `files` are the files that were looked at, with their size and time: cached rows are valid while these are the same.
+    """
+
+    def __init__(self, folder: Path | None, image_folder: Path | None = None) -> None:
+        require_pillow()
+        self._folders = [path for path in (image_folder, folder) if path is not None]
+        self.files: dict[str, FileStat] = {}
+        self._sizes = size_cache(pictures_folder())
+
+    def read(self, rows: Iterable[list[PictureReference]]) -> list[tuple[PictureSource, ...] | BadRow]:
+        """The pictures of each row, or why one of them can't be used."""
+        with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
+            return list(pool.map(self._read_row, rows))
+
+    def _read_row(self, references: list[PictureReference]) -> tuple[PictureSource, ...] | BadRow:
+        try:
+            return tuple(map(self._read, references))
+        except BadRow as error:
+            return error
+
+    def _read(self, reference: PictureReference) -> PictureSource:
+        try:
+            path = None if reference.path is None else self._path(reference)
+            if path is not None:
+                self.files[str(path)] = file_stat(path)
+            content = read_bytes(path) if path is not None else reference.content or b""
+            digest = digest_of(content)
+            size = self._sizes.get(digest)
+            if size is None:
+                size = checked_size(content)
+                self._sizes.add(digest, size)
+        except BadPicture as error:
+            raise BadRow(reference.field, f"{error}{reference.label}") from None
+        if path is None:
+            path = store_bytes(content, digest)
+            self.files[str(path)] = file_stat(path)
+        return PictureSource(path, None, digest, *size)
+
+    def _path(self, reference: PictureReference) -> Path:
+        """The picture's file, inside one of the folders. Raises BadRow for one outside of them."""
+        text = reference.path or ""
+        if not self._folders:
+            problem = "is a path, and the rows come from no folder; the picture's bytes must be in the row"
+            raise BadRow(reference.field, f"{problem}{reference.label}")
+        candidates = [Path(os.path.normpath(os.path.abspath(folder / text))) for folder in self._folders]  # noqa: PTH100
+        roots = [Path(os.path.abspath(folder)) for folder in self._folders]  # noqa: PTH100 - links stay as they are
+        allowed = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
+        if not allowed:
+            problem = f"is outside of the data's folder; if it is meant:  dataset.image_folder={candidates[0].parent}"
+            raise BadRow(reference.field, f"{problem}{reference.label}")
+        return next((path for path in allowed if _exists(path)), allowed[0])
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def file_stat(path: Path) -> FileStat:
+    """Size and modification time of a file; None if there is none."""
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):
+        return None
+    return stat.st_size, stat.st_mtime_ns

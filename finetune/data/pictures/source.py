@@ -1,0 +1,202 @@
+"""One picture of a row: where its bytes are, its size, and the picture itself in RGB.
+
+A file is untrusted: only raster formats are opened, the size is read from the header before anything is decoded, and what
+can't be trained on is refused with a reason that reads as a sentence after the picture's name.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.data.pictures.limits import MAX_ASPECT, MAX_FILE_BYTES, MAX_PIXELS, MIN_SIDE
+from finetune.errors import PackagesError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Formats that are opened. EPS, which starts Ghostscript, and other documents are not among them.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+#: Modes that have no more than 8 bits a channel.
+_EIGHT_BIT = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
+#: Pictures of more pixels are decoded one at a time in a process, whatever its threads.
+_LARGE_PIXELS = 8_000_000
+_LARGE = threading.Lock()
+_EXIF_ORIENTATION = 0x0112
+#: EXIF orientation -> the name of Pillow's transposition that undoes it (EXIF 2.32, 4.6.4). From 5 on the sides change places.
+_TRANSPOSITIONS = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+
+
+class BadPicture(Exception):
+    """A picture that can't be trained on; the reason reads as a sentence after its name."""
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """A checked picture in a file (`path`) or in the row (`data`). `digest`: of its bytes; the size is after EXIF turning."""
+
+    path: Path | None
+    data: bytes | None
+    digest: str
+    width: int
+    height: int
+
+    def read(self) -> bytes:
+        """Its bytes. Raises BadPicture if the file is gone or was changed since it was checked."""
+        content = self.data if self.data is not None else read_bytes(self.path or Path())
+        if digest_of(content) != self.digest:
+            raise BadPicture("was changed since it was read")
+        return content
+
+
+def digest_of(content: bytes) -> str:
+    """Digest of a picture's bytes: blake2b, 40 hexadecimal digits."""
+    return blake2b(content, digest_size=20).hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a picture's file. Raises BadPicture."""
+    try:
+        if not path.is_file():
+            raise BadPicture("is a folder" if path.is_dir() else "is not a file" if path.exists() else "is missing")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise BadPicture(f"can't be read: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise BadPicture(f"has more than {MAX_FILE_BYTES // 2**20} MiB, the limit of one picture's file")
+    return content
+
+
+def checked_size(content: bytes) -> tuple[int, int]:
+    """Width and height after EXIF turning of a picture that can be decoded. Raises BadPicture, PackagesError.
+
+    The header decides first; then the whole picture is decoded once, JPEG at an eighth of its size.
+    """
+    with _opened(content) as image:
+        width, height = image.size
+        image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
+        _load(image)
+        return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def open_picture(source: PictureSource) -> Image:
+    """The picture in RGB: turned as EXIF says, alpha flattened on white, other modes converted. Raises BadPicture."""
+    with _opened(source.read()) as image:
+        _load(image)
+        picture = _as_rgb(image)
+        transposition = _TRANSPOSITIONS.get(_orientation(image))
+    if transposition is None:
+        return picture
+    from PIL.Image import Transpose
+
+    return picture.transpose(Transpose[transposition])
+
+
+def require_pillow() -> None:
+    """Raises PackagesError with the command that installs Pillow if it is missing."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise PackagesError(
+            "the rows have pictures, and the package that opens them is missing: pillow",
+            "Install it: pip install 'pillow>=11.3,<13' (the extra 'vision')",
+        ) from None
+
+
+def _opened(content: bytes) -> Image:
+    """The picture with its header read and checked, not decoded. Raises BadPicture."""
+    require_pillow()
+    from PIL import Image, UnidentifiedImageError
+
+    if not content:
+        raise BadPicture("is empty (0 bytes)")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(BytesIO(content), formats=_FORMATS)
+    except Image.DecompressionBombError as error:
+        count = re.search(r"\d+", str(error))
+        raise BadPicture(_too_many_pixels(int(count[0]) if count else None)) from None
+    except UnidentifiedImageError:
+        raise BadPicture(f"is not a picture in one of the formats {', '.join(_FORMATS)}") from None
+    except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
+        raise BadPicture(_damage(error)) from None
+    _check_header(image)
+    return image
+
+
+def _check_header(image: Image) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise BadPicture(_too_many_pixels(width * height, f"{width:,} x {height:,} pixels, "))
+    if min(width, height) < MIN_SIDE:
+        raise BadPicture(f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}")
+    if max(width, height) >= MAX_ASPECT * min(width, height):
+        raise BadPicture(f"has {width:,} x {height:,} pixels, a side {MAX_ASPECT} times as long as the other or more")
+    if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
+        raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
+    try:
+        is_animated = image.format not in ("JPEG", "MPO") and bool(getattr(image, "is_animated", False))
+    except Exception as error:  # noqa: BLE001 - the second frame is looked for
+        raise BadPicture(_damage(error)) from None
+    if is_animated:
+        raise BadPicture("is animated or has several pages; a picture has one")
+
+
+def _too_many_pixels(pixels: int | None, size: str = "") -> str:
+    count = f"{size}{pixels / 1e6:,.0f} megapixels" if pixels else "too many pixels"
+    return f"has {count}; the limit is {MAX_PIXELS // 10**6} megapixels"
+
+
+def _load(image: Image) -> None:
+    """Decode. Raises BadPicture for a damaged picture."""
+    try:
+        is_large = image.width * image.height > _LARGE_PIXELS
+        with warnings.catch_warnings(), _LARGE if is_large else nullcontext():
+            warnings.simplefilter("ignore")
+            image.load()
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
+        raise BadPicture(_damage(error)) from None
+
+
+def _damage(error: Exception) -> str:
+    message = str(error).split("\n")[0][:100]
+    return "is truncated" if "truncated" in message.lower() else f"is damaged: {message or type(error).__name__}"
+
+
+def _orientation(image: Image) -> int:
+    """EXIF's orientation of a decoded picture; 1 without one, or with EXIF data that can't be read."""
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = image.getexif().get(_EXIF_ORIENTATION, 1)
+        return value if isinstance(value, int) and 1 <= value <= 8 else 1
+    return 1
+
+
+def _as_rgb(image: Image) -> Image:
+    import PIL.Image
+
+    if image.mode in _SIXTEEN_BIT:
+        import numpy as np
+
+        return PIL.Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = PIL.Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(with_alpha, mask=with_alpha.getchannel("A"))
+        return white
+    return image.convert("RGB")

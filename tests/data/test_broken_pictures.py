@@ -1,0 +1,217 @@
+"""Broken pictures and rows of pictures are refused by name, with bounded memory."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from picture_data import encoded, picture, png_of_size
+from PIL import Image
+from small_data import recipe
+
+from finetune.data import read_examples
+from finetune.data.pictures.source import BadPicture, PictureSource, checked_size, digest_of, open_picture
+
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+WHOLE = {kind: encoded(picture(40, 30), kind) for kind in KINDS}
+FRAMES = {"save_all": True, "append_images": [picture(40, 30, seed=1)]}
+ANSWER = {"role": "assistant", "content": "A cat."}
+FLOAT = Image.fromarray(np.ones((9, 9), np.float32))
+INTEGER = Image.fromarray(np.ones((9, 9), np.int32))
+
+
+def _files():
+    """Name -> the bytes of a picture that can't be trained on, and what is said of it."""
+    for kind, share in itertools.product(KINDS, (0.02, 0.2, 0.4, 0.6, 0.8, 0.9)):
+        content = WHOLE[kind]
+        yield f"{kind} cut at {share}", content[: int(len(content) * share)], "truncated|damaged|not a picture|is empty"
+    for kind in KINDS:
+        yield f"{kind} without its beginning", WHOLE[kind][9:], "not a picture|damaged"
+        yield f"{kind} overwritten with zeros", WHOLE[kind][:4] + bytes(400), "not a picture|damaged|truncated"
+    for width, height in ((50_000, 50_000), (8001, 8000), (2**31 - 1, 2**31 - 1), (1, 10**9), (10**6, 10**6), (65_535, 65_535)):
+        yield f"PNG that claims {width} x {height}", png_of_size(width, height), "megapixels|pixels"
+    for colour, depth in ((0, 16), (4, 8), (6, 16), (3, 8)):
+        yield f"PNG bomb of colour type {colour}", png_of_size(50_000, 50_000, colour=colour, depth=depth), "megapixels"
+    for width, height in ((1, 1), (1, 9), (9, 1), (2, 2), (3, 3), (3, 500), (800, 4), (4, 801), (2000, 10), (1000, 5)):
+        yield f"{width} x {height} pixels", encoded(picture(width, height)), "shorter side|as long as the other"
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        yield f"{kind} of two frames", encoded(picture(40, 30), kind, **FRAMES), "animated"
+    for name, image in (("32 bit floats", FLOAT), ("32 bit integers", INTEGER)):
+        yield name, encoded(image, "TIFF"), "mode [FI]"
+    yield "PNG without pixels", png_of_size(40, 30)[:33] + png_of_size(40, 30)[-12:], "damaged|truncated"
+    yield "PNG with too few pixels", png_of_size(900, 900), "damaged|truncated"
+    yield "PNG with a wrong checksum", WHOLE["PNG"][:29] + b"\0\0\0\0" + WHOLE["PNG"][33:], "damaged|not a picture"
+    yield "TIFF whose directory leads to itself", b"II*\0\x08\0\0\0\x00\x00\x08\0\0\0", "damaged|not a picture"
+    others = {
+        "nothing": b"", "one byte": b"x", "zeros": bytes(500), "text": b"hello" * 20,
+        "HTML": b"<!DOCTYPE html><html>404</html>",
+        "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>', "PDF": b"%PDF-1.7\n", "EPS": encoded(kind="EPS"),
+        "zip": b"PK\3\4" * 9,
+        "video": b"\0\0\0\x18ftypmp42" + bytes(90), "AVIF": b"\0\0\0\x1cftypavif" + bytes(90), "pickle": b"\x80\x04\x95" * 9,
+        "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n",
+        "icon": encoded(kind="ICO"),
+        "PCX": encoded(kind="PCX"), "TGA": encoded(kind="TGA"), "JPEG 2000": encoded(kind="JPEG2000"),
+        "noise": bytes(range(200, 256)) * 9, "Photoshop": b"8BPS\0\1" + bytes(60),
+        "sound": b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
+    }  # fmt: skip
+    for name, content in others.items():
+        yield name, content, "not a picture|is empty|damaged"
+
+
+def _values():
+    """Name -> what stands in the place of a picture."""
+    for name, value in {
+        "number": 5, "truth": True, "numbers": [1, 2], "number in a list": [7], "null in a list": [None],
+        "list in a list": [["x"]],
+        "empty object": {"a": 1}, "object of nulls": {"bytes": None, "path": None}, "number as path": {"path": 5},
+        "number as bytes": {"bytes": 5}, "nested objects": {"image": {"image": {"image": "ok.png"}}},
+        "list as bytes": {"bytes": [1]},
+        "missing": "gone.png", "missing in a list": ["ok.png", "gone.png"], "folder": "folder", "the data's folder": ".",
+        "outside": "../ok.png", "far outside": "../../../../etc/hostname", "outside by a detour": "folder/../../ok.png",
+        "absolute": "/etc/hostname", "device": "/dev/zero", "pipe": "pipe", "loop of links": "loop", "zero byte": "ok\0.png",
+        "long name": "x" * 5000, "deep": "a/" * 3000 + "b.png", "http": "http://example.org/a.png",
+        "ftp": "ftp://example.org/a",
+        "https": "https://example.org/a.png", "s3": "s3://bucket/a.png", "file": "file:///etc/hostname", "not JSON": "[ok.png",
+        "data of text": "data:text/html;base64,aGVsbG8=", "data without base64": "data:image/png,hello",
+        "data without a comma": "data:image/png;base64", "data with nothing": "data:image/png;base64,",
+        "data with bad padding": "data:image/png;base64,aGVsbG8", "data of other letters": "data:image/png;base64,a*b=",
+        "data of a damaged picture": "data:image/png;base64," + base64.b64encode(WHOLE["PNG"][:60]).decode(),
+        "base64 of a damaged picture": base64.b64encode(WHOLE["JPEG"][:90]).decode(),
+        "bytes of a damaged picture": {"bytes": base64.b64encode(WHOLE["GIF"][:30]).decode(), "path": "ok.png"},
+        "home": "~/ok.png", "variable": "$HOME/ok.png", "lone surrogate": "\udcff.png", "drive": "C:\\ok.png",
+    }.items():  # fmt: skip
+        yield name, {"question": "What?", "answer": "A cat.", "images": value}
+
+
+def _rows():
+    """Name -> a row whose pictures and texts don't belong together."""
+    for tags, count in itertools.product(range(1, 6), range(6)):
+        if tags != count:
+            text = "<image>" * tags + "What?"
+            yield f"{tags} tags, {count} pictures", {"question": text, "answer": "b", "images": ["ok.png"] * count}
+    for open_parts, count in itertools.product(range(4), range(4)):
+        if open_parts and open_parts != count:
+            parts = [{"type": "image"}] * open_parts + [{"type": "text", "text": "What?"}]
+            messages = [{"role": "user", "content": parts}, ANSWER]
+            yield f"{open_parts} parts, {count} pictures", {"messages": messages, "images": ["ok.png"] * count}
+    image, text = {"type": "image", "path": "ok.png"}, {"type": "text", "text": "What?"}
+    for name, parts, row in (
+        ("part and tag", [image, {"type": "text", "text": "<image>What?"}], {}),
+        ("part and mark", [image, {"type": "text", "text": "\ufffcWhat?"}], {}),
+        ("own picture and column", [image, text], {"images": ["ok.png"]}),
+        ("index beyond", [{"type": "image", "index": 3}, text], {"images": ["ok.png"]}),
+        ("index below", [{"type": "image", "index": -1}, text], {"images": ["ok.png"]}),
+        ("index twice", [{"type": "image", "index": 0}] * 2, {"images": ["ok.png"] * 2}),
+        ("image_url without one", [{"type": "image_url"}, text], {}),
+        ("image_url of a file of OpenAI", [{"type": "input_image", "file_id": "file-1"}, text], {}),
+        ("image_url of a number", [{"type": "image_url", "image_url": 5}, text], {}),
+        ("image_url of the network", [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, text], {}),
+        ("video", [{"type": "video", "path": "ok.png"}, text], {}),
+        ("sound", [{"type": "audio", "path": "ok.png"}, text], {}),
+        ("null", [None, text], {"images": ["ok.png"]}),
+        ("part that is missing", [{"type": "image", "path": "gone.png"}, text], {}),
+    ):
+        yield name, {"messages": [{"role": "user", "content": parts}, ANSWER], **row}
+    in_answer = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [image]}]
+    yield "no tag, where others have one", {"question": "What?", "answer": "b", "images": ["ok.png"]}
+    yield "picture in the answer", {"messages": in_answer}
+    yield "tag in the answer", {"prompt": "Draw.", "completion": "<image>", "image": "ok.png"}
+    yield "mark beside a picture", {"prompt": "What is \ufffc?", "completion": "A mark.", "image": "ok.png"}
+    yield "two columns", {"prompt": "What?", "completion": "A cat.", "image": "ok.png", "images": ["ok.png"]}
+    yield "caption with a tag", {"text": "<image> A cat.", "image": "ok.png"}
+    yield "tag, and no picture", {"prompt": "<image>What?", "completion": "A cat.", "image": None}
+
+
+CASES = {
+    **{f"file: {name}": ({"image": "broken", "text": "A cat."}, content, reason) for name, content, reason in _files()},
+    **{f"value: {name}": (row, None, "") for name, row in _values()},
+    **{f"row: {name}": (row, None, "") for name, row in _rows()},
+}
+GOOD = (
+    {"messages": [{"role": "user", "content": [{"type": "image", "path": "ok.png"}]}, ANSWER]},
+    {"question": "<image>What?", "answer": "A cat.", "image": "ok.png"},
+    {"prompt": "What?", "completion": "A cat.", "image": "ok.png"},
+    {"text": "A cat.", "image": "ok.png"},
+)  # a row of each format, beside which a broken one stands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pictures")
+    (path / "ok.png").write_bytes(WHOLE["PNG"])
+    (path / "data").mkdir()
+    (path / "data" / "ok.png").write_bytes(WHOLE["PNG"])
+    (path / "data" / "folder").mkdir()
+    (path / "data" / "loop").symlink_to("loop")
+    os.mkfifo(path / "data" / "pipe")
+    return path / "data"
+
+
+def test_there_are_more_than_two_hundred_cases():
+    assert len(CASES) >= 200
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_picture_or_row_is_refused_by_name_and_the_others_are_read(name, folder, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(folder / "cache"))
+    row, content, reason = CASES[name]
+    if content is not None:
+        (folder / "broken").write_bytes(content)
+    good = next(values for values in GOOD if values.keys() & row.keys() - {"image"})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(values) + "\n" for values in (good, row, good)), encoding="utf-8")
+    rows = read_examples(recipe(str(path)).dataset).train
+    assert [example.row for example in rows.examples] == [1, 3]
+    (refused,) = rows.refused
+    assert refused.row == 2 and re.search(reason, refused.reason), refused
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_passes_the_check_can_be_opened(seed):
+    generator = np.random.default_rng(seed)
+    content = np.frombuffer(WHOLE[KINDS[seed % len(KINDS)]], np.uint8).copy()
+    content[generator.integers(0, len(content), 3)] = generator.integers(0, 255, 3)
+    try:
+        size = checked_size(content.tobytes())
+    except BadPicture:
+        return
+    assert open_picture(PictureSource(None, content.tobytes(), digest_of(content.tobytes()), *size)).size == size
+
+
+_BOMBS = """
+import resource, struct, sys
+sys.path.insert(0, sys.argv[1])
+from picture_data import png_of_size
+from finetune.data.pictures.source import BadPicture, checked_size
+side = 50_000
+bombs = {
+    "PNG": png_of_size(side, side),
+    "BMP": b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0),
+    "GIF": b"GIF89a" + struct.pack("<HHBBBBHHHHB", side, side, 0, 0, 0, 44, 0, 0, side, side, 0) + b"\\2\\2L\\1\\0;",
+    "PPM": b"P6 50000 50000 255\\n",
+    "WEBP": bytes.fromhex("524946461a000000574542505650384c0e0000002ffebfff0f071011fd0f4444ff03"),
+}
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29))
+for kind, content in bombs.items():
+    try:
+        checked_size(content)
+    except BadPicture as error:
+        print(kind, error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_bombs_are_refused_by_their_header_with_bounded_memory():
+    command = [sys.executable, "-c", _BOMBS, str(Path(__file__).parent)]
+    *refusals, peak_mib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in refusals] == ["PNG", "BMP", "GIF", "PPM", "WEBP"]
+    assert all("megapixels; the limit is 64 megapixels" in line for line in refusals[:4]), refusals  # WebP: no decoder of 2 GB
+    assert int(peak_mib) < 400

@@ -1,0 +1,207 @@
+"""Rows with pictures as other tools write them become TRL's conversations."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+
+import pytest
+from picture_data import VISION_CHATML, encoded, picture
+from small_data import build_tokenizer, recipe
+
+from app.views.data import conversations
+from finetune.data import hub_datasets, prepare, read_examples
+from finetune.data.pictures.display import shown_message, with_counts
+from finetune.data.pictures.placement import conversation
+from finetune.data.pictures.source import open_picture
+from finetune.data.trained_spans import example_spans
+from finetune.errors import PackagesError, RecipeError
+
+RED = encoded(picture(8, 6, seed=1))
+BASE64 = base64.b64encode(RED).decode()
+URI = f"data:image/png;base64,{BASE64}"
+ANSWER = {"role": "assistant", "content": "A cat."}
+
+
+def _asks(*parts, **columns):
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER], **columns}
+
+
+TEXT = {"type": "text", "text": "What is it?"}
+IMAGE = {"type": "image"}
+SHAREGPT = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
+STRINGS = {"messages": [{"role": "user", "content": "<image>What is it?"}, ANSWER]}
+ROWS = {
+    "trl": _asks(IMAGE, TEXT, images=["cats/1.png"]),
+    "trl, nulls of parquet": _asks({**IMAGE, "text": None, "index": 0}, {**TEXT, "index": None}, images=["cats/1.png"]),
+    "trl, texts": {"messages": [{"role": "user", "content": "What is it?"}, ANSWER], "images": ["cats/1.png"]},
+    "trl, prompt and completion": {
+        "prompt": [{"role": "user", "content": [IMAGE, TEXT]}], "completion": [ANSWER], "images": ["cats/1.png"],
+    },
+    "transformers": _asks({"type": "image", "path": "cats/1.png"}, TEXT),
+    "transformers, base64": _asks({"type": "image", "base64": BASE64}, TEXT),
+    "openai, data": _asks(TEXT, {"type": "image_url", "image_url": {"url": URI, "detail": "low"}}),
+    "openai, path": _asks(TEXT, {"type": "image_url", "image_url": {"url": "cats/1.png"}}),
+    "openai, responses": _asks({"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": "cats/1.png"}),
+    "anthropic": _asks({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}, TEXT),
+    "llama-factory": {**STRINGS, "images": ["cats/1.png"]},
+    "llama-factory, alpaca": {"instruction": "<image>What is it?", "input": "", "output": "A cat.", "images": ["cats/1.png"]},
+    "llava": {"id": "1", "image": "cats/1.png", "conversations": SHAREGPT},
+    "sharegpt4v": {"image": "cats/1.png", "conversations": [*SHAREGPT, {"from": "human", "value": "Sure?"}, SHAREGPT[1]]},
+    "axolotl": _asks({"type": "image", "path": "cats/1.png"}, TEXT),
+    "axolotl, url": _asks({"type": "image", "url": "cats/1.png"}, TEXT),
+    "questions": {"image": "cats/1.png", "question": "What is it?", "answer": "A cat."},
+    "captions": {"image": "./cats/1.png", "text": "A cat."},
+    "plain pairs": {"image": "cats/1.png", "prompt": "What is it?", "completion": "A cat."},
+}  # fmt: skip
+
+
+@pytest.fixture
+def cats(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "1.png").write_bytes(RED)
+    return tmp_path
+
+
+@pytest.fixture
+def vision_tokenizer():
+    return build_tokenizer(VISION_CHATML, extra=("<|image_pad|>",))
+
+
+def _read(path, **settings):
+    rows = read_examples(recipe(str(path), **settings).dataset).train
+    assert not rows.refused, rows.refused
+    return rows.examples
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_of_other_tools_become_trls_conversations(form, cats, write):
+    (example,) = _read(write("rows.jsonl", [ROWS[form]]))
+    row = conversation(example)
+    parts = [part["type"] for message in row["messages"] for part in message["content"]]
+    assert parts.count("image") == len(row["images"]) == 1
+    assert (row["images"][0].width, row["images"][0].height) == (8, 6)
+    assert list(open_picture(row["images"][0]).getdata()) == list(picture(8, 6, seed=1).getdata())
+    assert row["messages"][1]["content"] == [{"type": "text", "text": "A cat."}]
+
+
+def test_a_part_stands_where_the_row_has_it(cats, write):
+    row = _asks(TEXT, IMAGE, {"type": "text", "text": "And "}, {"type": "image", "path": "cats/2.png"}, images=["cats/1.png"])
+    (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
+    example = _read(write("rows.jsonl", [row]))[0]
+    question = conversation(example)["messages"][0]["content"]
+    assert question == [TEXT, IMAGE, {"type": "text", "text": "And "}, IMAGE]
+    assert [source.width for source in example.pictures] == [8, 20]
+
+
+def test_parquet_rows_have_pictures_as_bytes(cats):
+    from datasets import Dataset, Features, Image, Value
+
+    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
+    rows = {"image": [picture(8, 6), picture(9, 5)], "question": ["a?", "b?"], "answer": ["a", "b"]}
+    Dataset.from_dict(rows, features=features).to_parquet(str(cats / "rows.parquet"))
+    assert [example.pictures[0].width for example in _read(cats / "rows.parquet")] == [8, 9]
+
+
+def test_pictures_of_a_hub_dataset_stay_bytes_until_they_are_checked():
+    from datasets import Dataset, Features, Image, List, Value
+
+    features = Features({"image": Image(), "images": List(Image()), "text": Value("string")})
+    rows = {"image": [picture(8, 6)], "images": [[picture(9, 5)]], "text": ["a"]}
+    row = hub_datasets._undecoded(Dataset.from_dict(rows, features=features))[0]
+    assert isinstance(row["image"]["bytes"], bytes) and isinstance(row["images"][0]["bytes"], bytes)
+    texts = Dataset.from_dict({"text": ["a"]})
+    assert hub_datasets._undecoded(texts) is texts
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_a_folder_of_images_is_read_with_its_metadata(name, cats):
+    row = {"file_name": "1.png", "text": "A cat."}
+    text = json.dumps(row) if name.endswith("jsonl") else "file_name,text\n1.png,A cat."
+    (cats / "cats" / name).write_text(f"{text}\n", encoding="utf-8")
+    (example,) = _read(cats / "cats")
+    assert example.pictures[0].path == cats / "cats" / "1.png"
+
+
+def test_file_name_is_no_picture_in_other_files(cats, write):
+    (example,) = _read(write("rows.jsonl", [{"file_name": "1.png", "prompt": "a", "completion": "b"}]))
+    assert example.pictures == () and example.prompt == "a"
+
+
+def test_any_column_can_be_named_as_pictures(cats, write):
+    path = write("rows.jsonl", [{"photo": "cats/1.png", "question": "What?", "answer": "A cat."}])
+    columns = {"images": "photo", "instruction": "question", "output": "answer"}
+    assert _read(path, columns=columns)[0].pictures[0].width == 8
+
+
+def test_paths_may_start_in_another_folder(cats, write):
+    (cats / "rows").mkdir()
+    path = write("rows/rows.jsonl", [{"image": "1.png", "text": "A cat."}])
+    assert _read(path, image_folder=str(cats / "cats"))[0].pictures[0].path == cats / "cats" / "1.png"
+
+
+def test_tokens_have_the_picture_where_the_row_has_it(cats, write, vision_tokenizer):
+    data = prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), vision_tokenizer, max_length=None)
+    spans = example_spans(data, vision_tokenizer)
+    assert spans == [
+        ("<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("A cat.<|im_end|>", True), ("\n", False),
+    ]  # fmt: skip
+    assert data.examples[0].pictures[0].path == cats / "cats" / "1.png"
+    assert not data.report.findings
+
+
+def test_rows_of_text_beside_them_stay_as_they_are(cats, write, vision_tokenizer):
+    rows = [ROWS["llava"], {"conversations": [{"from": "human", "value": "Hi \ufffc"}, {"from": "gpt", "value": "Yes"}]}]
+    data = prepare(recipe(write("rows.jsonl", rows)), vision_tokenizer, max_length=None)
+    assert data.examples[1].messages[0] == {"role": "user", "content": "Hi \ufffc"} and not data.examples[1].pictures
+
+
+def test_equal_questions_about_other_pictures_are_other_prompts(cats, write, vision_tokenizer):
+    (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
+    rows = [{"image": f"cats/{name}.png", "question": "What?", "answer": "A cat."} for name in (1, 2, 1)]
+    data = prepare(recipe(write("rows.jsonl", rows), test_split_size=1), vision_tokenizer, max_length=None)
+    assert [example.pictures[0].width for example in data.eval_examples] == [20]
+    assert data.report.duplicate_rows == 1
+
+
+def test_a_model_of_text_is_refused_in_one_sentence(cats, write, tokenizer):
+    with pytest.raises(RecipeError, match="the model reads text only") as error:
+        prepare(recipe(write("rows.jsonl", [ROWS["llava"]])), tokenizer, max_length=None)
+    assert len(error.value.problems) == 1 and "ignore_columns=[images, image]" in error.value.fix
+
+
+def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(PackagesError, match="pillow") as error:
+        _read(write("rows.jsonl", [ROWS["llava"]]))
+    assert "pip install 'pillow" in error.value.fix
+
+
+def test_rows_of_text_never_import_pillow():
+    code = "import sys; from finetune.data import prepare, read_examples; from finetune.recipe import recipe_from as r\n"
+    code += (
+        "read_examples(r({'model_name_or_path': 'tiny', 'dataset': {'path': 'support'}}).dataset); print('PIL' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_pictures_can_be_left_out(cats, write):
+    path = write("rows.jsonl", [ROWS["questions"]])
+    assert _read(path, ignore_columns=["images", "image"])[0].pictures == ()
+
+
+def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
+    example = _read(write("rows.jsonl", [ROWS["llava"]]))[0]
+    shown = shown_message(example.messages[0], example.pictures)
+    assert shown["text"] == "What is it?" and shown["pictures"][0]["address"].startswith("data:image/jpeg;base64,/9j/")
+    html = conversations({"conversations": [[{**shown, "role": "<b>"}]]})
+    assert 'alt="Picture, 8 x 6 pixels"' in html and "<b><b>" not in html
+    (cats / "cats" / "1.png").unlink()
+    gone = shown_message(example.messages[0], example.pictures)
+    assert "be opened any more" in conversations({"conversations": [[gone]]})
+    assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
