@@ -21,8 +21,8 @@ def report(answer: dict[str, Any], recipe: Recipe) -> str:
     trained = "no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"
     summary = f"{counts['rows_read']:,} rows read ({counts['format']}), {counts['rows_used']:,} can be trained on; {trained}."
     if pictures := counts.get("pictures"):
-        largest = " x ".join(f"{side:,}" for side in pictures["largest"])
-        summary += f" {pictures['pictures']:,} pictures, the largest has {largest} pixels."
+        width, height = pictures["largest"]
+        summary += f" {pictures['pictures']:,} pictures, the largest has {width:,} x {height:,} pixels."
     eval_counts = answer["eval_report"]
     summary += f" {eval_counts['rows_used']:,} rows are held out." if eval_counts else " No rows are held out."
     parts = [f'<p class="ft-summary" role="status">{inert(summary)}</p>']
