@@ -23,14 +23,14 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     owned = {
         name: vocabulary.get(name, ids[0])
         for name, ids in zip(names, _ids(tokenizer, names), strict=True)
-        if name in vocabulary or (len(ids) == 1 and tokenizer.decode(ids).strip() == name)
+        if name in vocabulary or (len(ids) == 1 and str(tokenizer.decode(ids)).strip() == name)
     }
     model = recipe.model_name_or_path
     if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
         raise RecipeError(_first(problems), "Leave out what the model has.")
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
-    rows = tokenizer.convert_tokens_to_ids(names)
-    split_up = [name for name, row, ids in zip(names, rows, _ids(tokenizer, names), strict=True) if row not in ids]
+    vocabulary = tokenizer.get_vocab()
+    split_up = [name for name, ids in zip(names, _ids(tokenizer, names), strict=True) if vocabulary[name] not in ids]
     if problems := [f"new_tokens: {printable(name)} is several tokens to this tokenizer all the same" for name in split_up]:
         raise RecipeError(_first(problems), "Give other tokens, for example <|name|>.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -78,7 +78,8 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
 
 def _refuse_tied_embedding(model: PreTrainedModel, targets: str | list[str]) -> None:
     """Raise RecipeError for an adapter on an embedding whose table the output layer shares: merging would change that, too."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if hasattr(embedding, "lora_A") and embedding.get_base_layer().weight is getattr(head, "weight", None):
         raise RecipeError(
             f"target_modules {targets}: the embedding can't have an adapter, because the output layer shares its table",
