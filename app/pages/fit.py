@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gradio as gr
 
@@ -33,13 +32,12 @@ from ..views import plan as plan_view
 from ..views import recipe_form
 from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
-from ..views.markup import inert, problem, settings_problem
+from ..views.markup import problem, settings_problem
 from ..views.words import plan_in_words
 from .fit_layout import NUMBERS, RANGES, lay_out
+from .starting import progress_of
 
 _TICK_S = 1.0
-#: The queue's states as they are shown.
-_STATES = {"waiting": "In the queue", "preparing": "Starting"}
 _PLAN_GOOD_S = 10.0
 #: Seconds after which a change is no longer one of several.
 _SETTLED_S = 1.0
@@ -233,7 +231,7 @@ class _View:
         if edited.recipe is None:
             return [settings_problem(edited.problems, edited.fix), ""]
         entry = self.context.queue.add(edited.recipe, force=force)
-        return [self._progress(entry.path.name), entry.path.name]
+        return [progress_of(self.context.queue, entry.path.name), entry.path.name]
 
     def tick(self, mine: str, asked: str | None, settled: str | None) -> list[Any]:
         """Progress of the requested start; the draft's stamp, which another tab may have changed; and once more when it was
@@ -242,24 +240,7 @@ class _View:
         now = self.context.draft.stamp
         if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
             settled = now
-        return [self._progress(mine), now if asked else asked, settled, self._ahead()]
-
-    def _progress(self, mine: str) -> str:
-        entries = [
-            entry
-            for entry in self.context.queue.entries()
-            if entry.path.name == mine or entry.status()["state"] in ("waiting", "preparing")
-        ]
-        if not entries:
-            return ""
-        status = entries[-1].status()
-        if status["state"] == "failed":
-            return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
-        if status["state"] == "started":
-            link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
-            return f'<p class="ft-note ok" role="status">Started. <a href="{link}" data-go="{link}">Watch {name}</a></p>'
-        message = f"{inert(_STATES.get(status['state'], status['state']))}: {inert(status['message'])}"
-        return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
+        return [progress_of(self.context.queue, mine), now if asked else asked, settled, self._ahead()]
 
     def compare(self, _price: float | None) -> list[Any]:
         """Forecast the other plans of this recipe: that takes seconds, so after the plan itself is shown."""

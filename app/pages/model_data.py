@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-import shutil
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -16,6 +12,7 @@ from finetune.units import format_bytes, format_count
 
 from ..context import Context
 from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
+from ..planning.own_data import choose_data, take_upload
 from ..views import data as data_view
 from ..views.binding import BUTTON, QUIET, show
 from ..views.markup import Safe, inert, note, problem, settings_problem, table
@@ -105,23 +102,15 @@ class _View:
 
     def set_data(self, path: str | None) -> str:
         """Set the draft's dataset, without the previous dataset's options."""
-        dataset: dict[str, Any] = {"path": (path or "").strip()}
-        edited = self.context.draft.change(dataset=dataset)
+        edited = choose_data(self.context.draft, path)
         return settings_problem(edited.problems, edited.fix) if edited.problems else ""
 
     def upload(self, path: str | None) -> list[Any]:
         """Move an uploaded file to the app's uploads and set it as the dataset."""
-        if not path or Path(path).suffix.lower() not in DATA_ENDINGS:
-            return [
-                gr.skip(),
-                problem("This file can't be used", ["this file type is not supported"], f"Use {', '.join(DATA_ENDINGS)}."),
-            ]
-        source = Path(path)
-        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", source.stem)[:60].strip("-") or "data"
-        target = self.context.workspace.folder("uploads") / f"{stem}-{secrets.token_hex(3)}{source.suffix.lower()}"
-        shutil.move(source, target)
-        root = self.context.workspace.root
-        name = (target.relative_to(root) if target.is_relative_to(root) else target).as_posix()
+        try:
+            name = take_upload(self.context.workspace, path)
+        except FinetuneError as error:
+            return [gr.skip(), problem("This file can't be used", error.problems, error.fix)]
         return [gr.Dropdown(local_datasets(self.context.workspace), value=name), self.set_data(name)]
 
     def look(self) -> list[Any]:

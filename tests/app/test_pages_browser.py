@@ -143,7 +143,7 @@ def fake_run(served, name, steps=50):
 
 
 def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
-    page = visit()
+    page = visit("model")
     page.wait_for_selector("#data-report >> text=rows read")
     assert page.input_value("#model-name input") == "tiny"
     assert page.locator("#data-marked mark").count() > 0
@@ -186,10 +186,9 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     fake_run(served, "other run")
     compare = visit("runs")
     compare.wait_for_selector("#runs-list >> text=other run")
-    compare.click("#runs-compare input")
-    compare.locator("[role=option]").first.click()
-    compare.click("#runs-compare input")
-    compare.locator("[role=option]").last.click()
+    for box in compare.locator(".ft-runs tr input").all():
+        box.check()
+    compare.click("#runs-chosen [data-deed=compare]")
     compare.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
 
 
@@ -237,11 +236,10 @@ def test_open_pages_follow_runs_without_being_loaded_again(served, visit, kept_r
         listed.wait_for_selector(f"#runs-list >> text={step:,} of")
         page.wait_for_selector(f"#run-head >> text={step:,}")
     writer.close()
-    listed.click("#runs-name input")
-    listed.click("[role=option] >> text=followed")
+    listed.check("tr[data-run=followed] input")
     shutil.rmtree(run.path)
     listed.wait_for_selector("#runs-list >> text=followed", state="detached")
-    listed.wait_for_function("document.querySelector('#runs-name input').value === ''")
+    listed.wait_for_selector("#runs-chosen", state="hidden")
 
 
 def test_hostile_names_and_words_are_shown_as_text(served, visit):
