@@ -9,7 +9,7 @@ const update = () => {
   const ready = document.querySelector("[data-go]");
   if (ready && !ready.dataset.gone) {
     ready.dataset.gone = "1";
-    if (["/fit", "/model"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
+    if (["/fit", "/data"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
   const stamp = (name) => document.querySelector(`#fit-${name}`)?.textContent.trim();

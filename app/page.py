@@ -11,12 +11,13 @@ import gradio as gr
 from . import rail
 from .context import Context
 from .machine import Machine
-from .pages import fit, home, model_data, run, runs
+from .pages import data, fit, home, model, run, runs
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
     ("", "Home", home.build),
-    ("model", "Model", model_data.build),
+    ("model", "Model", model.build),
+    ("data", "Data", data.build),
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),

@@ -22,6 +22,9 @@ for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
     box.dispatchEvent(new Event("change", { bubbles: true }));
   });
 }
+document.addEventListener("change", ({ target }) => {
+  if (target.dataset.send) send({ [target.dataset.send]: target.value });
+});
 document.addEventListener("submit", (event) => {
   const form = event.target.closest?.("[data-form]");
   if (!form) return;

@@ -41,4 +41,4 @@ def _results(context: Context) -> dict[str, str]:
         return {}
     path = recipe.dataset.path
     data = Path(path).name if isinstance(path, str) else f"{len(path)} files"
-    return {"model": f"{Path(recipe.model_name_or_path).name}, {data}"}
+    return {"model": Path(recipe.model_name_or_path).name, "data": data}

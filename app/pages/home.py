@@ -90,4 +90,4 @@ def _to_data(edited: Edited) -> str:
     recipe: Recipe | None = edited.recipe
     if recipe is None or edited.problems:
         return settings_problem(edited.problems, edited.fix)
-    return note("Opening the data.").replace("<p ", '<p data-go="/model" role="status" ')
+    return note("Opening the data.").replace("<p ", '<p data-go="/data" role="status" ')

@@ -26,7 +26,7 @@ PAGES = (("", "Home"), ("runs", "Runs"), ("try", "Chat"))
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.
-STEPS = (("model", "Model & data", "what learns from what"), ("fit", "Fit", "how it uses the GPU"))
+STEPS = (("model", "Model", "what learns"), ("data", "Data", "what it learns from"), ("fit", "Fit", "how it uses the GPU"))
 NEW_RUN = tuple(address for address, _, _ in STEPS)
 
 

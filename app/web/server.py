@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from finetune.errors import CommandError
+from finetune.errors import CommandError, FinetuneError
 from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.privacy import SETTINGS
 from finetune.system import port_socket
@@ -93,6 +93,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
         api.get(f"/ft/{path.name}")(own_file(path, _KINDS[path.suffix]))
     api.get("/ft/series/{name}")(series_of(context))
+    api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
@@ -111,6 +112,20 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 def _named(run: str, tab: str) -> dict[str, str]:
     """Parameters of a run's tab; without a name the page chooses the run."""
     return {"run": run, "tab": tab} if run else {"tab": tab}
+
+
+def _refused(context: Any) -> Any:
+    """The refused rows of the draft's data as a file."""
+    from fastapi.responses import PlainTextResponse
+
+    from ..views.data import as_csv
+
+    try:
+        answer = context.planner.ask("look", recipe=context.draft.read().text)
+    except FinetuneError as error:
+        return PlainTextResponse("\n".join(error.problems), status_code=404)
+    attached = {"content-disposition": 'attachment; filename="refused.csv"'}
+    return PlainTextResponse(as_csv(answer["report"]["rows_refused"]), media_type="text/csv", headers=attached)
 
 
 def _report(workspace: Workspace, name: str, file: str) -> Any:

@@ -144,9 +144,12 @@ def fake_run(served, name, steps=50):
 
 def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     page = visit("model")
-    page.wait_for_selector("#data-report >> text=rows read")
-    assert page.input_value("#model-name input") == "tiny"
-    assert page.locator("#data-marked mark").count() > 0
+    page.wait_for_selector(".ft-models [aria-pressed=true] >> text=tiny")
+    page.click("text=Next: Data")
+    page.wait_for_selector("#data-head >> text=rows are ready")
+    page.click("#data-row [aria-label='next row']")
+    page.wait_for_selector("#data-row >> text=Row 2")
+    assert page.locator("#data-row pre mark").count() > 0
     assert "limit" in page.inner_text("#data-lengths")
 
     write_recipe(served, max_steps=150, save_steps=50, eval_steps=50)
@@ -381,6 +384,27 @@ def test_a_button_removes_what_blocks_a_run(served, visit):
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
     page.wait_for_function("!document.querySelector('#fit-start').disabled")
     assert page.locator("#fit-remedy").count() == 0
+    write_recipe(served)
+
+
+def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
+    rows = [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()]
+    rows[3]["messages"][0]["role"] = "usr"
+    rows[5]["messages"][1]["content"] = ""
+    (served.folder / "typed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_recipe(served, dataset="typed.jsonl")
+    page = visit("data")
+    page.click("#data-problems li:has-text('the answer is empty') >> text=Walk")
+    page.wait_for_selector("#data-row >> text=typed.jsonl, row 6")
+    with page.expect_download() as download:
+        page.click("text=List as CSV")
+    assert Path(download.value.path()).read_text().splitlines()[1].startswith("typed.jsonl,4,messages[0].role")
+    page.click("text=Correct")
+    page.wait_for_selector("#data-head >> text=899 of 900 rows are ready")
+    page.click("text=Leave all 1 out")
+    page.wait_for_selector("#data-problems >> text=All 1 are left out")
+    page.click("text=Next: Fit")
+    page.wait_for_selector("#fit-start:enabled")
     write_recipe(served)
 
 

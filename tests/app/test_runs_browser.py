@@ -106,5 +106,5 @@ def test_a_file_that_is_dropped_on_home_is_the_data_of_a_new_run(served, visit, 
         zone.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true })); }""",
         rows,
     )
-    page.wait_for_url("**/model")
+    page.wait_for_url("**/data")
     page.wait_for_selector("#ft-steps >> text=tickets-")
