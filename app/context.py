@@ -11,6 +11,7 @@ from .chat.chats import Chats
 from .live import LiveRuns
 from .planning.draft import Draft
 from .planning.planner import Planner
+from .preferences import Preferences
 from .views.run_row import Scores
 from .workspace import Workspace
 
@@ -21,7 +22,7 @@ class Context:
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
         self.lives = LiveRuns(workspace.folder("series"))
-        self.scores = Scores()
+        self.scores, self.preferences = Scores(), Preferences(workspace)
         self.draft = Draft(workspace)
         self.planner = Planner(workspace)
         self.queue = Queue(workspace)

@@ -62,12 +62,12 @@ def build(context: Context, page: gr.Blocks) -> None:
     settings = [component for _, component in layout.rows]
     edited = [layout.refused, asked]
 
-    page.load(view.open, None, [tab, asked], **QUIET)
+    page.load(view.open, None, [tab, asked, layout.price], **QUIET)
     asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
     asked.change(view.answer, [layout.price, tab], [*shown, *form], **QUIET)
     alone.change(view.compare, layout.price, [layout.others, layout.ledger, ahead], **QUIET)
     ahead.change(view.what_if, None, layout.bars, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [layout.progress, asked, settled, ahead], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [mine, settled], [layout.progress, asked, settled, ahead], **QUIET)
     settled.change(view.settle, form, form, **QUIET)
     for name, number in layout.numbers.items():
         number.input(functools.partial(view.slide, name), [number, tab], edited, **QUIET)
@@ -113,9 +113,9 @@ class _View:
         #: The newest answer: the draft's stamp, the draft and its plan.
         self._latest: tuple[str, Edited, Plan | None] | None = None
 
-    def open(self) -> list[str]:
-        """A name for the tab, and the draft's stamp."""
-        return [secrets.token_hex(8), self.context.draft.stamp]
+    def open(self) -> list[Any]:
+        """A name for the tab, the draft's stamp, and the usual price of an hour."""
+        return [secrets.token_hex(8), self.context.draft.stamp, self.context.preferences.price]
 
     def follow(self, tab: str) -> list[Any]:
         """Text and form as the draft is now, but for what a person uses in this tab: that shows the draft already."""
@@ -233,14 +233,18 @@ class _View:
         entry = self.context.queue.add(edited.recipe, force=force)
         return [progress_of(self.context.queue, entry.path.name), entry.path.name]
 
-    def tick(self, mine: str, asked: str | None, settled: str | None) -> list[Any]:
+    def tick(self, mine: str, settled: str | None) -> list[Any]:
         """Progress of the requested start; the draft's stamp, which another tab may have changed; and once more when it was
-        planned and is a while old."""
+        planned and is a while old.
+
+        The stamp is the draft's whatever the browser had when it asked: the answer to a tick from before the page was filled
+        may come after that, and must not empty it.
+        """
         self.context.queue.ensure_starter()
         now = self.context.draft.stamp
         if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
             settled = now
-        return [progress_of(self.context.queue, mine), now if asked else asked, settled, self._ahead()]
+        return [progress_of(self.context.queue, mine), now, settled, self._ahead()]
 
     def compare(self, _price: float | None) -> list[Any]:
         """Forecast the other plans of this recipe: that takes seconds, so after the plan itself is shown."""

@@ -29,9 +29,9 @@ def model_list(models: Sequence[Model], chosen: str, badges: Mapping[str, Mappin
     """The models as buttons; the chosen one is marked. `badges` has the verdicts that are there."""
     rows = "".join(_model(model, badges.get(model.name), is_chosen=model.name == chosen) for model in models)
     checked = sum(model.name in badges for model in models)
-    progress = f'<span class="ft-busy"></span> {checked} of {len(models)} checked' if checked < len(models) else ""
+    progress = f"{checked} of {len(models)} checked" if checked < len(models) else ""
     return (
-        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>Which model is to learn?</h2><small>{progress}</small>'
+        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>Which model is to learn?</h2><small role="status">{progress}</small>'
         f'</div><ul>{rows}</ul></section><p class="ft-next"><a class="ft-button primary" href="/data">Next: Data</a></p>'
     )
 

@@ -22,7 +22,7 @@ _ICONS = {
     "models": "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6", "settings": "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (("", "Home"), ("runs", "Runs"), ("try", "Chat"))
+PAGES = (("", "Home"), ("runs", "Runs"), ("try", "Chat"), ("models", "Models"), ("settings", "Settings"))
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.

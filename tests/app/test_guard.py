@@ -92,7 +92,7 @@ def routes(app):
 
 def configs(app):
     """What each page tells a browser of its components and handlers."""
-    for address in ("/", "/model", "/data", "/fit", "/run", "/runs"):
+    for address in ("/", "/model", "/data", "/fit", "/run", "/runs", "/models", "/settings"):
         page = send(app, "GET", address)[2]
         yield json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
 

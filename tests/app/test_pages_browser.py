@@ -450,7 +450,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
     for name, address in screenshots.ADDRESSES.items():
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
-        page.wait_for_timeout(2500)
+        page.wait_for_timeout(1200)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         page.evaluate(axe)
         violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]

@@ -81,9 +81,10 @@ def append_step(served, name, number=41):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_home_and_runs_are_accessible_and_fit_a_phone(served, visit, axe, theme):
+def test_home_and_lists_are_accessible_and_fit_a_phone(served, visit, axe, theme):
     page = visit("", color_scheme=theme)
-    for address, ready in (("", "#home-recent li"), ("runs", "tr[data-run=delta]")):
+    pages = {"": "#home-recent li", "runs": "tr[data-run=delta]", "models": "text=No models yet", "settings": "#set-price"}
+    for address, ready in pages.items():
         page.goto(f"{served[0]}{address}")
         page.wait_for_selector(ready)
         for width in (1440, 390):
