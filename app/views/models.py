@@ -31,7 +31,8 @@ def model_list(models: Sequence[Model], chosen: str, badges: Mapping[str, Mappin
     checked = sum(model.name in badges for model in models)
     progress = f"{checked} of {len(models)} checked" if checked < len(models) else ""
     return (
-        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>Which model is to learn?</h2><small role="status">{progress}</small>'
+        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>Which model is to learn?</h2>'
+        f'<small role="status">{progress}</small>'
         f'</div><ul>{rows}</ul></section><p class="ft-next"><a class="ft-button primary" href="/data">Next: Data</a></p>'
     )
 

@@ -40,7 +40,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
 def _duration(plan: Plan, price_per_hour: float) -> str:
     seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
     if seconds is None:
-        return f"{plan.total_steps:,} steps; the time per step on this card is not known."
+        return f"{plan.total_steps:,} steps; the time per step on this GPU is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
     summary = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
     summary += f" at {format_count(round(speed))} tokens/s" if speed else ""

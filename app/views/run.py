@@ -172,8 +172,8 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
         levels.append(Level("forecast", float(forecast.peak_bytes), "forecast", band))
     if plan.budget_bytes:
         levels.append(Level("budget", float(plan.budget_bytes), "budget"))
-    levels.append(Level("card" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
-    title = "Card memory" if not plan.card.is_cpu else "Process memory"
+    levels.append(Level("GPU" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
+    title = "GPU memory" if not plan.card.is_cpu else "Process memory"
     return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
 
 

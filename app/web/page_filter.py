@@ -22,6 +22,8 @@ _HEAD = (
     b'<script type="module" src="/ft/run.js"></script><script type="module" src="/ft/runs.js"></script>'
     b'<script type="module" src="/ft/pick.js"></script></head>'
 )
+#: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
+_COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
 if (FOLDER / "inter.css").is_file():
     _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD
 
@@ -60,7 +62,7 @@ class PageFilter:
                 message = {**message, "headers": [*message["headers"], (b"content-security-policy", policy(nonce))]}
                 if path.startswith("/assets/") and message["status"] == 200:
                     message["headers"].append((b"cache-control", b"private, max-age=31536000, immutable"))
-                if _is_html(message) or path == "/theme.css":
+                if _is_html(message) or path in _COMPRESSED:
                     start = message
                     return
             elif start is not None:
