@@ -12,7 +12,7 @@ from .live import LiveRuns
 from .planning.draft import Draft
 from .planning.planner import Planner
 from .preferences import Preferences
-from .views.run_row import Scores
+from .scores import Scores
 from .workspace import Workspace
 
 

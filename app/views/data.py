@@ -12,8 +12,7 @@ from finetune.units import format_count
 
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .fit import action
-from .markup import inert, note
+from .markup import action, inert, note
 
 _MARKED_CHARACTERS = 6000
 #: Shares of the rows to hold out, as they are offered.

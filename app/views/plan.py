@@ -11,8 +11,8 @@ from finetune.units import format_bytes, format_count, format_seconds
 
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .fit import action, sentence
-from .markup import Safe, inert, note, problem, table
+from .fit import sentence
+from .markup import Safe, action, inert, note, problem, table
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:

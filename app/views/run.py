@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
-from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes, format_count
@@ -17,6 +16,8 @@ from .markup import inert, note, table
 from .series import smoothed
 
 if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
+
     from ..live import Digest, LiveRun
 
 _MARK_CSS = {

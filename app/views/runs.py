@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .fit import action
-from .markup import inert, note
+from .markup import action, inert, note
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .fit import action
-from .markup import inert, note
+from .markup import action, inert, note
 
 _STATES = {"ok": ("Good", "ok"), "skip": ("Not needed", ""), "warn": ("Look at it", "warn"), "fail": ("Broken", "bad")}
 

@@ -13,9 +13,10 @@ from app.machine import Machine
 from app.pages import home as home_page
 from app.pages.runs import _View
 from app.planning.draft import Draft
+from app.scores import Scores
 from app.views import home as home_view
 from app.views.rail import GpuMemory, RunningJob
-from app.views.run_row import Scores, row_of
+from app.views.run_row import row_of
 from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
