@@ -43,7 +43,7 @@ def _figures(rows: Sequence[RunRow]) -> str:
         ("Time in training steps", [row.time for row in rows]), ("Tokens/s", [row.tokens_per_s for row in rows]),
     ]  # fmt: skip
     shown = [[name, *(value or "none" for value in values)] for name, values in lines if any(values)]
-    return table(["", *(f">{row.name}" for row in rows)], shown, "Scores and figures") if shown else ""
+    return table(["Figure", *(f">{row.name}" for row in rows)], shown, "Scores and figures") if shown else ""
 
 
 def _differences(lives: list[LiveRun]) -> str:
@@ -55,7 +55,7 @@ def _differences(lives: list[LiveRun]) -> str:
         [_NAMES.get(name, name.replace("_", " ").capitalize()), *(_value(values.get(name)) for values in settings)]
         for name in names
     ]
-    return table(["", *(f">{live.run.path.name}" for live in lives)], rows, "Settings that differ")
+    return table(["Setting", *(f">{live.run.path.name}" for live in lives)], rows, "Settings that differ")
 
 
 def _value(value: Any) -> str:

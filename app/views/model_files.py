@@ -52,7 +52,7 @@ def models_table(models: Sequence[ModelFile], root: Path) -> str:
         ]
         for model in models
     ]  # fmt: skip
-    columns = ["Run", "Base model", "Kind", ">Size", ">Score", *(["Served at"] if is_served else []), "Where", ""]
+    columns = ["Run", "Base model", "Kind", ">Size", ">Score", *(["Served at"] if is_served else []), "Where", "Try"]
     return f'{title}<section class="ft-box">{table(columns, rows, "Models", hidden_caption=True)}</section>'
 
 
