@@ -70,10 +70,8 @@ def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -
     if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:
         raise RecipeError("only a file with a line of JSON for each row can be corrected here", "Correct the rows in the file.")
     path = paths.pop()
-    numbers, meant = (
-        {row["row"] for row in rows},
-        dict(match.groups() for row in rows if (match := _ROLE.search(row["reason"]))),
-    )
+    numbers = {row["row"] for row in rows}
+    meant = {match[1]: match[2] for row in rows if (match := _ROLE.search(row["reason"]))}
     target = workspace.folder("uploads") / f"{path.stem[:60]}-corrected-{secrets.token_hex(3)}.jsonl"
     with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
         for number, line in enumerate(source, 1):
