@@ -1,7 +1,7 @@
 // <ft-chart data-runs='["name"]'>: the curves of a run, or of several in comparison, drawn by uPlot. It asks /ft/series/RUN for what
 // is new, once a second while a run goes on and the tab is seen. The server's HTML never changes it.
 import { Followed, duration, smoothed, steps, text, timeline } from "./chart_data.js";
-import { LEFT, RIGHT, compared, dataOf, linesOf, optionsOf } from "./chart_lines.js";
+import { LEFT, RIGHT, compared, dataOf, linesOf, optionsOf, sharedTop } from "./chart_lines.js";
 import { csvOf, eventsOf, pictureOf, save, tableOf } from "./chart_parts.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000;
@@ -11,7 +11,7 @@ const MARKUP = `<div class="ftc-tools">
   <div class="ftc-segments" role="group" aria-label="Loss axis"><button type="button" data-log="">Linear</button><button type="button"
     data-log="1">Log</button></div>
   <label>Smoothing <input type="range" min="0" max="0.99" step="0.01"></label>
-  <span class="ftc-actions"><button type="button" data-do="whole" hidden>Whole run</button><button type="button" data-do="in"
+  <span class="ftc-actions"><button type="button" data-do="scale" aria-pressed="false" hidden>All runs on the scale</button><button type="button" data-do="whole" hidden>Whole run</button><button type="button" data-do="in"
     aria-label="Zoom in">+</button><button type="button" data-do="out" aria-label="Zoom out">−</button><button type="button" data-do="table"
     aria-pressed="false">Table</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="png">PNG</button></span></div>
   <p class="ft-note ftc-note" role="status" hidden></p>
@@ -166,7 +166,7 @@ class Chart extends HTMLElement {
       const view = {
         ...this.view, isLog, isLast: panel === large.at(-1), width: Math.max(120, chart.plot.clientWidth),
         height: panel.small ? 120 : panel === large[0] ? 240 : 200, now: () => this.axes().reduce((most, axis, n) => Math.max(most, axis.to(this.runs[n].step)), 0),
-        range: () => this.places(), whole: () => this.do_whole(),
+        range: () => this.places(), isWhole: () => Boolean(this.isWhole), whole: () => this.do_whole(),
         hooks: { setCursor: [(u) => this.pointed(u)], setSelect: [(u) => this.selected(u)] },
       };
       chart.u = new window.uPlot(optionsOf(panel, lines, view), dataOf(lines, this.runs, this.axes(), this.view.smoothing, isLog), chart.plot);
@@ -193,6 +193,7 @@ class Chart extends HTMLElement {
     }
     this.querySelector("[data-axis=epoch]").hidden = !this.runs.every((run) => run.epochs);
     this.querySelector("[data-do=whole]").hidden = !this.zoom;
+    this.querySelector("[data-do=scale]").hidden = !this.charts.some(({ panel, u }) => panel.shared && sharedTop(u.data) !== null);
     if (this.strip) eventsOf(this.strip, this.runs[0], ...this.range());
     if (!this.querySelector(".ftc-table").hidden) this.querySelector(".ftc-table").innerHTML = tableOf(this.panels, this.runs);
     this.read(this.at);
@@ -227,6 +228,11 @@ class Chart extends HTMLElement {
     this.setZoom(middle - (middle - from) * factor, middle + (to - middle) * factor);
   }
   do_whole() { if (this.zoom) this.setZoom(0, this.last()); }
+  do_scale() {
+    this.isWhole = !this.isWhole;
+    this.querySelector("[data-do=scale]").setAttribute("aria-pressed", this.isWhole);
+    this.draw();
+  }
   do_in() { this.zoomBy(0.5); }
   do_out() { this.zoomBy(2); }
   do_table() {

@@ -29,9 +29,9 @@ export function compared(runs) {
   const lines = (name, value, of = () => ({ name })) => runs.map((run, n) => ({ run: n, label: run.name, kind: "run", value, ...of(run) }))
     .filter((line) => line.name && runs[line.run].metrics[line.name]);
   const panels = [
-    { title: "Loss, smoothed", unit: "loss", log: true, levels: [], lines: lines("loss", "smooth") },
-    { title: "Held-out loss", unit: "loss", log: true, levels: [], lines: lines("eval_loss", "mean") },
-    { title: "Memory of the process, GiB", unit: "GiB", levels: [], lines: lines("", "high", (run) => {
+    { title: "Loss, smoothed", unit: "loss", log: true, shared: true, levels: [], lines: lines("loss", "smooth") },
+    { title: "Held-out loss", unit: "loss", log: true, shared: true, levels: [], lines: lines("eval_loss", "mean") },
+    { title: "Memory of the process, GiB", unit: "GiB", zero: true, levels: [], lines: lines("", "high", (run) => {
       const { name, add } = run.panels[1]?.lines[0] ?? {};
       return { name, add };
     }) },
@@ -73,14 +73,26 @@ function lonePoints(u, index) {
   return lone.length ? lone : null;
 }
 
-function rangeOf(panel, isLog) {
+const p99 = (values) => [...values].sort((a, b) => a - b)[Math.floor(0.99 * (values.length - 1))];
+
+// The top of the scale where some of several runs would flatten the others: the 99th percentile of those; else null.
+export function sharedTop(data) {
+  const runs = data.slice(1).map((values) => values.filter(Number.isFinite)).filter((values) => values.length), tops = runs.map(p99);
+  const middle = [...tops].sort((a, b) => a - b)[(tops.length - 1) >> 1], others = runs.filter((values, n) => tops[n] <= 3 * middle);
+  return others.length < runs.length ? p99(others.flat()) : null;
+}
+
+function rangeOf(panel, isLog, view) {
   return (u, low, high) => {
+    const top = panel.shared && !view.isWhole() ? sharedTop(u.data) : null;
+    if (top !== null && high > top) high = top;
     if (low === null || high === null) [low, high] = panel.levels.length ? [Infinity, -Infinity] : isLog ? [0.1, 1] : [0, 1];
     if (isLog) return [low / 1.12, high * 1.12];
     for (const level of [...panel.levels].sort((a, b) => a.value - b.value)) {
       if (high > 0 && level.value > 1.3 * high && level.kind !== "forecast") continue; // it would flatten the lines
       [low, high] = [Math.min(low, level.low ?? level.value), Math.max(high, level.high ?? level.value)];
     }
+    if (panel.zero) return [0, high * 1.07]; // else the noise of runs that take as much fills the plot
     const margin = (high - low) * 0.07 || Math.abs(high) * 0.07 || 1;
     return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
   };
@@ -111,7 +123,7 @@ export function optionsOf(panel, lines, view) {
   };
   return {
     width: view.width, height: view.height, legend: { show: false }, padding: [8, RIGHT, view.isLast || small ? 0 : 6, 0],
-    scales: { x: { time: false, range: () => view.range() }, y: { distr: isLog ? 3 : 1, range: rangeOf(panel, isLog) } },
+    scales: { x: { time: false, range: () => view.range() }, y: { distr: isLog ? 3 : 1, range: rangeOf(panel, isLog, view) } },
     axes: [x, y],
     cursor: {
       y: false, points: { size: 7, stroke: (u, n) => colour(lines[n - 1].stroke), fill: (u, n) => colour(lines[n - 1].stroke) },

@@ -17,11 +17,12 @@ const apply = () => {
   if (state.focus && document.activeElement === document.body) document.querySelector(`[data-key="${state.focus}"]`)?.focus({ preventScroll: true });
 };
 
-const send = (message) => {
-  const box = document.querySelector(":is(#fit-act, #run-act) :is(textarea, input)");
+// A message to the page's server: its text box is the one whose name ends so.
+export const send = (message) => {
+  const box = document.querySelector('[id$="-act"] :is(textarea, input)');
   if (!box) return;
   state.sent += 1;
-  box.value = JSON.stringify({ ...JSON.parse(message), sent: state.sent });
+  box.value = JSON.stringify({ ...message, sent: state.sent });
   box.dispatchEvent(new Event("input", { bubbles: true }));
 };
 
@@ -43,7 +44,7 @@ document.addEventListener("click", ({ target }) => {
       bar.setAttribute("aria-checked", bar === element);
       bar.tabIndex = bar === element ? 0 : -1;
     }
-    send(act);
+    send(JSON.parse(act));
   } else drawer(!document.body.hasAttribute("data-drawer-open"));
   apply();
 });

@@ -9,9 +9,11 @@ const update = () => {
   const ready = document.querySelector("[data-go]");
   if (ready && !ready.dataset.gone) {
     ready.dataset.gone = "1";
-    if (ready.dataset.go === "/fit" || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
+    if (["/fit", "/data"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
+  const theme = document.querySelector("[data-theme-choice]:not([data-set])");
+  if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") ?? "" }).dataset.set = "1";
   const stamp = (name) => document.querySelector(`#fit-${name}`)?.textContent.trim();
   const planning = stamp("asked") !== stamp("answered") || stamp("asked") === "";
   if (planning !== "planning" in document.body.dataset) document.body.toggleAttribute("data-planning", planning);
@@ -59,6 +61,12 @@ document.addEventListener("click", ({ target }) => {
   if (!target.closest?.("[data-theme-switch]")) return;
   localStorage.setItem("ft-theme", document.body.classList.contains("dark") ? "light" : "dark");
   applyTheme();
+});
+document.addEventListener("change", ({ target }) => {
+  if (!target.matches?.("[data-theme-choice]")) return;
+  if (target.value) localStorage.setItem("ft-theme", target.value); else localStorage.removeItem("ft-theme");
+  const dark = target.value ? target.value === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.body.classList.toggle("dark", dark);
 });
 new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] });
 applyTheme();

@@ -11,14 +11,18 @@ import gradio as gr
 from . import rail
 from .context import Context
 from .machine import Machine
-from .pages import fit, model_data, run, runs
+from .pages import data, fit, home, model, models, run, runs, settings
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
-    ("", "Model & data", model_data.build),
+    ("", "Home", home.build),
+    ("model", "Model", model.build),
+    ("data", "Data", data.build),
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
+    ("models", "Models", models.build),
+    ("settings", "Settings", settings.build),
 )
 
 
@@ -39,7 +43,7 @@ def _page(
 ) -> None:
     """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
     gr.Navbar(main_page_name=name if address == PAGES[0][0] else PAGES[0][1], visible=False)
-    rail.build(machine, page, address)
+    rail.build(context, machine, page, address)
     build(context, page)
 
 

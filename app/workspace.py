@@ -54,3 +54,15 @@ class Workspace:
         from finetune.run.rename_delete import delete_run
 
         return delete_run(run)
+
+    def deleted(self) -> list[tuple[str, Path]]:
+        """Name and folder of each deleted run, the last deleted first."""
+        from finetune.run.rename_delete import deleted_runs
+
+        return deleted_runs(self.runs)
+
+    def restore(self, folder_name: str) -> RunDirectory:
+        """Undo a deletion. Raises RecipeError when the run is not there, or its name is taken."""
+        from finetune.run.rename_delete import restore_run
+
+        return restore_run(self.runs, folder_name)

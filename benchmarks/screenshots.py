@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ADDRESSES = {
-    "model": "", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate", "chat": "run?tab=chat", "export": "run?tab=export",
-    "runs": "runs",
+    "home": "", "model": "model", "data": "data", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate",
+    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "models": "models", "settings": "settings",
 }  # fmt: skip
 SIZES = {"wide": (1440, 900), "phone": (390, 844)}
 ARGUMENTS = [

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import gradio as gr
 
@@ -33,13 +32,12 @@ from ..views import plan as plan_view
 from ..views import recipe_form
 from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
-from ..views.markup import inert, problem, settings_problem
+from ..views.markup import problem, settings_problem
 from ..views.words import plan_in_words
 from .fit_layout import NUMBERS, RANGES, lay_out
+from .starting import progress_of
 
 _TICK_S = 1.0
-#: The queue's states as they are shown.
-_STATES = {"waiting": "In the queue", "preparing": "Starting"}
 _PLAN_GOOD_S = 10.0
 #: Seconds after which a change is no longer one of several.
 _SETTLED_S = 1.0
@@ -64,12 +62,12 @@ def build(context: Context, page: gr.Blocks) -> None:
     settings = [component for _, component in layout.rows]
     edited = [layout.refused, asked]
 
-    page.load(view.open, None, [tab, asked], **QUIET)
+    page.load(view.open, None, [tab, asked, layout.price], **QUIET)
     asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
     asked.change(view.answer, [layout.price, tab], [*shown, *form], **QUIET)
     alone.change(view.compare, layout.price, [layout.others, layout.ledger, ahead], **QUIET)
     ahead.change(view.what_if, None, layout.bars, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [mine, asked, settled], [layout.progress, asked, settled, ahead], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, [mine, settled], [layout.progress, asked, settled, ahead], **QUIET)
     settled.change(view.settle, form, form, **QUIET)
     for name, number in layout.numbers.items():
         number.input(functools.partial(view.slide, name), [number, tab], edited, **QUIET)
@@ -115,9 +113,9 @@ class _View:
         #: The newest answer: the draft's stamp, the draft and its plan.
         self._latest: tuple[str, Edited, Plan | None] | None = None
 
-    def open(self) -> list[str]:
-        """A name for the tab, and the draft's stamp."""
-        return [secrets.token_hex(8), self.context.draft.stamp]
+    def open(self) -> list[Any]:
+        """A name for the tab, the draft's stamp, and the usual price of an hour."""
+        return [secrets.token_hex(8), self.context.draft.stamp, self.context.preferences.price]
 
     def follow(self, tab: str) -> list[Any]:
         """Text and form as the draft is now, but for what a person uses in this tab: that shows the draft already."""
@@ -233,33 +231,20 @@ class _View:
         if edited.recipe is None:
             return [settings_problem(edited.problems, edited.fix), ""]
         entry = self.context.queue.add(edited.recipe, force=force)
-        return [self._progress(entry.path.name), entry.path.name]
+        return [progress_of(self.context.queue, entry.path.name), entry.path.name]
 
-    def tick(self, mine: str, asked: str | None, settled: str | None) -> list[Any]:
+    def tick(self, mine: str, settled: str | None) -> list[Any]:
         """Progress of the requested start; the draft's stamp, which another tab may have changed; and once more when it was
-        planned and is a while old."""
+        planned and is a while old.
+
+        The stamp is the draft's whatever the browser had when it asked: the answer to a tick from before the page was filled
+        may come after that, and must not empty it.
+        """
         self.context.queue.ensure_starter()
         now = self.context.draft.stamp
         if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
             settled = now
-        return [self._progress(mine), now if asked else asked, settled, self._ahead()]
-
-    def _progress(self, mine: str) -> str:
-        entries = [
-            entry
-            for entry in self.context.queue.entries()
-            if entry.path.name == mine or entry.status()["state"] in ("waiting", "preparing")
-        ]
-        if not entries:
-            return ""
-        status = entries[-1].status()
-        if status["state"] == "failed":
-            return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
-        if status["state"] == "started":
-            link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
-            return f'<p class="ft-note ok" role="status">Started. <a href="{link}" data-go="{link}">Watch {name}</a></p>'
-        message = f"{inert(_STATES.get(status['state'], status['state']))}: {inert(status['message'])}"
-        return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'
+        return [progress_of(self.context.queue, mine), now, settled, self._ahead()]
 
     def compare(self, _price: float | None) -> list[Any]:
         """Forecast the other plans of this recipe: that takes seconds, so after the plan itself is shown."""

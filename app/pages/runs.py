@@ -1,25 +1,22 @@
-"""Runs: a table with state and forecast against measured peak; compare, rename, delete; the queue."""
+"""Runs: a table to search, filter and choose from; compare, rename, duplicate, delete and restore; the queue."""
 
 from __future__ import annotations
 
-import time
+import json
 from typing import Any
-from urllib.parse import quote
 
 import gradio as gr
 
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
-from finetune.units import format_bytes
 
 from ..browser_files import chart_element, has_charts
 from ..context import Context
-from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from ..views.charts import sparkline
-from ..views.compare import comparison, last_loss
-from ..views.markup import Safe, inert, note, problem, table
-from ..views.run import measured_peak
-from ..views.run_head import pill
+from ..views import runs as view_of
+from ..views.binding import QUIET, change_trigger, fingerprint, show
+from ..views.compare import comparison
+from ..views.markup import note, problem
+from ..views.run_row import row_of
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5
@@ -27,42 +24,20 @@ _LISTED = 200
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers."""
+    """Components and their handlers. runs.js keeps search, filters and what is chosen, and sends what is to be done."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Runs">Runs</h1>')
-    listed = show(elem_id="runs-list")
-    show("<h2>Compare</h2>")
-    chosen = gr.Dropdown(
-        [], label=f"Runs, up to {_MOST_COMPARED}", multiselect=True, max_choices=_MOST_COMPARED, elem_id="runs-compare"
-    )
-    compared = show(elem_id="runs-compared")
-    show("<h2>Rename or delete</h2>")
-    with gr.Row(elem_classes="ft-controls"):
-        name = gr.Dropdown([], label="Run", elem_id="runs-name", scale=2)
-        new = gr.Textbox(label="New name", max_length=100, elem_id="runs-new-name", scale=2)
-        rename = gr.Button("Rename", elem_id="runs-rename", size="sm")
-        discard = gr.Button("Delete", variant="stop", elem_id="runs-discard", size="sm")
-    with gr.Row(visible=False, elem_classes="ft-controls") as sure:
-        show(note("Delete this run? It is moved to .trash in the folder with the runs, where it can be restored."))
-        yes = gr.Button("Yes, delete", variant="stop", elem_id="runs-discard-yes", size="sm")
-        no = gr.Button("Keep", elem_id="runs-discard-no", size="sm")
+    show(view_of.controls(), elem_id="runs-controls")
+    act = gr.Textbox(visible="hidden", elem_id="runs-act")
     status = show(elem_id="runs-status")
-    show("<h2>Queue</h2>")
-    queue = show(elem_id="runs-queue")
-    with gr.Row(elem_classes="ft-controls"):
-        entry = gr.Dropdown([], label="In the queue", elem_id="runs-queue-entry")
-        cancel = gr.Button("Remove", elem_id="runs-queue-cancel", size="sm")
-    changed, renamed = change_trigger(), change_trigger()
-    page.load(view.tick, None, [changed, renamed], **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, None, [changed, renamed], **QUIET)
-    changed.change(view.tables, None, [listed, queue], **QUIET)
-    renamed.change(view.names, [chosen, name, entry], [chosen, name, entry], **QUIET)
-    chosen.change(view.compare, chosen, compared, **QUIET)
-    rename.click(view.rename, [name, new], [status, name], **BUTTON)
-    discard.click(lambda chosen: gr.Row(visible=bool(chosen)), name, sure, **BUTTON)
-    no.click(lambda: gr.Row(visible=False), None, sure, **BUTTON)
-    yes.click(view.discard, name, [status, sure, name], **BUTTON)
-    cancel.click(view.cancel, entry, status, **BUTTON)
+    listed = show(elem_id="runs-list")
+    show(view_of.chosen_bar())
+    compared = show(elem_id="runs-compared")
+    queue, trash = show(elem_id="runs-queue"), show(elem_id="runs-trash")
+    changed = change_trigger()
+    page.load(view.tick, None, changed, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, None, changed, **QUIET)
+    changed.change(view.tables, None, [listed, queue, trash], **QUIET)
+    act.change(view.act, act, [status, compared, changed], **QUIET)
 
 
 class _View:
@@ -71,116 +46,75 @@ class _View:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def tick(self) -> list[str]:
-        """Fingerprints of the tables, and of the names to choose from."""
+    def tick(self) -> str:
+        """A fingerprint of all that is shown."""
         self.context.queue.ensure_starter()
-        return [fingerprint(self.tables()), fingerprint(self._names())]
+        return fingerprint(self.tables())
 
     def tables(self) -> list[str]:
-        """The runs and the queue."""
+        """The runs, the queue and the trash."""
+        workspace = self.context.workspace
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
-        return [_list([self._row(run) for run in self.context.workspace.list_runs()[:_LISTED]]), _queue(entries)]
+        rows = [row_of(self.context.lives.of(run), self.context.scores) for run in workspace.list_runs()[:_LISTED]]
+        return [view_of.runs_table(rows), view_of.queue(entries), view_of.trash(workspace.deleted()[:_LISTED])]
 
-    def names(self, chosen: list[str] | None, name: str | None, entry: str | None) -> list[Any]:
-        """The runs and waiting starts to choose from; a choice stays while it exists."""
-        names, waiting = self._names()
-        return [
-            gr.Dropdown(choices=names, value=[choice for choice in chosen or [] if choice in names]),
-            gr.Dropdown(choices=names, value=name if name in names else None),
-            gr.Dropdown(choices=waiting, value=entry if entry in [name for _, name in waiting] else None),
-        ]
-
-    def _names(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Names of the runs; and of the waiting starts, each with the time it was asked for."""
-        waiting = [entry.path.name for entry in self.context.queue.entries() if entry.status()["state"] == "waiting"]
-        return [run.path.name for run in self.context.workspace.list_runs()[:_LISTED]], [
-            (_asked(name), name) for name in waiting
-        ]
-
-    def compare(self, names: list[str] | None) -> str:
-        """Curves of the chosen runs in one chart, and the settings that differ."""
-        runs = [run for name in (names or [])[:_MOST_COMPARED] if (run := self.context.workspace.run(name))]
-        if not runs:
-            return note("Choose runs to compare their curves and settings.")
-        lives = [self.context.lives.of(run) for run in runs]
-        for live in lives:
-            live.refresh()
-        return comparison(lives, chart_element([run.path.name for run in runs]) if has_charts() else "")
-
-    def rename(self, name: str | None, new: str) -> list[Any]:
-        """Give the run another name."""
-        run = self.context.workspace.run(name)
-        if run is None:
-            return [note("Choose a run."), gr.skip()]
+    def act(self, message: str) -> list[Any]:
+        """What a button asks for: what is said of it, the comparison, and the fingerprint of the table as it then is."""
         try:
-            renamed = self.context.workspace.rename(run, new)
+            wish = json.loads(message)
+            status, compared = self._done(wish)
+        except (ValueError, AttributeError):  # no message of this page
+            return [gr.skip()] * 3
         except FinetuneError as error:
-            return [problem("Not renamed", error.problems, error.fix), gr.skip()]
+            status, compared = problem(error.title, error.problems, error.fix), gr.skip()
+        return [status, compared, self.tick()]
+
+    def _done(self, wish: dict[str, Any]) -> tuple[Any, Any]:
+        names = [name for name in wish.get("runs") or [] if isinstance(name, str)]
+        runs = [run for name in names if (run := self.context.workspace.run(name))]
+        match wish.get("deed"), runs:
+            case "compare", _:
+                return "", self.compare(runs)
+            case "rename", [run]:
+                return self._rename(run, str(wish.get("name", ""))), gr.skip()
+            case "duplicate", [run]:
+                self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
+                return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with this run\'s recipe.</p>', gr.skip()
+            case "delete", [_, *_]:
+                return self._delete(runs), gr.skip()
+        if "restore" in wish:
+            folders = wish["restore"] if isinstance(wish["restore"], list) else [wish["restore"]]
+            names = [self.context.workspace.restore(str(folder)).path.name for folder in folders]
+            return note(f"Restored {', '.join(names)}.", "ok"), gr.skip()
+        if isinstance(wish.get("cancel"), str):
+            return note("Removed." if self.context.queue.cancel(wish["cancel"]) else "It is no longer waiting."), gr.skip()
+        return gr.skip(), gr.skip()
+
+    def compare(self, runs: list[RunDirectory]) -> str:
+        """Curves of the chosen runs in one chart, their scores, and the settings that differ."""
+        if len(runs) < 2:
+            return note("Choose two runs or more to compare them.")
+        lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
+        rows = [row_of(live, self.context.scores) for live in lives]
+        element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
+        fewer = note(f"The first {_MOST_COMPARED} are compared.") if len(runs) > _MOST_COMPARED else ""
+        return f'<section class="ft-box"><h2>Compared</h2>{fewer}{comparison(lives, element, rows)}</section>'
+
+    def _rename(self, run: RunDirectory, name: str) -> str:
+        if name.strip() == run.path.name:
+            return ""
+        renamed = self.context.workspace.rename(run, name)
         self.context.lives.forget(run)
-        names = [entry.path.name for entry in self.context.workspace.list_runs()]
-        return [note(f"{name} is now called {renamed.path.name}."), gr.Dropdown(choices=names, value=renamed.path.name)]
+        return note(f"{run.path.name} is now called {renamed.path.name}.")
 
-    def discard(self, name: str | None) -> list[Any]:
-        """Delete the run, which the user has confirmed."""
-        run = self.context.workspace.run(name)
-        if run is None:
-            return [note("Choose a run."), gr.Row(visible=False), gr.skip()]
-        try:
-            target = self.context.workspace.discard(run)
-        except FinetuneError as error:
-            return [problem("Not deleted", error.problems, error.fix), gr.Row(visible=False), gr.skip()]
-        self.context.lives.forget(run)
-        names = [entry.path.name for entry in self.context.workspace.list_runs()]
-        return [
-            note(f"Deleted {name}; it can be restored from {target.parent.name}/{target.name}."),
-            gr.Row(visible=False),
-            gr.Dropdown(choices=names, value=None),
-        ]
-
-    def cancel(self, entry: str | None) -> str:
-        """Remove a run from the queue."""
-        return note("Removed." if entry and self.context.queue.cancel(entry) else "It is no longer waiting.")
-
-    def _row(self, run: RunDirectory) -> list[Any]:
-        live = self.context.lives.of(run)
-        live.refresh()
-        digest, plan, state = live.digest, live.plan(), live.state()
-        loss = digest.series.get("loss")
-        line = (
-            sparkline(loss.means(), f"Loss of {run.path.name}: {last_loss(digest)}") if loss else sparkline([], "no step yet")
-        )
-        name = run.path.name
-        link = Safe(f'<a href="/run?run={quote(name)}">{inert(name)}</a>')
-        badge = Safe(pill(state))
-        total = plan.total_steps
-        forecast = plan.forecast.peak_bytes if plan.forecast else None
-        measured = measured_peak(digest, plan)[1]
-        off = f"{measured / forecast - 1:+.1%}" if forecast and measured else None
-        return [
-            link, badge, Safe(line), f"{digest.step:,}{f' of {total:,}' if total else ''}", last_loss(digest),
-            format_bytes(forecast) if forecast else "no forecast", format_bytes(measured), off,
-        ]  # fmt: skip
-
-
-def _list(rows: list[list[Any]]) -> str:
-    if not rows:
-        return '<div class="ft-empty"><p>No runs yet.</p><p><a href="/fit">Plan and start a run.</a></p></div>'
-    columns = ["run", "state", "loss", ">step", ">last loss", ">forecast peak", ">measured peak", ">difference"]
-    return table(columns, rows, "Runs, newest first", hidden_caption=True)
-
-
-def _queue(entries: list[tuple[str, dict[str, Any]]]) -> str:
-    rows = [
-        [
-            _asked(name),
-            status["state"],
-            " ".join([status.get("run") or "", status["message"], *(status.get("problems") or [])[:2]]),
-        ]
-        for name, status in reversed(entries)
-    ]
-    return table(["queued at", "state", "message"], rows, "Queue", hidden_caption=True) if rows else note("The queue is empty.")
-
-
-def _asked(name: str) -> str:
-    """When an entry was queued: its name begins with the time in nanoseconds."""
-    return time.strftime("%d %b %H:%M:%S", time.localtime(int(name.partition("-")[0]) / 1e9))
+    def _delete(self, runs: list[RunDirectory]) -> str:
+        """Move the runs to the trash; those that are alive stay, with the reason."""
+        deleted, refused = [], ""
+        for run in runs:
+            try:
+                deleted.append((run.path.name, self.context.workspace.discard(run)))
+            except FinetuneError as error:
+                refused += problem("Not deleted", error.problems, error.fix)
+                continue
+            self.context.lives.forget(run)
+        return refused + (view_of.undo(deleted) if deleted else "")

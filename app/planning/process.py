@@ -1,6 +1,7 @@
 """The planner process: reads questions as lines of JSON, answers with lines of JSON.
 
-look    {"recipe": yaml}                                  what is in the data: report, lengths, examples, one example marked
+look    {"recipe": yaml}                                  what is in the data: report, lengths, and the first row marked
+row     {"recipe": yaml, "index": n}                      one row as the model sees it, from 0
 plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
          "compare": bool}                                 `compare` adds forecasts of the alternatives
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
@@ -40,10 +41,10 @@ from .prefetch import PlanPrefetcher
 from .what_if import Outcome, Outcomes, outcome_of
 
 if TYPE_CHECKING:
-    from finetune.data import EncodedRows
+    from finetune.data import EncodedRows, PreparedData
     from finetune.planner.planning import RowsRead
 
-_DATASETS, _LIMITS, _LENGTHS_SENT, _EXAMPLES = 2, 64, 20_000, 5
+_DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
@@ -56,6 +57,7 @@ class Questions:
         self._report, self._newest = report, newest
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
+        self._selected: tuple[str, PreparedData] | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer to one question; errors are answers, too."""
@@ -63,7 +65,9 @@ class Questions:
             recipe = parse_recipe(question["recipe"], "recipe")
             kind = question["kind"]
             if kind == "look":
-                return _described(self._encode(recipe, self._report), recipe)
+                return self._described(recipe)
+            if kind == "row":
+                return self._marked(recipe, question["index"])
             if kind == "plan":
                 free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
                 progress = functools.partial(self._report_plan, question.get("number", 0))
@@ -78,6 +82,43 @@ class Questions:
 
             traceback.print_exc()
             return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": "", "exit_code": 1}
+
+    def _described(self, recipe: Recipe) -> dict[str, Any]:
+        """Report, lengths and the first row. Refused rows are listed, not raised; a run still refuses them."""
+        prepared = self._prepared(recipe)
+        lengths = sorted(prepared.lengths)
+        sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
+        return {
+            "report": prepared.report.as_json(),
+            "kinds": [row.kind for row in prepared.report.rows_refused],
+            "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
+            "lengths": sent,
+            **self._marked(recipe, 0),
+        }
+
+    def _marked(self, recipe: Recipe, index: int) -> dict[str, Any]:
+        """The row at `index`, or the last one: its text in spans that are trained or not, and its tokens."""
+        from finetune import data
+        from finetune.data.pictures.display import small_pictures, with_counts
+        from finetune.data.tokens import NOT_TRAINED
+
+        prepared = self._prepared(recipe)
+        count = len(prepared.lengths)
+        index = max(0, min(index, count - 1))
+        spans = data.example_spans(prepared, self._encode(recipe, self._report).encoder.tokenizer, index)
+        ids, labels = prepared.sequence(index) if count else ([], [])
+        return {
+            "marked": [[with_counts(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
+            "tokens": len(ids), "trained_tokens": sum(label != NOT_TRAINED for label in labels),
+            "pictures": small_pictures(prepared.pictures(index)) if count else [],
+        }  # fmt: skip
+
+    def _prepared(self, recipe: Recipe) -> PreparedData:
+        """The rows as they are trained on; those of the last recipe stay, as one walks through them."""
+        key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
+        if self._selected is None or self._selected[0] != key:
+            self._selected = key, self._encode(recipe, self._report).select(recipe, None).prepared()
+        return self._selected[1]
 
     def _report_plan(self, number: int, message: str) -> None:
         """Report progress of a plan. Raises SupersededError when a newer one was asked for."""
@@ -150,36 +191,6 @@ def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
         return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
     peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
     return {"verdict": plan.verdict, "peak_bytes": peak, "bits": base.bits if base.setting else None, "parameters": parameters}
-
-
-def _described(encoded: EncodedRows, recipe: Recipe) -> dict[str, Any]:
-    """Report, lengths and examples of the data. Refused rows are listed, not raised; a run still refuses them."""
-    from finetune import data
-    from finetune.data.pictures.display import with_counts
-
-    prepared = encoded.select(recipe, None).prepared()
-    lengths = sorted(prepared.lengths)
-    spans = data.example_spans(prepared, encoded.encoder.tokenizer)
-    sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
-    return {
-        "report": prepared.report.as_json(),
-        "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
-        "lengths": sent,
-        "marked": [[with_counts(text), bool(trained)] for text, trained in spans],
-        "conversations": [_conversation(example) for example in prepared.examples[:_EXAMPLES]],
-    }
-
-
-def _conversation(example: Any) -> list[dict[str, Any]]:
-    """A row as messages: role, text and small pictures."""
-    from finetune.data.pictures.display import shown_message
-
-    messages = getattr(example, "messages", None) or [{"role": "text", "content": getattr(example, "text", None) or ""}]
-    shown, position = [], 0
-    for message in messages:
-        shown.append(shown_message(message, example.pictures[position:]))
-        position += message.get("pictures", 0)
-    return shown
 
 
 class Inbox:

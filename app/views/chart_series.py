@@ -25,7 +25,7 @@ _SMALL_PANELS = (
 #: Names of bytes, and what they are called.
 _GPU_LINES = (
     ("peak_reserved_bytes", "this process", "process"), ("peak_allocated_bytes", "allocated", "allocated"),
-    ("card_used_bytes", "whole card, with other programs", "whole"),
+    ("card_used_bytes", "whole GPU, with other programs", "whole"),
 )  # fmt: skip
 _HOST_LINES = (("process_rss_bytes", "this process", "process"),)
 
@@ -60,10 +60,10 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         levels.append({"label": "forecast", **gib, "kind": "forecast"})
     if plan.budget_bytes:
         levels.append({"label": "budget", "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
-    whole = "host memory" if plan.card.is_cpu else "size of the card"
+    whole = "host memory" if plan.card.is_cpu else "size of the GPU"
     levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})
     return {
-        "title": "Process memory, GiB" if plan.card.is_cpu else "Card memory, GiB", "unit": "GiB", "levels": levels,
+        "title": "Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB", "unit": "GiB", "levels": levels,
         "lines": [
             {"name": name, "label": label, "kind": kind, "add": round(context / GIB, 3) if name == "peak_reserved_bytes" else 0}
             for name, label, kind in lines

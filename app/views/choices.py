@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from finetune.planner.plan import Alternative, Plan, Verdict
 
-from .fit import action
-from .markup import Safe, inert, table
+from .markup import Safe, action, inert, table
 from .words import gib, in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
 
 #: Settings of which the reason is shown first: name, and the setting that has the reason.

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from finetune.units import GIB
 
-from ..live import Digest, LiveRun
+from ..live import LiveRun
 from .charts import Line, Panel, chart
 from .markup import inert, note, table
+from .run_row import RunRow, last_loss
 from .series import smoothed
 
 _SMOOTHING = 0.8
+#: Settings that the page calls otherwise than the recipe.
+_NAMES = {
+    "lora_r": "LoRA rank", "lora_alpha": "LoRA alpha", "max_length": "Longest row", "effective_batch_size": "Rows per step",
+    "per_device_train_batch_size": "Rows at a time", "optim": "Optimizer", "model_name_or_path": "Model",
+    "load_in_4bit": "4-bit weights", "load_in_8bit": "8-bit weights", "num_train_epochs": "Epochs", "gpu": "GPU",
+    "dataset": "Data",
+}  # fmt: skip
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
-def comparison(lives: list[LiveRun], element: str = "") -> str:
-    """Loss and memory of runs in one chart, `element` or else SVG, and the settings that differ."""
+def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] = ()) -> str:
+    """Loss and memory of runs in one chart, `element` or else SVG, their figures, and the settings that differ."""
     if element:
-        return element + _differences(lives)
+        return f"{element}{_figures(rows)}{_differences(lives)}"
     panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
     summary = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
     picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {summary}")
-    return f'{picture}<p class="ft-summary">{inert(summary)}</p>{_differences(lives)}'
+    return f'{picture}<p class="ft-summary">{inert(summary)}</p>{_figures(rows)}{_differences(lives)}'
+
+
+def _figures(rows: Sequence[RunRow]) -> str:
+    """Each run's losses, score, peak, time and speed side by side; a line that no run has is left out."""
+    lines = [
+        ("Held-out loss, best", [row.held_out for row in rows]), ("Score, base → tuned", [row.score for row in rows]),
+        ("Loss, newest", [row.loss for row in rows]), ("Peak / forecast, GiB", [row.peak for row in rows]),
+        ("Time in training steps", [row.time for row in rows]), ("Tokens/s", [row.tokens_per_s for row in rows]),
+    ]  # fmt: skip
+    shown = [[name, *(value or "none" for value in values)] for name, values in lines if any(values)]
+    return table(["Figure", *(f">{row.name}" for row in rows)], shown, "Scores and figures") if shown else ""
 
 
 def _differences(lives: list[LiveRun]) -> str:
@@ -28,8 +51,20 @@ def _differences(lives: list[LiveRun]) -> str:
     names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
     if not names:
         return note("These runs have the same settings.")
-    rows = [[name, *(str(values.get(name)) for values in settings)] for name in names]
-    return table(["setting", *(live.run.path.name for live in lives)], rows, "Settings that differ")
+    rows = [
+        [_NAMES.get(name, name.replace("_", " ").capitalize()), *(_value(values.get(name)) for values in settings)]
+        for name in names
+    ]
+    return table(["Setting", *(f">{live.run.path.name}" for live in lives)], rows, "Settings that differ")
+
+
+def _value(value: Any) -> str:
+    """A setting's value as text; of the data its file."""
+    if isinstance(value, dict):
+        return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "not set" if value is None else str(value)
 
 
 def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
@@ -41,11 +76,3 @@ def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: flo
             points = smoothed(series.means(), _SMOOTHING) if unit == 1.0 else series.means()
             lines.append(Line(live.run.path.name, points, f"run run{number}"))
     return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
-
-
-def last_loss(digest: Digest) -> str:
-    """The newest step's training loss; where it is not a number, that, and the last one that was."""
-    loss = digest.series.get("loss")
-    if loss is None:
-        return "not measured"
-    return loss.newest_text("{:.4f}".format) if loss.missing or loss.last is None else f"{loss.last:.4f}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.settings.base_formats import base_format_of
 from finetune.units import GIB, format_bytes
 
-from .markup import inert, note
+from .markup import action, inert, note
 from .words import gib, in_words, minutes, override_values, plan_in_words
 
 #: Below this a plan that fits does so only just.
@@ -29,11 +28,6 @@ class Part:
     name: str
     size: int
     why: str
-
-
-def action(**message: object) -> str:
-    """Attributes of a button whose press sends this to the Fit page's handler."""
-    return f'data-act="{inert(json.dumps(message))}"'
 
 
 def sentence(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
         f'<div class="ft-scroll" role="region" aria-label="{label}" tabindex="0"><table>{shown}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def action(**message: object) -> str:
+    """Attributes of a button whose press sends this to the page's handler of actions."""
+    return f'data-act="{inert(json.dumps(message))}"'
 
 
 class Safe(str):

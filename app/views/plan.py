@@ -11,8 +11,8 @@ from finetune.units import format_bytes, format_count, format_seconds
 
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .fit import action, sentence
-from .markup import Safe, inert, note, problem, table
+from .fit import sentence
+from .markup import Safe, action, inert, note, problem, table
 
 
 def verdict(plan: Plan, price_per_hour: float) -> str:
@@ -40,7 +40,7 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
 def _duration(plan: Plan, price_per_hour: float) -> str:
     seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
     if seconds is None:
-        return f"{plan.total_steps:,} steps; the time per step on this card is not known."
+        return f"{plan.total_steps:,} steps; the time per step on this GPU is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
     summary = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
     summary += f" at {format_count(round(speed))} tokens/s" if speed else ""

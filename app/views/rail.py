@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from urllib.parse import quote
 
 from finetune import __version__
@@ -17,14 +18,15 @@ MARK = (
     '<rect x="5" y="14.2" width="4.8" height="2.6" rx="1.3"/></svg>'
 )
 _ICONS = {
-    "runs": "M2 12.5 6 7l3 3 5-6.5", "try": "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2z",
+    "": "M2.5 7 8 2.5 13.5 7v6.5h-11z", "runs": "M2 12.5 6 7l3 3 5-6.5", "try": "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2z",
+    "models": "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6", "settings": "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (("runs", "Runs"), ("try", "Chat"))
+PAGES = (("", "Home"), ("runs", "Runs"), ("try", "Chat"), ("models", "Models"), ("settings", "Settings"))
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.
-STEPS = (("", "Model & data", "what learns from what"), ("fit", "Fit", "how it uses the GPU"))
+STEPS = (("model", "Model", "what learns"), ("data", "Data", "what it learns from"), ("fit", "Fit", "how it uses the GPU"))
 NEW_RUN = tuple(address for address, _, _ in STEPS)
 
 
@@ -59,17 +61,18 @@ def rail(address: str) -> str:
     new = '<i aria-hidden="true">+</i><span>New run</span>'
     return (
         '<a class="ft-skip" href="#ft-main">Skip to the page</a><div class="ft-rail-pages">'
-        f'<a class="ft-mark" href="/" aria-label="finetune, new run">{MARK}<span>finetune</span></a>'
-        f'<a class="ft-new" href="/"{_current(address in NEW_RUN)} aria-label="New run">{new}</a>'
+        f'<a class="ft-mark" href="/" aria-label="finetune, home">{MARK}<span>finetune</span></a>'
+        f'<a class="ft-new" href="/model"{_current(address in NEW_RUN)} aria-label="New run">{new}</a>'
         f'<nav aria-label="Pages">{pages}</nav></div>'
     )
 
 
-def steps(address: str) -> str:
-    """The two steps of a new run, as links."""
+def steps(address: str, results: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The steps of a new run, as links; `results` has what was chosen in those that are done."""
     links = "".join(
-        f'<a href="/{target}"{_current(target == address)}><i aria-hidden="true">{number}</i><span><b>{inert(name)}</b>'
-        f"<small>{inert(purpose)}</small></span></a>"
+        f'<a href="/{target}"{_current(target == address)}><i aria-hidden="true">{"✓" if results.get(target) else number}</i>'
+        f"<span><b>{inert(results.get(target) or name, 60)}</b>"
+        f"<small>{inert(f'{name}, chosen' if results.get(target) else purpose)}</small></span></a>"
         for number, (target, name, purpose) in enumerate(STEPS, 1)
     )
     return f'<nav class="ft-steps" aria-label="New run">{links}</nav>'
@@ -85,6 +88,11 @@ def foot() -> str:
     """Theme and version."""
     theme = '<button type="button" data-theme-switch aria-label="Light or dark">◐</button>'
     return f'<div class="ft-rail-foot">{theme}<span>{inert(__version__)}</span></div>'
+
+
+def short_name(gpu_name: str) -> str:
+    """A GPU's name without its maker's."""
+    return gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _link(target: str, name: str, *, current: bool) -> str:
@@ -112,7 +120,7 @@ def _gpu(gpu: GpuMemory) -> str:
     owners += [f"{'others' if run else 'in use'} {others / GIB:.1f}", f"free {gpu.free_bytes / GIB:.1f}"]
     bar = _thin(("measured", run / gpu.total_bytes), ("others", others / gpu.total_bytes))
     return (
-        f'<div class="row"><b>{inert(gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "))}</b>'
+        f'<div class="row"><b>{inert(short_name(gpu.name))}</b>'
         f"<span>{used} of {total} GiB</span></div>{bar}<p>{' · '.join(owners)} GiB</p>"
     )
 

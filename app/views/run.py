@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
-from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes, format_count
@@ -17,6 +16,8 @@ from .markup import inert, note, table
 from .series import smoothed
 
 if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
+
     from ..live import Digest, LiveRun
 
 _MARK_CSS = {
@@ -172,8 +173,8 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
         levels.append(Level("forecast", float(forecast.peak_bytes), "forecast", band))
     if plan.budget_bytes:
         levels.append(Level("budget", float(plan.budget_bytes), "budget"))
-    levels.append(Level("card" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
-    title = "Card memory" if not plan.card.is_cpu else "Process memory"
+    levels.append(Level("GPU" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
+    title = "GPU memory" if not plan.card.is_cpu else "Process memory"
     return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
 
 

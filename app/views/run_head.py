@@ -13,8 +13,7 @@ from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 
-from .fit import action
-from .markup import inert
+from .markup import action, inert
 from .words import loss_text, minutes, precision
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from finetune.units import GIB
 
 from ..planning.what_if import Outcome
-from .fit import action
-from .markup import inert
+from .markup import action, inert
 from .words import gib
 
 

@@ -1,6 +1,7 @@
 """Rewrites Gradio's HTML so that it loads nothing from other hosts, and adds our script, style and content security policy.
 
-Scripts need a nonce that is new for each page, so markup injected through data can't run.
+Scripts need a nonce that is new for each page, so markup injected through data can't run. Pages and Gradio's theme are
+compressed, and its files are kept by the browser: their names change with their content.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import secrets
 
 from ..browser_files import FOLDER
 from .guard import Asgi, Message, Receive, Scope, Send
+from .own_files import compressed
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 _HEAD = (
     b'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg"><link rel="stylesheet" href="/ft/theme.css">'
     b'<link rel="stylesheet" href="/ft/shell.css"><link rel="stylesheet" href="/ft/fit.css">'
-    b'<link rel="stylesheet" href="/ft/run.css">'
+    b'<link rel="stylesheet" href="/ft/run.css"><link rel="stylesheet" href="/ft/runs.css">'
     b'<script type="module" src="/ft/page.js"></script><script type="module" src="/ft/fit.js"></script>'
-    b'<script type="module" src="/ft/run.js"></script></head>'
+    b'<script type="module" src="/ft/run.js"></script><script type="module" src="/ft/runs.js"></script>'
+    b'<script type="module" src="/ft/pick.js"></script></head>'
 )
+#: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
+_COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
 if (FOLDER / "inter.css").is_file():
     _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD
 
@@ -49,26 +54,31 @@ class PageFilter:
         nonce = secrets.token_urlsafe(16)
         start: Message | None = None
         body = b""
+        path, accepted = scope["path"], dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin1")
 
         async def filtered(message: Message) -> None:
             nonlocal start, body
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"content-security-policy", policy(nonce))]}
-                if _is_html(message):
+                if path.startswith("/assets/") and message["status"] == 200:
+                    message["headers"].append((b"cache-control", b"private, max-age=31536000, immutable"))
+                if _is_html(message) or path in _COMPRESSED:
                     start = message
                     return
             elif start is not None:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                page = rewritten(body, nonce)
+                page, encoding = compressed(rewritten(body, nonce) if _is_html(start) else body, accepted)
+                added = {**encoding, "content-length": str(len(page))}
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
-                await send({**start, "headers": [*headers, (b"content-length", str(len(page)).encode())]})
+                headers += [(key.encode(), value.encode()) for key, value in added.items()]
+                await send({**start, "headers": headers})
                 message = {"type": "http.response.body", "body": page}
             await send(message)
 
         plain = [(key, value) for key, value in scope["headers"] if key.lower() != b"accept-encoding"]
-        compressible = scope["path"].startswith(("/assets/", "/static/"))
+        compressible = scope["path"].startswith(("/assets/", "/static/", "/ft/"))
         await self.app(scope if compressible else {**scope, "headers": plain}, receive, filtered)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from finetune.errors import CommandError
+from finetune.errors import CommandError, FinetuneError
 from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.privacy import SETTINGS
 from finetune.system import port_socket
@@ -31,8 +31,8 @@ _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 #: Files of the page itself, below /ft.
 _FILES = (
-    "page.js", "fit.js", "run.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js", "theme.css", "shell.css",
-    "fit.css", "run.css", "chart.css", "favicon.svg",
+    "page.js", "fit.js", "run.js", "runs.js", "pick.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js",
+    "theme.css", "shell.css", "fit.css", "run.css", "runs.css", "chart.css", "favicon.svg",
 )  # fmt: skip
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 
@@ -80,19 +80,20 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
     import gradio
     from fastapi import FastAPI
-    from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse
+    from fastapi.responses import PlainTextResponse, RedirectResponse
 
     from ..context import Context
     from ..page import build_page
+    from .own_files import own_file
     from .series import series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
     for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
-        kind = _KINDS[path.suffix]
-        api.get(f"/ft/{path.name}")(lambda path=path, kind=kind: FileResponse(path, media_type=kind))
+        api.get(f"/ft/{path.name}")(own_file(path, _KINDS[path.suffix]))
     api.get("/ft/series/{name}")(series_of(context))
+    api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
@@ -111,6 +112,20 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 def _named(run: str, tab: str) -> dict[str, str]:
     """Parameters of a run's tab; without a name the page chooses the run."""
     return {"run": run, "tab": tab} if run else {"tab": tab}
+
+
+def _refused(context: Any) -> Any:
+    """The refused rows of the draft's data as a file."""
+    from fastapi.responses import PlainTextResponse
+
+    from ..views.data import as_csv
+
+    try:
+        answer = context.planner.ask("look", recipe=context.draft.read().text)
+    except FinetuneError as error:
+        return PlainTextResponse("\n".join(error.problems), status_code=404)
+    attached = {"content-disposition": 'attachment; filename="refused.csv"'}
+    return PlainTextResponse(as_csv(answer["report"]["rows_refused"]), media_type="text/csv", headers=attached)
 
 
 def _report(workspace: Workspace, name: str, file: str) -> Any:

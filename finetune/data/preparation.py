@@ -15,6 +15,7 @@ from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
+from finetune.data.pictures.columns import PICTURES, pictures_of
 from finetune.data.pictures.summary import summarise_pictures
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredRows
@@ -29,6 +30,8 @@ from finetune.settings.methods import METHODS
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.pictures.source import PictureSource
 
 #: Called with the tokenised rows and all rows; None if the total is known only after reading.
 Progress = Callable[[int, int | None], None]
@@ -71,6 +74,14 @@ class PreparedData:
             if index < table.num_rows:
                 row = table.slice(index, 1).to_pylist()[0]
                 return row["input_ids"], row["labels"]
+            index -= table.num_rows
+        raise IndexError(index)
+
+    def pictures(self, index: int) -> tuple[PictureSource, ...]:
+        """The pictures of one training sequence; none where rows have no pictures."""
+        for table in self.splits[0].tables():
+            if index < table.num_rows:
+                return pictures_of(table, index) if PICTURES in table.column_names else ()
             index -= table.num_rows
         raise IndexError(index)
 

@@ -22,6 +22,13 @@ class Refused:
     field: str | None
     reason: str
 
+    @property
+    def kind(self) -> str:
+        """The reason without the details of the row: rows of the same kind have the same remedy."""
+        name = re.sub(r"\[\d+\]", "[]", self.field) if self.field else ""
+        reason = re.split(r"[;:(]| \d", self.reason, maxsplit=1)[0].strip()
+        return f"{name} {reason}" if name else reason
+
     def __str__(self) -> str:
         return f"{self.file}, row {self.row}: {f'{self.field}: ' if self.field else ''}{self.reason}"
 
@@ -125,7 +132,7 @@ def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10)
     """How many rows are refused, and a line for each reason: how often, an example, and where the first three are."""
     groups: dict[str, list[Refused]] = {}
     for row in refused:
-        groups.setdefault(_reason(row), []).append(row)
+        groups.setdefault(row.kind, []).append(row)
     by_count = sorted(groups.values(), key=len, reverse=True)
     lines = [f"{len(refused):,} of {rows_read:,} row(s) can't be trained on:"]
     for rows in by_count[:max_reasons]:
@@ -148,16 +155,9 @@ def format_locations(rows: list[tuple[str, int]], limit: int = 3) -> str:
 
 
 def _reasons(refused: list[Refused], limit: int = 3) -> str:
-    reasons = Counter(_reason(row) for row in refused)
+    reasons = Counter(row.kind for row in refused)
     kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(limit))
     return f"{kinds}, ..." if len(reasons) > limit else kinds
-
-
-def _reason(row: Refused) -> str:
-    """The reason without the details of the row."""
-    name = re.sub(r"\[\d+\]", "[]", row.field) if row.field else ""
-    reason = re.split(r"[;:(]| \d", row.reason, maxsplit=1)[0].strip()
-    return f"{name} {reason}" if name else reason
 
 
 def printable(text: str, limit: int = 60) -> str:

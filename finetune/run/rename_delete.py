@@ -1,4 +1,4 @@
-"""Rename and delete runs, for the command line and the page."""
+"""Rename, delete and restore runs, for the command line and the page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from finetune.run.state import is_alive
 from finetune.system import rename
 
 _NAME = re.compile(r"[^\W_]([\w .+-]{0,98}[\w+-])?")  # a folder of Windows can't end in a dot
+
+#: Folder of deleted runs, and what is added to their names: when, and a number.
+_TRASH, _STAMP = ".trash", re.compile(r"-\d{8}-\d{6}-\d{6}$")
 
 
 def rename_run(run: RunDirectory, name: str) -> RunDirectory:
@@ -34,9 +37,30 @@ def delete_run(run: RunDirectory) -> Path:
     """Delete a run by moving it to .trash in its folder; returns its path there. Raises RecipeError when it is alive."""
     _refuse_alive(run)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
-    target = run.path.parent / ".trash" / f"{run.path.name}-{stamp}"
+    target = run.path.parent / _TRASH / f"{run.path.name}-{stamp}"
     target.parent.mkdir(exist_ok=True, mode=0o700)
     return rename(run.path, target)
+
+
+def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
+    """Name and folder of each deleted run of a folder of runs, the last deleted first."""
+    folders = [
+        path for path in (runs / _TRASH).glob("*") if path.is_dir() and not path.is_symlink() and _STAMP.search(path.name)
+    ]
+    folders.sort(key=lambda path: path.name[-22:], reverse=True)
+    return [(_STAMP.sub("", path.name), path) for path in folders]
+
+
+def restore_run(runs: Path, folder_name: str) -> RunDirectory:
+    """Move a deleted run back under its name. Raises RecipeError when there is none, or the name is taken."""
+    name = next((name for name, path in deleted_runs(runs) if path.name == folder_name), None)
+    if name is None:
+        raise CommandError(f"{folder_name[:100]!r} is not in the trash", f"See {runs / _TRASH}")
+    if (runs / name).exists():
+        raise CommandError(f"{name!r} exists already", "Rename that run first.")
+    run = RunDirectory(rename(runs / _TRASH / folder_name, runs / name))
+    remember(run)
+    return run
 
 
 def _refuse_alive(run: RunDirectory) -> None:

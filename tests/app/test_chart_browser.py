@@ -150,17 +150,19 @@ def test_a_million_steps_are_drawn_and_a_zoom_into_them_has_each(served, visit):
     wait_for(page, "chart.charts[0].u.data[0].filter((x) => x >= 500000 && x <= 500200).length === 201")
 
 
-def test_several_runs_are_compared_in_one_chart(served, visit):
+def test_several_runs_are_compared_in_one_chart_that_a_diverged_one_does_not_flatten(served, visit):
     for name in ("first run", "second run"):
         make_run(served[1], name, [*steps(1, 50, 100), State(state="finished")])
+    make_run(served[1], "diverged", [*(step(n, 500.0, 100) for n in range(1, 51)), State(state="diverged")])
     page = visit("runs")
-    for name, count in (("first run", 1), ("second run", 2)):
-        page.wait_for_selector(f"#runs-list >> text={name}")
-        page.click("#runs-compare input")
-        page.click(f"[role=option] >> text={name}")
-        wait_for(page, f"chart?.runs?.length === {count} && chart.charts?.length && chart.runs.every((run) => run.step === 50)")
-    page.wait_for_selector("#runs-compared .ftc-values >> text=second run")
+    for name in ("first run", "second run", "diverged"):
+        page.check(f"tr[data-run='{name}'] input")
+    page.click("#runs-chosen [data-deed=compare]")
+    wait_for(page, "chart?.charts?.length && chart.runs.length === 3 && chart.runs.every((run) => run.step === 50)")
     assert chart_of(page, "chart.panels.map((panel) => panel.title)") == ["Loss, smoothed", "Memory of the process, GiB"]
+    assert chart_of(page, "chart.charts[0].u.scales.y.max") < 4
+    page.click("ft-chart [data-do=scale]")
+    assert chart_of(page, "chart.charts[0].u.scales.y.max") > 500
 
 
 def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):

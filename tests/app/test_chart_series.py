@@ -156,7 +156,7 @@ def test_a_run_without_steps_has_panels_and_no_points(live):
     assert (
         news["step"] == 0
         and news["series"] == {}
-        and [panel["title"] for panel in news["panels"]] == ["Loss", "Card memory, GiB"]
+        and [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
     )
 
 

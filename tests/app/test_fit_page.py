@@ -65,6 +65,12 @@ def test_every_key_that_is_typed_is_taken_though_its_basis_is_the_key_before(vie
     assert view.follow("two")[0] == text
 
 
+def test_a_late_answer_to_the_first_tick_does_not_empty_the_stamp_that_is_asked_for(view):
+    """The browser sent it before the page was filled: with an empty stamp the page would say "planning" for ever."""
+    _, asked, *_ = view.tick("", None)
+    assert asked == view.context.draft.stamp == view.open()[1]
+
+
 def test_two_writes_of_one_moment_have_different_stamps(view):
     stamps = [view.slide("lora_r", rank, "one")[1] for rank in range(1, 30)]
     assert len(set(stamps)) == len(stamps)

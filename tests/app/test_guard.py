@@ -92,7 +92,7 @@ def routes(app):
 
 def configs(app):
     """What each page tells a browser of its components and handlers."""
-    for address in ("/", "/fit", "/run", "/runs"):
+    for address in ("/", "/model", "/data", "/fit", "/run", "/runs", "/models", "/settings"):
         page = send(app, "GET", address)[2]
         yield json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
 
@@ -307,7 +307,7 @@ def test_files_of_the_working_folder_and_links_are_not_served(app):
 def test_a_file_given_by_path_or_address_is_not_taken(app):
     """A handler that takes an upload must not be made to read another file of this machine, or of the network."""
     chosen = [item for config in configs(app) for item in config["dependencies"] if item["targets"][0][1] == "upload"]
-    assert len(chosen) == 2
+    assert len(chosen) == 3
     for source in (
         *({"path": str(app[2] / name)} for name in ("secret.txt", "secret.yaml", "secret.jsonl")),
         {"path": "/etc/passwd"},

@@ -10,9 +10,9 @@ import pytest
 import app_ticks
 from app import live as live_module
 from app.live import Digest, LiveRun
-from app.views.compare import last_loss
 from app.views.run import measured_peak, more_curves, numbers, summary_of
 from app.views.run_figures import figures, memory
+from app.views.run_row import last_loss
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
 from finetune.memory.forecast import Forecast

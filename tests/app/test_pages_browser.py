@@ -143,10 +143,13 @@ def fake_run(served, name, steps=50):
 
 
 def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
-    page = visit()
-    page.wait_for_selector("#data-report >> text=rows read")
-    assert page.input_value("#model-name input") == "tiny"
-    assert page.locator("#data-marked mark").count() > 0
+    page = visit("model")
+    page.wait_for_selector(".ft-models [aria-pressed=true] >> text=tiny")
+    page.click("text=Next: Data")
+    page.wait_for_selector("#data-head >> text=rows are ready")
+    page.click("#data-row [aria-label='next row']")
+    page.wait_for_selector("#data-row >> text=Row 2")
+    assert page.locator("#data-row pre mark").count() > 0
     assert "limit" in page.inner_text("#data-lengths")
 
     write_recipe(served, max_steps=150, save_steps=50, eval_steps=50)
@@ -186,10 +189,9 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     fake_run(served, "other run")
     compare = visit("runs")
     compare.wait_for_selector("#runs-list >> text=other run")
-    compare.click("#runs-compare input")
-    compare.locator("[role=option]").first.click()
-    compare.click("#runs-compare input")
-    compare.locator("[role=option]").last.click()
+    for box in compare.locator(".ft-runs tr input").all():
+        box.check()
+    compare.click("#runs-chosen [data-deed=compare]")
     compare.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
 
 
@@ -237,11 +239,10 @@ def test_open_pages_follow_runs_without_being_loaded_again(served, visit, kept_r
         listed.wait_for_selector(f"#runs-list >> text={step:,} of")
         page.wait_for_selector(f"#run-head >> text={step:,}")
     writer.close()
-    listed.click("#runs-name input")
-    listed.click("[role=option] >> text=followed")
+    listed.check("tr[data-run=followed] input")
     shutil.rmtree(run.path)
     listed.wait_for_selector("#runs-list >> text=followed", state="detached")
-    listed.wait_for_function("document.querySelector('#runs-name input').value === ''")
+    listed.wait_for_selector("#runs-chosen", state="hidden")
 
 
 def test_hostile_names_and_words_are_shown_as_text(served, visit):
@@ -386,6 +387,27 @@ def test_a_button_removes_what_blocks_a_run(served, visit):
     write_recipe(served)
 
 
+def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
+    rows = [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()]
+    rows[3]["messages"][0]["role"] = "usr"
+    rows[5]["messages"][1]["content"] = ""
+    (served.folder / "typed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_recipe(served, dataset="typed.jsonl")
+    page = visit("data")
+    page.click("#data-problems li:has-text('the answer is empty') >> text=Walk")
+    page.wait_for_selector("#data-row >> text=typed.jsonl, row 6")
+    with page.expect_download() as download:
+        page.click("text=List as CSV")
+    assert Path(download.value.path()).read_text().splitlines()[1].startswith("typed.jsonl,4,messages[0].role")
+    page.click("text=Correct")
+    page.wait_for_selector("#data-head >> text=899 of 900 rows are ready")
+    page.click("text=Leave all 1 out")
+    page.wait_for_selector("#data-problems >> text=All 1 are left out")
+    page.click("text=Next: Fit")
+    page.wait_for_selector("#fit-start:enabled")
+    write_recipe(served)
+
+
 def test_other_plans_are_forecast_by_themselves(served, visit):
     write_recipe(served, gpu="rtx-3060", activation_checkpointing="auto", optim="auto")
     try:
@@ -428,7 +450,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
     for name, address in screenshots.ADDRESSES.items():
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
-        page.wait_for_timeout(2500)
+        page.wait_for_timeout(1200)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         page.evaluate(axe)
         violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]

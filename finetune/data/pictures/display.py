@@ -6,16 +6,12 @@ import base64
 import re
 from collections.abc import Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.source import BadPicture, PictureSource, open_picture
 
-if TYPE_CHECKING:
-    from finetune.data.conversation import Message
-
 #: Longer side of a small picture in pixels, and how many of a row are shown.
-_SIDE, _SHOWN = 160, 4
+_MAX_SIDE, _SHOWN = 160, 4
 #: A token in angle or square brackets that stands four times or more in turn, as those of a picture do.
 _REPEATED = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}")
 
@@ -25,12 +21,9 @@ def with_counts(text: str) -> str:
     return _REPEATED.sub(lambda tokens: f"{tokens[1]} x {len(tokens[0]) // len(tokens[1]):,} ", text)
 
 
-def shown_message(message: Message, pictures: Sequence[PictureSource]) -> dict[str, Any]:
-    """A message's role, its text without marks, and small copies of its pictures, which are the first of `pictures`."""
-    text = "\n".join(text_pieces(message)) if "pictures" in message else str(message.get("content") or "")
-    count = message.get("pictures", 0)
-    small = [_small(source) for source in pictures[: min(count, _SHOWN)]]
-    return {"role": str(message["role"]), "text": text[:4000], "pictures": small, "more_pictures": max(0, count - _SHOWN)}
+def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
+    """Small copies of the first pictures of a row, with their sizes."""
+    return [_small(source) for source in pictures[:_SHOWN]]
 
 
 def _small(source: PictureSource) -> dict[str, Any]:
@@ -40,7 +33,7 @@ def _small(source: PictureSource) -> dict[str, Any]:
     except BadPicture:
         address = ""
     else:
-        picture.thumbnail((_SIDE, _SIDE))
+        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
         buffer = BytesIO()
         picture.save(buffer, "JPEG", quality=80)
         address = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,48 @@
+"""Models: what the runs have made, adapters, merged models and GGUF files, with size, place, scores, and what is served now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradio as gr
+
+from finetune.run.directory import RunDirectory
+
+from ..context import Context
+from ..views.binding import QUIET, show
+from ..views.model_files import ModelFile, models_of, models_table
+
+_TICK_S = 5.0
+_LISTED = 200
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components and their handlers."""
+    listed = show('<h1 class="ft-title" data-title="Models">Models</h1>', elem_id="models-list")
+
+    def shown() -> str:
+        runs = context.workspace.list_runs()[:_LISTED]
+        return models_table([model for run in runs for model in _of(context, run)], context.workspace.root)
+
+    page.load(shown, None, listed, **QUIET)
+    gr.Timer(_TICK_S).tick(shown, None, listed, **QUIET)
+
+
+def _of(context: Context, run: RunDirectory) -> list[ModelFile]:
+    """The models of one run; the server of a run answers with its adapter."""
+    base = Path(str(context.lives.of(run).plan().settings.model_name_or_path)).name
+    served = _address(context, run)
+    return [
+        ModelFile(
+            run.path.name, base, kind, path, size, context.scores.of(run) if kind == "adapter" else "",
+            served if kind == "adapter" else "",
+        )
+        for kind, path, size in models_of(run)
+    ]  # fmt: skip
+
+
+def _address(context: Context, run: RunDirectory) -> str:
+    task = context.tasks.of(run, "serve")
+    status, result = task.status(), task.result()
+    is_served = status is not None and status["state"] == "running" and isinstance(result, dict)
+    return str(result.get("url", "")) if is_served else ""

@@ -1,0 +1,88 @@
+"""Settings: theme, price of an hour, memory budget, the hub's login, and an examination of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from finetune.errors import FinetuneError
+
+from ..background.examination import Examination
+from ..context import Context
+from ..views import settings as view_of
+from ..views.binding import QUIET, change_trigger, fingerprint, show
+from ..views.markup import note, problem, settings_problem
+
+_TICK_S = 1.0
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """Components and their handlers."""
+    view = _View(context)
+    act = gr.Textbox(visible="hidden", elem_id="settings-act")
+    chosen, status = show(view_of.choices(0, "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
+    with gr.Column(elem_classes="ft-box"):
+        examined = show(view_of.examined(None, is_running=False), elem_id="settings-machine")
+    changed = change_trigger()
+    page.load(view.choices, None, chosen, **QUIET)
+    page.load(view.tick, None, changed, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, None, changed, **QUIET)
+    changed.change(view.examined, None, examined, **QUIET)
+    act.change(view.act, act, [status, changed], **QUIET)
+
+
+class _View:
+    """Handlers."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self._examination = context, Examination(context.workspace)
+
+    def choices(self) -> str:
+        """What is chosen now."""
+        budget = self.context.draft.read().values.get("memory_budget") or ""
+        return view_of.choices(self.context.preferences.price, "" if budget == "auto" else str(budget), _token_from())
+
+    def tick(self) -> str:
+        """A fingerprint of what the examination came to."""
+        return fingerprint(self.examined())
+
+    def examined(self) -> str:
+        """The last examination, and whether there is one going on."""
+        return view_of.examined(self._examination.last(), is_running=self._examination.is_running)
+
+    def act(self, message: str) -> list[Any]:
+        """What a form or the button asks for."""
+        try:
+            wish = json.loads(message)
+            if wish.get("examine"):
+                self._examination.start()
+                status = ""
+            elif "price" in wish:
+                status = note("Saved.", "ok") if self.context.preferences.set_price(str(wish["price"])) else _NO_PRICE
+            else:
+                status = self._set_budget(str(wish["budget"]).strip())
+        except (ValueError, KeyError, AttributeError, TypeError):  # no message of this page
+            return [gr.skip(), gr.skip()]
+        except FinetuneError as error:
+            status = problem(error.title, error.problems, error.fix)
+        return [status, self.tick()]
+
+    def _set_budget(self, budget: str) -> str:
+        edited = self.context.draft.change(memory_budget=budget or None)
+        return settings_problem(edited.problems, edited.fix) if edited.problems else note("Saved.", "ok")
+
+
+_NO_PRICE = problem("Not saved", ["the price is a number from 0"])
+
+
+def _token_from() -> str:
+    """Where the hub's token is from; empty without one. The token itself is never read into the page."""
+    from huggingface_hub import constants
+
+    if os.environ.get("HF_TOKEN"):
+        return "the environment"
+    return "a file of this user" if Path(constants.HF_TOKEN_PATH).is_file() else ""

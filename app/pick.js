@@ -1,0 +1,33 @@
+// Choosing a file by dropping it or from a dialog, and forms of the page's own HTML. The file goes the way of Gradio's own upload
+// button, which stands hidden beside the drop zone.
+import { send } from "./fit.js";
+
+const input = ({ dataset }) => document.querySelector(`input[type=file]:has(+ #${dataset.pick})`);
+const zoneOf = ({ target, dataTransfer }) => (dataTransfer?.types.includes("Files") ? target.closest?.("[data-pick]") ?? document.querySelector("[data-pick]") : null);
+
+document.addEventListener("click", ({ target }) => {
+  const zone = target.closest?.("[data-pick]");
+  if (zone) input(zone)?.click();
+});
+for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
+  document.addEventListener(name, (event) => {
+    const zone = zoneOf(event);
+    if (!zone) return;
+    event.preventDefault(); // a file beside the zone is taken, too, and does not replace the page
+    zone.classList.toggle("over", name === "dragenter" || name === "dragover");
+    if (name !== "drop" || !event.dataTransfer.files.length) return;
+    const box = input(zone), files = new DataTransfer();
+    files.items.add(event.dataTransfer.files[0]);
+    box.files = files.files;
+    box.dispatchEvent(new Event("change", { bubbles: true }));
+  });
+}
+document.addEventListener("change", ({ target }) => {
+  if (target.dataset.send) send({ [target.dataset.send]: target.value });
+});
+document.addEventListener("submit", (event) => {
+  const form = event.target.closest?.("[data-form]");
+  if (!form) return;
+  event.preventDefault();
+  send({ [form.dataset.form]: form.elements.value.value });
+});

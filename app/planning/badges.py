@@ -1,0 +1,68 @@
+"""Whether models fit with the draft's data and GPU: asked of the planner one at a time, while a page shows them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.planner.plan import Verdict
+
+from .draft import Draft
+from .planner import Planner
+
+#: Seconds after the last look at which the work stops.
+_LOOKED_S = 6.0
+
+
+class Badges:
+    """Verdicts by model. A question of the page waits for one verdict at most, not for all."""
+
+    def __init__(self, planner: Planner, draft: Draft) -> None:
+        self._planner, self._draft, self._lock = planner, draft, threading.Lock()
+        self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
+        self._wanted: list[str] = []
+        self._looked_s, self._is_working = 0.0, False
+
+    def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The verdicts that are there; the others are worked on while somebody looks."""
+        recipe = self._draft.read().recipe
+        if recipe is None:
+            return {}
+        key = _key(recipe)
+        with self._lock:
+            self._wanted, self._looked_s = list(names), time.monotonic()
+            if not self._is_working:
+                self._is_working = True
+                threading.Thread(target=self._work, daemon=True).start()
+        return {name: self._verdicts[key, name] for name in names if (key, name) in self._verdicts}
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            recipe, name = task
+            try:
+                answer = self._planner.ask("badges", recipe=recipe.text, models=[name])["badges"][name]
+            except FinetuneError as error:
+                answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+            self._verdicts[_key(recipe.recipe), name] = answer
+
+    def _next(self) -> Any:
+        """The draft and a model without a verdict; None, and the work ends, when there is none or nobody looks."""
+        edited = self._draft.read()
+        with self._lock:
+            if edited.recipe is not None and time.monotonic() - self._looked_s < _LOOKED_S:
+                key = _key(edited.recipe)
+                name = next((name for name in self._wanted if (key, name) not in self._verdicts), None)
+                if name is not None:
+                    return edited, name
+            self._is_working = False
+            return None
+
+
+def _key(recipe: Any) -> str:
+    """What a verdict depends on beside the model."""
+    values = recipe.model_dump(mode="json")
+    return json.dumps([values[name] for name in ("dataset", "gpu", "max_length")])

@@ -1,0 +1,90 @@
+"""The rows of the draft's data that can't be trained on: by kind, as they stand in their file, and corrected."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RecipeError
+
+from ..workspace import Workspace
+
+_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
+#: Files whose rows are lines.
+_LINES = (".jsonl", ".ndjson")
+_SHOWN_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Refused rows of one kind. `correction`: the wrong role and the one that was meant, where all rows have such a one."""
+
+    kind: str
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, without where in the row."""
+        field = re.sub(r"\[\d+\]", "[]", self.rows[0]["field"] or "")
+        return self.kind.removeprefix(field).strip()
+
+    @property
+    def correction(self) -> tuple[str, str] | None:
+        """Of the first row, where every row has one."""
+        matches = [_ROLE.search(row["reason"]) for row in self.rows]
+        return (matches[0][1], matches[0][2]) if matches[0] and all(matches) else None
+
+
+def problems_of(answer: dict[str, Any]) -> list[Problem]:
+    """The refused rows of an answer about the data, by kind, those with most rows first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for kind, row in zip(answer["kinds"], answer["report"]["rows_refused"], strict=True):
+        groups.setdefault(kind, []).append(row)
+    return sorted((Problem(kind, tuple(rows)) for kind, rows in groups.items()), key=lambda problem: -len(problem.rows))
+
+
+def source_text(root: Path, row: dict[str, Any]) -> str:
+    """The row as it stands in its file; empty where a row is not a line."""
+    path = root / row["file"]
+    if path.suffix not in (*_LINES, ".csv", ".tsv"):
+        return ""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return next(islice(file, row["row"] - 1, row["row"]), "")[:_SHOWN_CHARACTERS].strip()
+    except OSError:
+        return ""
+
+
+def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
+    """Write a copy of the rows' file with the roles that were meant; returns its path as a recipe names it.
+
+    Raises RecipeError where the file is none of lines of JSON.
+    """
+    paths = {workspace.root / row["file"] for row in rows}
+    if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:
+        raise RecipeError("only a file with a line of JSON for each row can be corrected here", "Correct the rows in the file.")
+    path = paths.pop()
+    numbers = {row["row"] for row in rows}
+    meant = {match[1]: match[2] for row in rows if (match := _ROLE.search(row["reason"]))}
+    target = workspace.folder("uploads") / f"{path.stem[:60]}-corrected-{secrets.token_hex(3)}.jsonl"
+    with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
+        for number, line in enumerate(source, 1):
+            copy.write(_corrected(line, meant) if number in numbers else line)
+    return (target.relative_to(workspace.root) if target.is_relative_to(workspace.root) else target).as_posix()
+
+
+def _corrected(line: str, meant: dict[str, str]) -> str:
+    """A row whose messages have the roles that were meant."""
+    row = json.loads(line)
+    for messages in row.values():
+        for message in messages if isinstance(messages, list) else []:
+            for key in ("role", "from"):
+                if isinstance(message, dict) and message.get(key) in meant:
+                    message[key] = meant[message[key]]
+    return json.dumps(row, ensure_ascii=False) + "\n"

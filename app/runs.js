@@ -1,0 +1,120 @@
+// The page of all runs: search, filters, hidden columns, what is chosen, the menu of a row, and renaming in its place.
+// The server replaces the table when a run has moved on, so all that a person does here is kept in `state` and applied anew.
+import { send } from "./fit.js";
+
+const find = (selector) => document.querySelector(selector);
+const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
+const shown = () => rows().filter((row) => !row.hidden);
+const saved = () => { try { return JSON.parse(localStorage.getItem("ft-runs-hidden")) ?? ["model"]; } catch { return ["model"]; } };
+const state = { chosen: new Set(), last: "", menu: "", renaming: "", text: "", hidden: new Set(saved()) };
+
+// The options of a filter are what the rows have; the one that was chosen stays.
+const offer = (select, values) => {
+  const wanted = [select.options[0].text, ...new Set(values)];
+  if ([...select.options].map(({ text }) => text).join("\n") === wanted.join("\n")) return;
+  const before = select.value;
+  select.replaceChildren(...wanted.map((text, n) => new Option(text, n ? text : "")));
+  select.value = wanted.includes(before) ? before : "";
+};
+
+const apply = () => {
+  if (!find("#runs-controls")) return;
+  const all = rows(), text = find("#runs-search").value.trim().toLowerCase();
+  const filters = [[find("#runs-state"), "stateName"], [find("#runs-model"), "modelName"]];
+  for (const [select, key] of filters) offer(select, all.map(({ dataset }) => dataset[key]));
+  const names = new Set(all.map(({ dataset }) => dataset.run));
+  for (const name of state.chosen) if (!names.has(name)) state.chosen.delete(name);
+  for (const row of all) {
+    const { run, modelName } = row.dataset;
+    row.hidden = !`${run} ${modelName}`.toLowerCase().includes(text) || filters.some(([select, key]) => select.value && row.dataset[key] !== select.value);
+    row.querySelector("input[type=checkbox]").checked = state.chosen.has(run);
+    row.classList.toggle("chosen", state.chosen.has(run));
+    if (run === state.renaming) rename(row);
+  }
+  const bar = find("#runs-chosen");
+  bar.hidden = state.chosen.size === 0;
+  const count = `${state.chosen.size} chosen`;
+  if (bar.firstChild.textContent !== count) bar.firstChild.textContent = count;
+  bar.querySelector("[data-deed=compare]").disabled = state.chosen.size < 2;
+  document.body.dataset.hiddenColumns = [...state.hidden].join(" ");
+  for (const box of document.querySelectorAll("[data-column]")) box.checked = !state.hidden.has(box.dataset.column);
+  for (const [name, list] of [["queued", "queue"], ["deleted", "trash"]]) {
+    const number = find(`#runs-${list} [data-count]`)?.dataset.count ?? "";
+    if (find(`#runs-${name}`).textContent !== number) find(`#runs-${name}`).textContent = number;
+  }
+};
+
+// An input where the name was; Enter takes what is typed, Escape leaves the name.
+const rename = (row) => {
+  const cell = row.querySelector(".c-name");
+  if (cell.querySelector("input")) return;
+  const box = Object.assign(document.createElement("input"), { value: state.text, maxLength: 100 });
+  box.setAttribute("aria-label", `New name of ${state.renaming}`);
+  cell.replaceChildren(box);
+  box.focus();
+  const end = (takes) => {
+    const [run, name] = [state.renaming, box.value.trim()];
+    if (!run) return;
+    state.renaming = "";
+    const link = Object.assign(document.createElement("a"), { href: `/run?run=${encodeURIComponent(run)}`, textContent: run });
+    cell.replaceChildren(link);
+    if (takes && name && name !== run) send({ deed: "rename", runs: [run], name });
+    row.querySelector(".ft-more").focus();
+  };
+  box.addEventListener("input", () => { state.text = box.value; });
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== "Escape") return;
+    event.preventDefault(); // the key would press the button that gets the focus
+    end(event.key === "Enter");
+  });
+  box.addEventListener("blur", () => setTimeout(() => { if (box.isConnected) end(true); }));
+};
+
+const choose = (row, isChosen, isSpan) => {
+  const names = shown().map(({ dataset }) => dataset.run), at = names.indexOf(row.dataset.run), from = names.indexOf(state.last);
+  const span = isSpan && from >= 0 ? names.slice(Math.min(at, from), Math.max(at, from) + 1) : [row.dataset.run];
+  for (const name of span) if (isChosen) state.chosen.add(name); else state.chosen.delete(name);
+  state.last = row.dataset.run;
+  apply();
+};
+
+const open = (button) => {
+  const menu = find("#runs-menu"), place = button.getBoundingClientRect();
+  state.menu = button.closest("tr").dataset.run;
+  menu.showPopover();
+  menu.style.top = `${Math.min(place.bottom + 4, innerHeight - menu.offsetHeight - 8)}px`;
+  menu.style.left = `${Math.max(8, place.right - menu.offsetWidth)}px`;
+  menu.firstChild.focus();
+};
+
+const act = (deed, isMenu) => {
+  const runs = isMenu ? [state.menu] : rows().map(({ dataset }) => dataset.run).filter((name) => state.chosen.has(name));
+  if (isMenu) find("#runs-menu").hidePopover();
+  if (deed === "rename") [state.renaming, state.text] = [state.menu, state.menu];
+  else if (deed === "none") state.chosen.clear();
+  else send({ deed, runs });
+  apply();
+};
+
+document.addEventListener("click", (event) => {
+  const { target } = event, row = target.closest?.("tr[data-run]");
+  if (row && target.matches("input[type=checkbox]")) choose(row, target.checked, event.shiftKey);
+  else if (row && target.matches(".ft-more")) open(target);
+  const { deed } = target.closest?.("#runs-menu [data-deed], #runs-chosen [data-deed]")?.dataset ?? {};
+  if (deed) act(deed, Boolean(target.closest("#runs-menu")));
+});
+document.addEventListener("input", ({ target }) => {
+  const { column } = target.dataset;
+  if (column) {
+    if (target.checked) state.hidden.delete(column); else state.hidden.add(column);
+    try { localStorage.setItem("ft-runs-hidden", JSON.stringify([...state.hidden])); } catch { /* a browser without storage */ }
+  }
+  if (column || target.closest("#runs-controls")) apply();
+});
+document.addEventListener("keydown", (event) => {
+  if (!event.target.closest?.("#runs-menu") || !["ArrowDown", "ArrowUp"].includes(event.key)) return;
+  event.preventDefault();
+  const step = event.key === "ArrowDown" ? "nextElementSibling" : "previousElementSibling";
+  event.target[step]?.focus();
+});
+new MutationObserver(apply).observe(document.documentElement, { childList: true, subtree: true });

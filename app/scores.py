@@ -1,0 +1,46 @@
+"""The newest evaluation of each run in a few characters, for lists of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.evaluate.results import read_evaluations
+from finetune.run.directory import RunDirectory
+
+#: Names of scores in a list.
+_SCORES = {"exact": "EM", "contains": "contains", "regex": "regex", "json": "JSON", "numeric": "number", "calls": "calls"}
+
+
+class Scores:
+    """The newest evaluation of each run as text; a file is read again when the folder changed."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Path, tuple[int, str]] = {}
+
+    def of(self, run: RunDirectory) -> str:
+        """`EM 0 → 97 %`: base and tuned model; empty without an evaluation."""
+        folder = run.path / "evaluations"
+        try:
+            stamp = folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return ""
+        if self._texts.get(folder, (0, ""))[0] != stamp:
+            self._texts[folder] = (stamp, _score(run))
+        return self._texts[folder][1]
+
+
+def _score(run: RunDirectory) -> str:
+    results = read_evaluations(run)
+    if not results:
+        return ""
+    folder = run.path / "evaluations"
+    newest = results[max(results, key=lambda name: (folder / f"scores-{name}.json").stat().st_mtime)]
+    base, tuned = (_share(newest, model) for model in ("base", "tuned"))
+    return f"{_SCORES[newest['score']]} {base} → {tuned} %" if newest["score"] in _SCORES and base and tuned else ""
+
+
+def _share(result: dict[str, Any], model: str) -> str:
+    score = result[model].get("score")
+    share = result[model].get("exact_match") if score is None or result["score"] == "exact" else score
+    return "" if share is None else f"{100 * share:.3g}"

@@ -1,0 +1,108 @@
+"""A run as one line of a list: what the pages that list runs show of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.events import Result
+from finetune.run.state import RunState
+from finetune.units import GIB
+
+from .charts import sparkline
+from .markup import inert
+from .run import measured_peak
+from .words import loss_text, minutes
+
+if TYPE_CHECKING:
+    from ..live import Digest, LiveRun
+    from ..scores import Scores
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """The facts of one run; a text is empty where there is nothing to show."""
+
+    name: str
+    model: str
+    state: RunState
+    steps: str
+    loss: str
+    curve: str
+    held_out: str
+    score: str
+    peak: str
+    time: str
+    started: str
+    tokens_per_s: str
+
+
+def row_of(live: LiveRun, scores: Scores) -> RunRow:
+    """The run as it is now."""
+    live.refresh()
+    digest, plan, state, name = live.digest, live.plan(), live.state(), live.run.path.name
+    total, started_s = plan.total_steps, live.run.plan.stat().st_mtime
+    loss = digest.series.get("loss")
+    label = f"Loss of {name}: {last_loss(digest)}"
+    newest = digest.newest_step
+    rate = newest.tokens_per_s if newest else None
+    return RunRow(
+        name, Path(str(plan.settings.model_name_or_path)).name, state, f"{digest.step:,}{f' of {total:,}' if total else ''}",
+        _last(digest), sparkline(loss.means(), label) if loss else "", _held_out(digest), scores.of(live.run),
+        peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(started_s),
+        f"{rate:,.0f}" if rate else "",
+    )  # fmt: skip
+
+
+def last_loss(digest: Digest) -> str:
+    """The newest step's training loss; where it is not a number, that, and the last one that was."""
+    loss = digest.series.get("loss")
+    if loss is None:
+        return "not measured"
+    return loss.newest_text("{:.4f}".format) if loss.missing or loss.last is None else f"{loss.last:.4f}"
+
+
+def peak_beside_forecast(live: LiveRun) -> str:
+    """`20.9 / 21.1`: GiB measured and forecast of the same process."""
+    plan = live.plan()
+    measured, forecast = measured_peak(live.digest, plan)[1], plan.forecast.peak_bytes if plan.forecast else None
+    texts = [f"{size / GIB:.1f}" if size else missing for size, missing in ((measured, "not yet"), (forecast, "no forecast"))]
+    return "" if measured is None and forecast is None else " / ".join(texts)
+
+
+def _last(digest: Digest) -> str:
+    loss = digest.series.get("loss")
+    if loss is None:
+        return ""
+    return f"{loss.missing[1]} at {loss.missing[0]:,}" if loss.missing else loss_text(loss.last or 0.0)
+
+
+def _held_out(digest: Digest) -> str:
+    """The lowest held-out loss; of a run that has ended, that of its result."""
+    result, series = digest.newest.get(Result.kind), digest.series.get("eval_loss")
+    if isinstance(result, Result) and result.eval_loss is not None:
+        return loss_text(result.eval_loss)
+    return loss_text(series.low) if series is not None and series.low is not None else ""
+
+
+def _training_s(digest: Digest) -> float:
+    """Seconds in training steps, without loading and evaluations."""
+    series = digest.series.get("step_s")
+    return sum(part.total for part in series.bins.values()) if series else 0.0
+
+
+def _day(moment_s: float) -> str:
+    """`today 14:58`, `24 Nov`; the year where it is another one."""
+    moment, now = time.localtime(moment_s), time.localtime()
+    if moment[:3] == now[:3]:
+        return time.strftime("today %H:%M", moment)
+    return time.strftime("%d %b" if moment[0] == now[0] else "%d %b %Y", moment).removeprefix("0")
+
+
+def link_to(name: str) -> str:
+    """The run's name as a link to its page."""
+    from urllib.parse import quote
+
+    return f'<a href="/run?run={quote(name)}">{inert(name)}</a>'

@@ -1,0 +1,97 @@
+"""Problems of the data by kind, corrected in a copy of the file, and listed; models are checked while somebody looks."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from app.pages.data import _View
+from app.planning.badges import Badges
+from app.planning.catalogue import Model
+from app.planning.draft import Draft
+from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
+from app.views.data import as_csv, problems
+from app.views.models import model_list
+from app.workspace import Workspace
+from finetune.data.report import Refused
+from finetune.errors import RecipeError
+from finetune.recipe import load_recipe
+
+ROWS = [
+    {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]} for role in ("usr", "user", "usr")
+]
+ROLE = "unknown role 'usr'; did you mean user?"
+REFUSED = [Refused("a.jsonl", 1, "messages[0].role", ROLE), Refused("a.jsonl", 3, "messages[0].role", ROLE),
+           Refused("a.jsonl", 2, None, "=SUM(A1) is not JSON: Expecting value (at character 1)")]  # fmt: skip
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return Workspace(tmp_path, tmp_path / "runs")
+
+
+def answer(refused=REFUSED):
+    rows = [{"file": row.file, "row": row.row, "field": row.field, "reason": row.reason} for row in refused]
+    return {"report": {"rows_refused": rows, "warnings": []}, "kinds": [row.kind for row in refused]}
+
+
+def test_problems_are_counted_by_kind_and_offer_what_was_meant():
+    first, second = problems_of(answer())
+    assert (len(first.rows), first.correction, second.correction) == (2, ("usr", "user"), None)
+    html = problems(problems_of(answer()), answer(), load_recipe("tiny-cpu"))
+    assert "<b>2</b><span>role 'usr', user meant?" in html and "Leave all 3 out" in html and html.count(">Walk<") == 2
+
+
+def test_roles_are_corrected_in_a_copy_and_other_rows_stay_as_they_are(workspace):
+    kind = problems_of(answer())[0]
+    lines = (workspace.root / with_roles_corrected(workspace, kind.rows)).read_text().splitlines()
+    assert [json.loads(line)["messages"][0]["role"] for line in lines] == ["user"] * 3
+    assert lines[1] == json.dumps(ROWS[1]) == source_text(workspace.root, {"file": "a.jsonl", "row": 2})
+    assert '"usr"' in (workspace.root / "a.jsonl").read_text()
+    with pytest.raises(RecipeError):
+        with_roles_corrected(workspace, [{"file": "a.csv", "row": 1, "reason": ROLE}])
+
+
+def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
+    rows = as_csv(answer()["report"]["rows_refused"]).splitlines()
+    assert rows[0] == "file,row,field,reason" and len(rows) == 4
+    assert rows[3].startswith("a.jsonl,2,,'=SUM(A1)")
+
+
+def test_buttons_of_the_data_page_change_the_draft(workspace):
+    draft = Draft(workspace)
+    view = _View(SimpleNamespace(workspace=workspace, draft=draft, planner=SimpleNamespace(ask=lambda *_, **__: answer())))
+    for wish in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
+        status, _, stamp = view.act(json.dumps(wish))
+        assert (status, stamp) == ("", draft.stamp), wish
+    dataset = draft.read().recipe.dataset
+    assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
+    assert draft.read().recipe.chat_template == "plain"
+    before = draft.stamp
+    for message in ("", "[]", "{}", '{"walk": 9, "at": 0}', '{"correct": "x"}', '{"hold_out": null}'):
+        view.act(message)
+    assert draft.stamp == before
+
+
+def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):
+    asked = []
+
+    def ask(kind, models, **_):
+        asked.append(models)
+        return {"badges": {models[0]: {"verdict": "fits", "peak_bytes": 2**30, "parameters": 10**9}}}
+
+    badges = Badges(SimpleNamespace(ask=ask), Draft(workspace))
+    names = ["one", "two", "three"]
+    deadline = time.monotonic() + 30
+    while len(verdicts := badges.of(names)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert asked == [["one"], ["two"], ["three"]]
+    html = model_list([Model(name, "folder") for name in [*names, "four"]], "two", verdicts)
+    assert (
+        "3 of 4 checked" in html
+        and html.count("Fits: 1.0 GiB") == 3
+        and "1 B parameters" in html.replace("1.0", "1").replace("1B", "1 B")
+    )
+    assert html.count('aria-pressed="true"') == 1 and "\N{EN DASH}" not in html

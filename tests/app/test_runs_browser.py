@@ -1,0 +1,111 @@
+"""The pages that list runs, in Chromium: search, filters, columns, choosing, renaming in place, deleting with undo; Home.
+
+Fails on any console message, any request to another host and any HTTP 5xx.
+"""
+
+import json
+
+import pytest
+from written_runs import append, make_run, step, steps
+
+from finetune.events import Evaluation, Result, State
+
+pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+NAMES = ("delta", "charlie", "bravo", "alpha")  # the newest is first in the table
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written(served):
+    for name in reversed(NAMES):
+        make_run(served[1], name, [*steps(1, 40), Evaluation(step=40, eval_loss=0.5, eval_s=1.0)])
+    append_end(served, "alpha", "finished")
+    for name in ("bravo", "charlie"):
+        append_end(served, name, "failed")
+
+
+def append_end(served, name, state):
+    from finetune.run.directory import RunDirectory
+
+    append(RunDirectory(served[1] / name), [Result(step=40, eval_loss=0.5), State(state=state, exit_code=0)])
+
+
+def listed(page):
+    return page.locator(".ft-runs tr[data-run]:not([hidden]) .c-name").all_inner_texts()
+
+
+def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(served, visit):
+    page = visit("runs")
+    page.wait_for_selector("tr[data-run=alpha]")
+    page.fill("#runs-search", "LPH")
+    assert listed(page) == ["alpha"]
+    page.fill("#runs-search", "")
+    page.select_option("#runs-state", "Failed")
+    assert sorted(listed(page)) == ["bravo", "charlie"]
+    page.select_option("#runs-state", "")
+    page.click(".ft-pop summary")
+    page.uncheck("[data-column=peak]")
+    assert page.locator("td.c-peak").first.is_hidden()
+    page.keyboard.press("Escape")
+    page.click(".ft-pop summary")
+
+    first, last = listed(page)[0], listed(page)[2]
+    page.check(f"tr[data-run={first}] input")
+    page.click(f"tr[data-run={last}] input", modifiers=["Shift"])
+    assert "3 chosen" in page.inner_text("#runs-chosen")
+    append_step(served, "delta")
+    page.wait_for_selector("tr[data-run=delta] >> text=41 of")  # the table was replaced, what was chosen stays
+    assert page.locator(".ft-runs tr.chosen").count() == 3
+    page.click("#runs-chosen [data-deed=none]")
+
+    page.click("tr[data-run=alpha] .ft-more")
+    page.click("#runs-menu [data-deed=rename]")
+    page.fill("tr[data-run=alpha] .c-name input", "renamed")
+    append_step(served, "delta", 42)
+    page.wait_for_selector("tr[data-run=delta] >> text=42 of")
+    page.press("tr[data-run=alpha] .c-name input", "Enter")  # what was typed stays, too
+    page.wait_for_selector("tr[data-run=renamed]")
+
+    page.click("tr[data-run=renamed] .ft-more")
+    page.click("#runs-menu [data-deed=delete]")
+    page.wait_for_selector(".ft-undo >> text=Deleted renamed")
+    page.wait_for_selector("tr[data-run=renamed]", state="detached")
+    page.click(".ft-undo button")
+    page.wait_for_selector("tr[data-run=renamed]")
+
+
+def append_step(served, name, number=41):
+    from finetune.run.directory import RunDirectory
+
+    append(RunDirectory(served[1] / name), [step(number)])
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_home_and_lists_are_accessible_and_fit_a_phone(served, visit, axe, theme):
+    page = visit("", color_scheme=theme)
+    pages = {"": "#home-recent li", "runs": "tr[data-run=delta]", "models": "text=No models yet", "settings": "#set-price"}
+    for address, ready in pages.items():
+        page.goto(f"{served[0]}{address}")
+        page.wait_for_selector(ready)
+        for width in (1440, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.evaluate(axe)
+            violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+            shown = [(item["id"], [node["html"][:200] for node in item["nodes"][:3]]) for item in violations]
+            assert shown == [], (address, width, json.dumps(shown, indent=1))
+            assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, address
+
+
+def test_a_file_that_is_dropped_on_home_is_the_data_of_a_new_run(served, visit, tmp_path):
+    page = visit("")
+    page.wait_for_selector("[data-pick]")
+    page.wait_for_selector("input[type=file]", state="attached")
+    rows = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    page.evaluate(
+        """(rows) => { const files = new DataTransfer(); files.items.add(new File([rows], "tickets.jsonl"));
+        const zone = document.querySelector("[data-pick]");
+        zone.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true })); }""",
+        rows,
+    )
+    page.wait_for_url("**/data")
+    page.wait_for_selector("#ft-steps >> text=tickets-")

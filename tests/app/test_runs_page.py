@@ -1,0 +1,115 @@
+"""The list of runs, what its buttons do, and Home, which shows the newest of them."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from written_runs import make_run, steps
+
+from app.background.queue import Queue
+from app.live import LiveRuns
+from app.machine import Machine
+from app.pages import home as home_page
+from app.pages.runs import _View
+from app.planning.draft import Draft
+from app.scores import Scores
+from app.views import home as home_view
+from app.views.rail import GpuMemory, RunningJob
+from app.views.run_row import row_of
+from app.workspace import Workspace
+from finetune.errors import CommandError
+from finetune.evaluate.results import Comparison, Score
+from finetune.events import Evaluation, Result, State
+from finetune.files import write_json
+from finetune.units import GIB
+
+ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_loss=0.5), State(state="finished", exit_code=0)]
+
+
+@pytest.fixture
+def context(tmp_path):
+    workspace = Workspace(tmp_path, tmp_path / "runs")
+    for name in ("first", "second"):
+        make_run(workspace.runs, name, [*steps(1, 20), *ENDED])
+    lives = LiveRuns(workspace.folder("series"))
+    return SimpleNamespace(
+        workspace=workspace, lives=lives, scores=Scores(), queue=Queue(workspace), draft=Draft(workspace), started=[]
+    )
+
+
+def acted(context, **wish):
+    return _View(context).act(json.dumps(wish))[0]
+
+
+def scored(run, base=0.0, tuned=0.97):
+    (run.path / "evaluations").mkdir(exist_ok=True)
+    models = [Score(share, 1.0, ["a"], scores=[share], score=share) for share in (base, tuned)]
+    write_json(run.path / "evaluations" / "scores-exact.json", Comparison(1, *models, ["p"], ["r"], 1.0).as_json())
+
+
+def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
+    run = context.workspace.run("first")
+    scored(run)
+    row = row_of(context.lives.of(run), context.scores)
+    assert (row.held_out, row.score, row.time, row.steps) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
+    assert row.peak == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
+
+
+def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):
+    status = acted(context, deed="delete", runs=["first", "second"])
+    assert "Deleted 2 runs" in status and context.workspace.list_runs() == []
+    folders = [path.name for _, path in context.workspace.deleted()]
+    assert sorted(name for name, _ in context.workspace.deleted()) == ["first", "second"]
+    assert "Restored" in acted(context, restore=folders)
+    assert {run.path.name for run in context.workspace.list_runs()} == {"first", "second"}
+    deleted = context.workspace.discard(context.workspace.run("first"))
+    make_run(context.workspace.runs, "first", steps(1, 2))
+    assert "exists already" in acted(context, restore=deleted.name)
+    for name in ("../first", "first", "..", ""):
+        with pytest.raises(CommandError):
+            context.workspace.restore(name)
+
+
+def test_a_run_is_renamed_and_its_recipe_duplicated(context):
+    assert "is now called third" in acted(context, deed="rename", runs=["first"], name="third")
+    assert "not a valid run name" in acted(context, deed="rename", runs=["second"], name="../x")
+    context.workspace.run("third").recipe.write_text("model_name_or_path: tiny\n")
+    assert 'data-go="/fit"' in acted(context, deed="duplicate", runs=["third"])
+    assert context.draft.read().text == "model_name_or_path: tiny\n"
+
+
+def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
+    scored(context.workspace.run("second"))
+    path = context.workspace.run("second").plan
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps({**plan, "plan": {**plan["plan"], "lora_r": 77}}))
+    html = _View(context).act(json.dumps({"deed": "compare", "runs": ["first", "second"]}))[1]
+    assert "LoRA rank" in html and ">77<" in html and "EM 0 → 97 %" in html and "Weight decay" not in html
+    assert "two runs or more" in _View(context).act(json.dumps({"deed": "compare", "runs": ["first"]}))[1]
+
+
+@pytest.mark.parametrize(
+    "message", ["", "[]", "{}", '{"deed": "delete"}', '{"deed": "delete", "runs": ["../x", 3]}', '{"x": 1}']
+)
+def test_a_message_that_means_nothing_changes_nothing(context, message):
+    _View(context).act(message)
+    assert len(context.workspace.list_runs()) == 2
+
+
+def test_home_says_what_this_machine_has_and_what_the_last_runs_came_to(context, monkeypatch):
+    scored(context.workspace.run("second"))
+    monkeypatch.setattr(Machine, "status", lambda _: (RunningJob("first", 0.61, 960), []))
+    head, running, recent, _ = home_page._View(context).show("")
+    assert "No GPU here. Plan for one, or run the demo on the CPU." in head
+    assert "61% · 16 min left" in running and "EM 0 → 97 %" in recent and "held out 0.500" in recent
+    assert "Good to go: RTX 4090, 23.0 GiB free" in home_view.machine(
+        [GpuMemory("NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB)]
+    )
+
+
+def test_a_hub_dataset_of_home_becomes_the_drafts(context):
+    status, *_ = home_page._View(context).act(json.dumps({"hub": " alice/tickets "}))
+    assert "data-go=" in status and context.draft.read().recipe.dataset.path == "alice/tickets"
+    assert "not supported" in home_page._View(context).upload("/etc/passwd")
+    shutil.rmtree(context.workspace.root / "runs")

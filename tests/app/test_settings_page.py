@@ -1,0 +1,58 @@
+"""Settings that stay, the examination of this machine, and the list of models that runs have made."""
+
+import json
+
+import pytest
+
+from app.context import Context
+from app.pages.fit import _View as FitView
+from app.pages.models import _of
+from app.pages.settings import _View
+from app.views.model_files import models_table
+from app.views.settings import examined
+from app.workspace import Workspace
+from finetune.run.directory import RunDirectory
+
+
+@pytest.fixture
+def context(tmp_path):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    yield context
+    context.close()
+
+
+def acted(context, **wish):
+    return _View(context).act(json.dumps(wish))[0]
+
+
+def test_the_price_stays_and_is_that_of_fit(context):
+    assert "Saved" in acted(context, price="1,25")
+    assert FitView(context).open()[2] == 1.25
+    for text in ("a", "-1", "nan", "1e999"):
+        assert "Not saved" in acted(context, price=text)
+    assert context.preferences.price == 1.25 and 'value="1.25"' in _View(context).choices()
+    (context.workspace.state / "preferences.json").write_text("{")
+    assert context.preferences.price == 0
+
+
+def test_the_budget_is_the_drafts_and_a_wrong_one_is_said(context):
+    assert "Saved" in acted(context, budget="20GiB") and context.draft.read().recipe.memory_budget != "auto"
+    assert "1 setting to correct" in acted(context, budget="much")
+    assert "Saved" in acted(context, budget="") and context.draft.read().recipe.memory_budget == "auto"
+
+
+def test_what_is_wrong_with_the_machine_stands_first():
+    findings = [{"check": check, "state": state, "what": "<b>", "fix": ""} for check, state in (("a", "ok"), ("b", "fail"))]
+    html = examined({"findings": findings, "time_s": 0.0}, is_running=False)
+    assert html.index("Broken") < html.index("Good") and "<b>b</b>" in html and "&lt;b&gt;" in html
+
+
+def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(context, kept_run):
+    run = RunDirectory(kept_run(context.workspace.runs))
+    (run.path / "merged").mkdir()
+    for name in ("merged/config.json", "merged/model.safetensors", "model.gguf"):
+        (run.path / name).write_bytes(b"x" * 100)
+    models = _of(context, run)
+    assert [(model.kind, model.bytes) for model in models][1:] == [("merged model", 200), ("GGUF", 100)]
+    assert models[0].kind == "adapter" and models[0].bytes > 1000
+    assert "runs/finished/model.gguf" in models_table(models, context.workspace.root)
