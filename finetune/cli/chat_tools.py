@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from finetune.errors import CommandError
 from finetune.printable import printable
 
 if TYPE_CHECKING:
+    from finetune.data.pictures.source import PictureSource
     from finetune.evaluate.answerer import Answerer
     from finetune.model.generate import Streamed
 
@@ -48,18 +49,20 @@ def require_calls(answerer: Answerer) -> None:
 
 
 def answer_turns(
-    answerer: Answerer, turns: list[dict[str, Any]], tools: Tools, say: Callable[[str], None], **options: Any
-) -> tuple[Streamed, Answer]:
-    """The answer to `turns`, which is appended to them, with its calls if there are tools."""
+    answerer: Answerer, turns: list[dict[str, Any]], tools: Tools, say: Callable[[str], None],
+    pictures: Sequence[PictureSource] = (), **options: Any,
+) -> tuple[Streamed, Answer]:  # fmt: skip
+    """The answer to `turns`, which is appended to them, with its calls if there are tools. `pictures`: those of all turns."""
     from finetune.evaluate.call_stream import CallStream
 
     reader = answerer.reader if tools else None
     if reader is None:
-        reply = answerer.stream(answerer.prompt_ids(turns), say=say, **options)
+        reply = answerer.stream(answerer.prompt_ids(turns, (), pictures), say=say, pictures=pictures, **options)
         turns.append({"role": "assistant", "content": reply.text})
         return reply, Answer(reply.text)
     call_stream = CallStream(reader, tools, say)
-    reply = answerer.stream(answerer.prompt_ids(turns, tools), say=call_stream.add, with_calls=True, **options)
+    prompt_ids = answerer.prompt_ids(turns, tools, pictures)
+    reply = answerer.stream(prompt_ids, say=call_stream.add, with_calls=True, pictures=pictures, **options)
     answer = call_stream.finish()
     calls = {"tool_calls": answer.calls} if answer.calls else {}
     turns.append({"role": "assistant", "content": answer.text, **calls})

@@ -188,6 +188,7 @@ def chat_with(
     The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
     `tools_file`: JSON with the tools that the models may call; the user types what they answer.
     """
+    from finetune.cli.chat_pictures import COMMAND, ChatPictures
     from finetune.cli.chat_tools import answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
 
     tools = read_tools_file(tools_file)
@@ -220,21 +221,26 @@ def chat_with(
         err.print(f"[dim]{escape(run.path.name)} answers; /use {escape(' or /use '.join(list(answerers)[1:]))} changes that[/]")
     sampling, start = Sampling(temperature, top_p, seed), [{"role": "system", "content": system}] if system else []
     messages: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    pictures = ChatPictures()
     used = [run.path.name] if prompt is None else list(answerers)
     for question in [prompt] if prompt is not None else _questions():
         if prompt is None and question.split()[:1] == ["/use"]:
             used = _switch_run(question, used, answerers, as_json)
             continue
+        if prompt is None and question.split()[:1] == [COMMAND]:
+            _add_picture(pictures, question, first, as_json)
+            continue
+        message = pictures.message(question)
         asked = [(name, model) for model in models for name in (used if model == "tuned" else used[:1])]
         for name, model in asked:
             answerer, turns = answerers[name], messages.setdefault((name, model), list(start))
-            turns.append({"role": "user", "content": question})
+            turns.append(dict(message))
             if len(asked) > 1 and not as_json:
                 out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
             while True:
                 with answerer.using(model), _stop_on_ctrl_c() as stopped:
                     reply, answer = answer_turns(
-                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece,
+                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece, pictures.sent,
                         max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped,
                     )  # fmt: skip
                 if as_json:
@@ -252,6 +258,16 @@ def chat_with(
                         raise KeyboardInterrupt
                 if prompt is not None or not ask_for_replies(answer, turns):
                     break
+
+
+def _add_picture(pictures: Any, command: str, answerer: Answerer, as_json: bool) -> None:
+    """Add the picture of `/image PATH`; a file that is no picture is said, and the chat goes on."""
+    try:
+        note = pictures.add(command, answerer)
+    except CommandError as error:
+        note = " ".join([*error.problems, error.fix]).strip()
+    if not as_json:
+        err.print(f"[dim]{escape(note)}[/]")
 
 
 def _switch_run(question: str, used: list[str], names: Collection[str], as_json: bool) -> list[str]:

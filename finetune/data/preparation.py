@@ -22,6 +22,7 @@ from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source
+from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe, Recipe
@@ -214,7 +215,7 @@ def encode(
     """
     dataset = _as_method_reads(recipe)
     sources, eval_sources = sources_of(dataset)
-    encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs)
+    encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
     infos = file_infos(dataset) if infos is None else infos
     row_counter = _RowCounter(progress, infos.values(), dataset.max_rows)
     train = _load_rows(sources, infos, dataset, dataset.max_rows, encoder, row_counter)

@@ -7,31 +7,43 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import Answer, display_text
 from finetune.data.example import Example
-from finetune.data.tokens import Encoder
+from finetune.data.pictures.placement import text_pieces
+from finetune.data.pictures.tensors import stored
+from finetune.data.tokens import Encoder, PictureLoader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def questions_of(examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def questions_of(
+    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, pictures: PictureLoader | None = None
+) -> list[dict[str, Any]]:
     """`prompt` (text), `prompt_ids` and `answer` of each row; rows of plain text, which have no prompt, and answers that are
     marked bad are left out.
 
     Rows with tools also have `tools`, the `calls` of the answer, and its `answer_tokens`; `answer` has the calls as text.
+    Rows with pictures have them as `pictures`; `pictures` loads the model's processor.
     """
-    encoder, rows = Encoder(tokenizer, conversations=False), []
+    encoder, rows = Encoder(tokenizer, conversations=False, pictures=pictures), []
     for example in examples:
         question, calls = example.question(), example.calls()
         answer = display_text(Answer(example.messages[example.answers[-1]]["content"], calls)) if calls else example.reference()
         if not question or answer is None or example.desirable is False:
             continue
-        text = question if isinstance(question, str) else question[-1]["content"]
-        prompt_ids = encoder.prompt_ids(question, example.tools)
+        text = question if isinstance(question, str) else _shown(question[-1])
+        prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
         if example.tools or calls:
             row |= {"tools": list(example.tools), "calls": calls, "answer_tokens": _answer_tokens(example, encoder, prompt_ids)}
+        if example.pictures:
+            row["pictures"] = [stored(picture) for picture in example.pictures]
         rows.append(row)
     return rows
+
+
+def _shown(message: dict[str, Any]) -> str:
+    """The text of a prompt; pictures are left out."""
+    return " ".join(text_pieces(message)) if "pictures" in message else str(message["content"])
 
 
 def _answer_tokens(example: Example, encoder: Encoder, prompt_ids: list[int]) -> int:

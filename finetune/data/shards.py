@@ -17,7 +17,7 @@ from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.example import Example
 from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
-from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, sizes_of
+from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, pictures_of_sequences, sizes_of
 from finetune.data.report import Refused
 from finetune.data.writing_scripts import SCRIPTS, script_of
 
@@ -224,6 +224,11 @@ class StoredRows:
         """Whether each row is an answer that is marked good or bad."""
         return any(part.format == "labelled" for part in self.parts)
 
+    @cached_property
+    def have_pictures(self) -> bool:
+        """Whether some rows have pictures."""
+        return bool(len(self.picture_sizes.rows))
+
     def has(self, flag: str) -> np.ndarray:
         """Whether each row has the flag."""
         return (self.flags & np.uint32(_BIT[flag])) != 0
@@ -258,6 +263,8 @@ class StoredRows:
             start, end = end, end + len(columns["input_ids"])
             if self.are_labelled:
                 columns["desirable"] = pa.array(desirable[start:end])
+            if self.have_pictures:
+                columns[PICTURES] = pictures_of_sequences(table, _list_lengths(table["input_ids"]))
             yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
     def _table_index(self, index: int) -> int:

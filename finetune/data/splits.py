@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES
 from finetune.data.report import Refused
 from finetune.data.shards import StoredExamples, StoredRows
 from finetune.data.tokens import NOT_TRAINED
@@ -21,6 +22,8 @@ from finetune.data.tokens import NOT_TRAINED
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
+
+    from finetune.data.pictures.processing import PictureProcessor
 
 #: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
 _IN_MEMORY_BYTES = 64 * 2**20
@@ -104,6 +107,14 @@ class LimitedSplit:
         prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
         return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
 
+    def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
+        """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
+        sizes = self.stored.picture_sizes.of_rows(np.logical_or.reduce(self.passes))
+        fitted = [processor.size(int(width), int(height)) for width, height in zip(sizes.widths, sizes.heights, strict=True)]
+        values = np.bincount(sizes.rows, [processor.value_count(*size) for size in fitted]) if fitted else np.zeros(0)
+        row = int(values.argmax()) if len(values) else -1
+        return tuple(size for size, owner in zip(fitted, sizes.rows, strict=True) if owner == row)
+
     @property
     def total_tokens(self) -> int:
         """Tokens of the rows used."""
@@ -163,7 +174,11 @@ class LimitedSplit:
         from datasets.table import InMemoryTable
 
         tables = list(self.tables())
-        table = pa.concat_tables(tables) if tables else _schema(labelled=self.stored.are_labelled).empty_table()
+        table = (
+            pa.concat_tables(tables)
+            if tables
+            else _schema(labelled=self.stored.are_labelled, pictures=self.stored.have_pictures).empty_table()
+        )
         return Dataset(InMemoryTable(table), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
@@ -172,7 +187,7 @@ class LimitedSplit:
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 
     def _sequence_tables(self) -> Iterator[pa.Table]:
-        schema = _schema(labelled=self.stored.are_labelled)
+        schema = _schema(labelled=self.stored.are_labelled, pictures=self.stored.have_pictures)
         pending: list[pa.Table] = []
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
         for table, mask, indices in shards:
@@ -225,11 +240,13 @@ class LimitedSplit:
         return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
 
 
-def _schema(*, labelled: bool = False) -> pa.Schema:
+def _schema(*, labelled: bool = False, pictures: bool = False) -> pa.Schema:
     import pyarrow as pa
 
-    tokens = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
-    return pa.schema([*tokens, ("desirable", pa.bool_())] if labelled else tokens)
+    columns = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
+    columns += [("desirable", pa.bool_())] if labelled else []
+    columns += [(PICTURES, LIST_OF_PICTURES)] if pictures else []
+    return pa.schema(columns)
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:

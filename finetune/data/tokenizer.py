@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.data.new_tokens import add_tokens
@@ -15,6 +15,8 @@ from finetune.settings import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.pictures.processing import PictureProcessor
 
 #: A folder without any of these has no tokenizer, even if the library would build one from config.json.
 _TOKENIZER_FILES = (
@@ -57,6 +59,28 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     choose_pad(tokenizer)
     add_tokens(tokenizer, recipe)
     return tokenizer
+
+
+class ModelPictures:
+    """Loads the processor of a recipe's model, or one that a run has saved in `folder`."""
+
+    def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
+        self._recipe, self._folder = recipe, folder
+        self._path = _path_or_hub_id(recipe.model_name_or_path) if folder is None else folder
+
+    @property
+    def identity(self) -> list[Any]:
+        """All that decides the tokens of a picture beside the tokenizer, as JSON values."""
+        from finetune.data.pictures.processing import processor_identity
+
+        return [self._recipe.max_pixels, *processor_identity(self._path)]
+
+    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
+        """Raises ModelError for one that can't be used."""
+        from finetune.data.pictures.processing import processor_for
+
+        revision = self._recipe.model_revision if isinstance(self._path, str) else None
+        return processor_for(self._recipe, tokenizer, self._path, revision=revision)
 
 
 def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,21 @@ from finetune.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.pictures.processing import PictureProcessor
+    from finetune.data.pictures.source import PictureSource
+
+
+class PictureLoader(Protocol):
+    """Loads a model's processor with its tokenizer."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """All that decides the tokens of a picture beside the tokenizer, as JSON values."""
+
+    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
+        """Raises RecipeError where there is none."""
+
 
 #: The label of tokens that are not trained on.
 NOT_TRAINED = -100
@@ -65,10 +80,13 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False
-    ) -> None:
-        """`conversations`: whether the rows are conversations; None: it depends on each row."""
+        self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False,
+        pictures: PictureLoader | None = None,
+    ) -> None:  # fmt: skip
+        """`conversations`: whether the rows are conversations; None: it depends on each row. `pictures`: loads the model's
+        processor when a row has some."""
         self.tokenizer = tokenizer
+        self._pictures = pictures
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
         self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}
@@ -103,6 +121,7 @@ class Encoder:
         """sha256 of all that decides the tokens of a row: vocabulary, rules, special tokens and chat template."""
         tokenizer = self.tokenizer
         parts = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary, self.train_on_inputs]
+        parts += self._pictures.identity if self._pictures else []
         return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     @cached_property
@@ -139,22 +158,37 @@ class Encoder:
                 "Choose a model that reads pictures, for example  model_name_or_path=Qwen/Qwen3-VL-4B-Instruct\n"
                 "or leave the pictures out:  'dataset.ignore_columns=[images, image]'",
             )
+        self.picture_processor  # noqa: B018 - a model without one is refused before rows are read
 
-    def prompt_ids(self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
+    @cached_property
+    def picture_processor(self) -> PictureProcessor:
+        """The model's processor. Raises RecipeError where there is none."""
+        if self._pictures is None:
+            raise RecipeError("there are pictures, and this command reads text only", "Leave the pictures out.")
+        return self._pictures(self.tokenizer)
+
+    def prompt_ids(
+        self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
+    ) -> list[int]:
         """Tokens of a prompt exactly as in training: messages with the generation prompt, or a plain prompt."""
         if isinstance(question, str):
             ids = self._tokenise_texts([question], plain=True)[0][0]
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
-        return self.conversation_ids(question, tools, prompt=True)
+        return self.conversation_ids(question, tools, prompt=True, pictures=pictures)
 
     def conversation_ids(
-        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False
-    ) -> list[int]:
-        """Tokens of messages exactly as in training, with the generation prompt if `prompt`."""
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False,
+        pictures: Sequence[PictureSource] = (),
+    ) -> list[int]:  # fmt: skip
+        """Tokens of messages exactly as in training, with the generation prompt if `prompt`. `pictures`: one for each mark in
+        the messages."""
         self.use_template()
         assert self.template is not None
         with _data_errors():
-            return self._rendered_ids(self.template.render(self._escaper.escape(messages), tools, prompt=prompt))
+            text = self.template.render(self._escaper.escape(messages), tools, prompt=prompt)
+            if pictures:
+                text = self.picture_processor.expanded(Rendered(text, []), pictures).text
+            return self._rendered_ids(text)
 
     def call_prompt_ids(
         self, question: list[Message], tools: tuple[dict[str, Any], ...], name: str | None
@@ -207,6 +241,8 @@ class Encoder:
             if any(self._escaper.contains_special(message["content"]) for message in example.messages):
                 escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
             rendered = [self.template.full_sequence(escaped)] if self.train_on_inputs else self.template.sequences(escaped)
+            if example.pictures:
+                rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
         except BadRow as error:
             return error
         rendered = [self._escaper.unescape(sequence) for sequence in rendered]

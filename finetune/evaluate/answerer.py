@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data import Encoder
-from finetune.data.tokenizer import run_tokenizer
+from finetune.data.pictures.tensors import PictureTensors
+from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.errors import CommandError
 from finetune.files import read_json, sha256_of
-from finetune.model.generate import Sampling, Streamed, greedy_answers, streamed_answer
+from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.quantised_cache import load_base
@@ -31,6 +33,7 @@ from finetune.settings.base_formats import base_format_of
 
 if TYPE_CHECKING:
     from finetune.data.answer_reader import AnswerReader
+    from finetune.data.pictures.source import PictureSource
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.settings import Settings
@@ -87,7 +90,9 @@ class Answerer:
         """Use the run's own tokenizer and template."""
         self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
-        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
+        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
+        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
         self.plain = is_plain(run)
 
     def load(self, adapter: Path | None) -> Any:
@@ -115,13 +120,19 @@ class Answerer:
         yield
 
     def answer(
-        self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False
-    ) -> list[str]:
-        """Greedy answers to tokenised prompts, as one batch, without special tokens; `with_calls`: with them, as calls need."""
+        self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False,
+        pictures: Sequence[Sequence[PictureSource]] = (),
+    ) -> list[str]:  # fmt: skip
+        """Greedy answers to tokenised prompts, as one batch, without special tokens; `with_calls`: with them, as calls need.
+        `pictures`: of each prompt."""
         return greedy_answers(
             self.model, self.tokenizer, questions, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
-            streamer=streamer, with_special_tokens=with_calls,
+            streamer=streamer, with_special_tokens=with_calls, more_inputs=self.more_inputs(pictures),
         )  # fmt: skip
+
+    def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
+        """Makes what the model gets beside a batch's tokens; None for a model of text."""
+        return functools.partial(self._tensors, rows=pictures) if self._tensors else None
 
     def _stops(self, with_calls: bool) -> set[int]:
         return self.encoder.stops | (self.encoder.answers.stops if with_calls else set())
@@ -129,6 +140,7 @@ class Answerer:
     def stream(
         self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
         stopped: Callable[[], bool] = lambda: False, with_calls: bool = False, constraint: Any = None,
+        pictures: Sequence[PictureSource] = (),
     ) -> Streamed:  # fmt: skip
         """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`.
 
@@ -137,11 +149,16 @@ class Answerer:
         return streamed_answer(
             self.model, self.tokenizer, question, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
             sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=with_calls, constraint=constraint,
+            more_inputs=self.more_inputs([pictures]),
         )  # fmt: skip
 
-    def prompt_ids(self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = ()) -> list[int]:
+    def prompt_ids(
+        self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
+    ) -> list[int]:
         """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
-        return self.encoder.prompt_ids(messages[-1]["content"], ()) if self.plain else self.encoder.prompt_ids(messages, tools)
+        if self.plain:
+            return self.encoder.prompt_ids(messages[-1]["content"], ())
+        return self.encoder.prompt_ids(messages, tools, pictures)
 
     def constrained_prompt(self, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
         """Tokens of a prompt, and the constraint under which its answer is JSON of a schema. Raises DataError, CommandError."""

@@ -10,9 +10,10 @@ from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.example import Example
 from finetune.data.examples import SplitRows, read_examples
+from finetune.data.pictures.tensors import stored
 from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
-from finetune.data.tokens import Encoder
+from finetune.data.tokens import Encoder, PictureLoader
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
 from finetune.run.base_adapter import HELD_OUT
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 #: Columns of the tokenised held-out rows: rejected ones of pairs only, `desirable` of labelled rows -> the field of EvalRows.
 _SEQUENCES = {
     "input_ids": "ids", "labels": "labels", "rejected_input_ids": "rejected_ids", "rejected_labels": "rejected_labels",
-    "desirable": "desirable",
+    "desirable": "desirable", "pictures": "pictures",
 }  # fmt: skip
 
 
@@ -43,6 +44,8 @@ class EvalRows:
 
     `calls` are those that are expected of each row's answer, `tools` those that are offered, `answer_tokens` the most tokens of
     an expected answer with calls; all are empty if no row has tools.
+
+    `prompt_pictures` are those of each prompt, `pictures` of each sequence; both are empty if no row has any.
     """
 
     prompts: list[str] = field(default_factory=list)
@@ -56,6 +59,8 @@ class EvalRows:
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: list[list[dict[str, Any]]] = field(default_factory=list)
     answer_tokens: int = 0
+    prompt_pictures: list[list[dict[str, Any]]] = field(default_factory=list)
+    pictures: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
@@ -94,13 +99,19 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     return _eval_rows(questions, **{_SEQUENCES[name]: values for name, values in sequences.items()})
 
 
-def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> EvalRows:
-    """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read."""
+def file_rows(
+    path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: PictureLoader | None = None
+) -> EvalRows:
+    """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read.
+
+    `pictures` loads the processor of the run.
+    """
     split = _read_like(settings, path, limit)
     encoder = Encoder(
         tokenizer,
         conversations=any(example.messages for example in split.examples),
         train_on_inputs=settings.train_on_inputs,
+        pictures=pictures,
     )
     encoded = encoder.encode(split.examples)
     encoded_examples = list(zip(split.examples, encoded, strict=True))
@@ -114,12 +125,18 @@ def file_rows(path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase,
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
-    questions = questions_of(usable, tokenizer)
+    questions = questions_of(usable, tokenizer, pictures)
     if split.format == "preference":
         pairs = {"rejected_ids": ids[1::2], "rejected_labels": labels[1::2]}
         return _eval_rows(questions, ids=ids[::2], labels=labels[::2], **pairs)
     desirable = [bool(example.desirable) for example in usable] if split.format == "labelled" else []
-    return _eval_rows(questions, ids=ids, labels=labels, desirable=desirable)
+    of_sequences = [
+        [stored(picture) for picture in example.pictures]
+        for example, result in encoded_examples
+        for _ in (() if isinstance(result, BadRow) else result)
+    ]
+    own = of_sequences if any(of_sequences) else []
+    return _eval_rows(questions, ids=ids, labels=labels, desirable=desirable, pictures=own)
 
 
 def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
@@ -183,7 +200,8 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
 def _eval_rows(questions: list[dict[str, Any]], **sequences: Any) -> EvalRows:
     """`sequences`: fields of EvalRows."""
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    rows = EvalRows(prompts, prompt_ids, answers, **sequences)
+    pictures = [row.get("pictures") or [] for row in questions] if any("pictures" in row for row in questions) else []
+    rows = EvalRows(prompts, prompt_ids, answers, prompt_pictures=pictures, **sequences)
     if not any("calls" in row for row in questions):
         return rows
     return replace(

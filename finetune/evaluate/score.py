@@ -13,7 +13,8 @@ import torch
 
 from finetune.data.answer_reader import AnswerReader
 from finetune.data.call_syntax import display_text
-from finetune.data.tokenizer import run_tokenizer
+from finetune.data.pictures.tensors import source_of
+from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
@@ -31,6 +32,8 @@ from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
+    from finetune.data.pictures.source import PictureSource
+    from finetune.model.generate import MoreInputs
     from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
@@ -66,7 +69,8 @@ def compare(
     if data is None:
         eval_rows = held_out_rows(run, rows, of_first_run=forgetting)
     else:
-        eval_rows = file_rows(data, plan.settings, tokenizer, rows)
+        pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
+        eval_rows = file_rows(data, plan.settings, tokenizer, rows, pictures)
     chosen_scorer = score or scorer("calls" if eval_rows.calls else "exact")
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
@@ -176,9 +180,11 @@ class ModelOutputs:
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
         form = ["calls"] if reader else []
-        self._answer_keys = [digest([ids, max_new_tokens, *form]) for ids in rows.prompt_ids] if max_new_tokens else []
+        shown, read = _digests(rows.prompt_pictures, rows.prompt_ids), _digests(rows.pictures, rows.ids + rows.rejected_ids)
+        prompts = zip(rows.prompt_ids, shown, strict=True) if max_new_tokens else ()
+        self._answer_keys = [digest([ids, max_new_tokens, *form, *its]) for ids, its in prompts]
         self._sequences = list(zip((*rows.ids, *rows.rejected_ids), (*rows.labels, *rows.rejected_labels), strict=True))
-        self._loss_keys = [digest([ids, labels]) for ids, labels in self._sequences]
+        self._loss_keys = [digest([*sequence, *its]) for sequence, its in zip(self._sequences, read, strict=True)]
         lengths = [len(ids) + (max_new_tokens or 0) for ids in rows.prompt_ids]
         self._run_batches(self._answer_keys, lengths, self._add_answers, "answered")
         self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
@@ -221,13 +227,17 @@ class ModelOutputs:
                 finished += len(batch)
 
     def _add_answers(self, batch: list[int]) -> None:
-        questions, options = [self._rows.prompt_ids[row] for row in batch], {"with_calls": True} if self._reader else {}
+        questions = [self._rows.prompt_ids[row] for row in batch]
+        options: dict[str, Any] = {"with_calls": True} if self._reader else {}
+        if self._rows.prompt_pictures:
+            options["pictures"] = _sources(self._rows.prompt_pictures, batch)
         answers = self._load().answer(questions, max_new_tokens=self._max_new_tokens or 1, **options)
         self._journal.add({self._answer_keys[row]: {"answer": answer} for row, answer in zip(batch, answers, strict=True)})
 
     def _add_losses(self, batch: list[int]) -> None:
         ids, labels = ([self._sequences[row][part] for row in batch] for part in (0, 1))
-        entries = losses(self._load().model, ids, labels, self._load().device)
+        more = self._load().more_inputs(_sources(self._rows.pictures, batch)) if self._rows.pictures else None
+        entries = losses(self._load().model, ids, labels, self._load().device, more)
         self._journal.add({self._loss_keys[row]: entry for row, entry in zip(batch, entries, strict=True)})
 
     def score(self, scorer: Scorer) -> Score:
@@ -268,6 +278,16 @@ class ModelOutputs:
         return self._loss_keys[:count], self._loss_keys[count:]
 
 
+def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
+    """What the keys of rows have of their pictures; nothing for rows of text."""
+    return [[picture["digest"] for picture in its] for its in pictures] or [[] for _ in rows]
+
+
+def _sources(pictures: list[list[dict[str, Any]]], rows: list[int]) -> list[list[PictureSource]]:
+    """The pictures of each of these rows."""
+    return [[source_of(picture) for picture in pictures[row]] for row in rows]
+
+
 def _mean(values: list[Any]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -293,14 +313,18 @@ def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def losses(model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str) -> list[dict[str, Any]]:
+def losses(
+    model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str, more_inputs: MoreInputs | None = None
+) -> list[dict[str, Any]]:
     """For each row, in one batch: mean negative log-likelihood of its trained tokens (0 without any), their number, and how
     many of them are the likeliest token."""
     ids = _padded(row_ids, 0, device)
     mask = _padded([[1] * len(row) for row in row_ids], 0, device)
     labels = _padded(row_labels, -100, device)[:, 1:]
     trained = labels != -100
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1][trained].float()
+    more = more_inputs(ids.cpu()) if more_inputs else {}
+    more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
     token_losses = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
     is_right = logits.argmax(dim=-1) == labels[trained]
     counts = trained.sum(dim=1).tolist()

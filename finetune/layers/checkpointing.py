@@ -23,8 +23,10 @@ def base_of(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, which support gradient checkpointing, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The decoder layers, which support gradient checkpointing, in order; a vision tower's are not among them."""
+    path = getattr(base_of(model), "decoder_path", "")
+    decoder = base_of(model).get_submodule(path) if path else model
+    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def outside_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from finetune.compat.bitsandbytes import int8_matmul
@@ -67,7 +68,7 @@ class CudaFunctions(TorchFunctionMode):
             return func(*args, **{**kwargs, "dropout_p": 0.0})
         if func is torch.bincount:  # transformers before 5.23 counts a mixture's tokens by expert
             return args[0].new_empty(kwargs["minlength"])
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype is torch.bool:
+        if func is torch.Tensor.__getitem__ and type(args[1]) is FakeTensor and args[1].dtype is torch.bool:
             return _Selected.apply(*args, self.trained_tokens)
         if torch.is_autocast_enabled("cpu"):
             if func in _FP32:

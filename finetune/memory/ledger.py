@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 #: How settings that decide bytes enter the cache key where not by their value. None: the key has them already, as the batch's
 #: shape, the card's capability or the configuration.
 _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
-    "gradient_accumulation_steps": lambda settings: settings.gradient_accumulation_steps != 1,
+    # micro-batches with pictures wait on the GPU, so that their number counts
+    "gradient_accumulation_steps": lambda settings: (
+        settings.gradient_accumulation_steps if settings.vision else settings.gradient_accumulation_steps != 1
+    ),
     # a file's layers pass through the same buffers
     "layer_offloading": lambda settings: settings.layer_offloading is not False,
     "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
@@ -255,7 +258,11 @@ def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, An
     eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
     eval_share = rows.trained_share if rows.eval_trained_share is None else rows.eval_trained_share
     train_rows = sequences * micro_batch
-    widths = {"mismatched_tokens": rows.mismatched_tokens} if has_kl(settings.method, settings.loss_type) else {}
+    widths: dict[str, Any] = (
+        {"mismatched_tokens": rows.mismatched_tokens} if has_kl(settings.method, settings.loss_type) else {}
+    )
+    if settings.vision is True:
+        widths |= {"pictures": rows.pictures, "eval_pictures": rows.eval_pictures or rows.pictures}
     return {
         **widths,
         "rows": train_rows, "tokens": _padded(settings, micro_batch, rows.tokens),

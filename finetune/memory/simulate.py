@@ -35,13 +35,15 @@ from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
+from finetune.memory.picture_inputs import picture_inputs
 from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.small_values import SmallValues
 from finetune.memory.trace import NotRepeated
 from finetune.memory.tracker import StorageTracker
 from finetune.methods import method_of
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
-from finetune.model.language_model import text_config
+from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, read_outside, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
@@ -67,7 +69,8 @@ class Batch:
     `padded`: rows differ in length, so that a model that needs a mask reads it.
     `mismatched_tokens`: width of a KL batch; None: as wide as the batch.
     `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
-    tokens, of which `eval_trained_tokens` count; by default as in training.
+    tokens, of which `eval_trained_tokens` count; by default as in training. `pictures`: width and height of those of each row,
+    and `eval_pictures` of each held-out row.
     """
 
     rows: int
@@ -79,12 +82,14 @@ class Batch:
     eval_tokens: int | None = None
     eval_trained_tokens: int | None = None
     mismatched_tokens: int | None = None
+    pictures: tuple[tuple[int, int], ...] = ()
+    eval_pictures: tuple[tuple[int, int], ...] = ()
 
     def for_evaluation(self) -> Batch:
         """The micro-batch of an evaluation."""
         tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
         trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
-        return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained)
+        return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained, pictures=self.eval_pictures)
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
-        batch = replace(batch, padded=batch.padded and needs_padding_mask(config))
+        batch = replace(batch, padded=batch.padded and (loads_vision(config) or needs_padding_mask(config)))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)
         cast_trainable(model, torch.float32)  # as PEFT makes them
@@ -213,9 +218,9 @@ def _run(
     if settings.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
     tracker.recording.begin("micro-batch")
-    inputs = _inputs(settings, batch, tracker)
+    batches = [*_waiting_inputs(settings, batch, tracker), _inputs(settings, batch, tracker)]
     with step_context(settings, "cpu"):
-        loss = _forward(method, model, batch, inputs, tracker, "forward")
+        loss = _forward(method, model, batch, batches[-1], tracker, "forward")
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
         backward(loss)
     del loss
@@ -226,7 +231,8 @@ def _run(
     with paged_states_on_host(on_cpu):
         optimizer.step()
     optimizer.zero_grad()
-    del inputs
+    if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
+        batches.clear()
     tracker.recording.begin("save")
     gc.collect()
     tracker.phase, tracker.part = "save", "workspace"
@@ -251,6 +257,8 @@ def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
     """The batch that TRL's collator puts on the GPU."""
     tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    if settings.vision is True:
+        return picture_inputs(settings, batch.rows, batch.tokens, batch.pictures)
     shape = (batch.rows, batch.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
     if settings.packing is True:
@@ -264,12 +272,20 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
     return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
+def _waiting_inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> list[dict[str, Any]]:
+    """The other micro-batches of the step, which the trainer puts on the GPU before the first: of text they are small, and left
+    out."""
+    if settings.vision is not True:
+        return []
+    return [_inputs(settings, batch, tracker) for _ in range(settings.gradient_accumulation_steps - 1)]
+
+
 def _forward(
     method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
 ) -> torch.Tensor:
     """Forward and loss, which `RunTrainer.compute_loss` also calls. The mask of rows of equal length has no effect."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    masked = batch.padded and batch.rows > 1
+    masked = (batch.padded and batch.rows > 1) or method.settings.vision is True
     computed = method.loss(_AutocastModel(model, method.settings), inputs if masked else without_mask(inputs))
     return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
 
@@ -366,6 +382,8 @@ def _fake_tensors(
         if settings.packing is not True:
             stack.enter_context(without_packing_detection())
         stack.enter_context(fake_tensor_mode())
+        if settings.vision is True:
+            stack.enter_context(SmallValues())
         yield semantics
 
 

@@ -61,6 +61,6 @@ def trl_arguments(
         dataloader_num_workers=settings.dataloader_num_workers,
         dataloader_pin_memory=not on_cpu,
         accelerator_config={"non_blocking": not on_cpu},  # a batch is copied while the step before it still computes
-        remove_unused_columns=not METHODS[settings.method].has_own_format,
+        remove_unused_columns=not METHODS[settings.method].has_own_format and settings.vision is not True,
         **training_arguments(settings),
     )

@@ -18,6 +18,7 @@ from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
+from finetune.model.vision_parts import untrained_vision
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
@@ -37,7 +38,8 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     adapters = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
-        exclude_modules=_excluded_modules(model), trainable_token_indices=token_indices(model, settings),
+        exclude_modules=_excluded_modules(model, settings.train_vision),
+        trainable_token_indices=token_indices(model, settings),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
@@ -93,9 +95,10 @@ def _linear_names(model: torch.nn.Module) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
 
 
-def _excluded_modules(model: PreTrainedModel) -> str | None:
-    """PEFT's `exclude_modules`: what is no part of the language model, and linear layers whose result isn't their product."""
-    patterns = [outside_language_model(model)]
+def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
+    """PEFT's `exclude_modules`: what is no part of the language model and isn't trained, and linear layers whose result isn't
+    their product."""
+    patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
     odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})
     if model.config.model_type in _MAMBA:
         odd += ["out_proj", "conv1d"]

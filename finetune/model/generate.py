@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+#: Tokens of a batch -> the other inputs of a model by name.
+MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -46,10 +49,12 @@ def greedy_answers(
     max_new_tokens: int,
     streamer: Any = None,
     with_special_tokens: bool = False,
+    more_inputs: MoreInputs | None = None,
 ) -> list[str]:
     """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`; returns text.
 
     Prompts are padded on the left. The model should be in evaluation mode. No random numbers are drawn.
+    `more_inputs`: makes what the model gets beside the tokens, as for pictures.
     """
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
@@ -58,6 +63,7 @@ def greedy_answers(
     output_ids = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
         max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=streamer,
+        **_more(more_inputs, ids, model),
     )  # fmt: skip
     return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=not with_special_tokens)
 
@@ -75,6 +81,7 @@ def streamed_answer(
     stopped: Callable[[], bool] = lambda: False,
     with_special_tokens: bool = False,
     constraint: Any = None,
+    more_inputs: MoreInputs | None = None,
 ) -> Streamed:
     """Continue a tokenised prompt, passing each new piece of text to `on_text`; ends early once `stopped()`.
 
@@ -99,12 +106,18 @@ def streamed_answer(
     output_ids = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
         pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
-        logits_processor=[constraint] if constraint else None, **sampled,
+        logits_processor=[constraint] if constraint else None, **sampled, **_more(more_inputs, ids, model),
     )  # fmt: skip
     new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _end_tokens(model, stops)
     return Streamed(text, len(new), time.perf_counter() - began, stop_requested[0] and not ended, ended)
+
+
+def _more(more_inputs: MoreInputs | None, ids: torch.Tensor, model: Any) -> dict[str, Any]:
+    """What the model gets beside the tokens, on its device."""
+    inputs = more_inputs(ids.cpu()) if more_inputs else {}
+    return {name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:

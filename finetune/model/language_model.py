@@ -15,7 +15,15 @@ from transformers.utils import ModelOutput
 
 from finetune.compat.transformers import causal_class, image_text_class
 
-__all__ = ["attention_by_part", "is_multimodal", "model_class", "outside_language_model", "text_config"]
+__all__ = [
+    "attention_by_part",
+    "is_multimodal",
+    "loads_vision",
+    "mark_vision",
+    "model_class",
+    "outside_language_model",
+    "text_config",
+]
 
 #: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
 _OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "output_router_logits"}
@@ -35,18 +43,31 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return image_text_class(config) is not None and text_config(config) is not config
 
 
+def mark_vision(config: PretrainedConfig) -> None:
+    """Have the whole model built from this configuration, with its vision tower. Raises ValueError for one without."""
+    if not is_multimodal(config):
+        raise ValueError("it has no vision tower")
+    config.loads_vision = True
+
+
+def loads_vision(config: PretrainedConfig) -> bool:
+    """Whether the whole model is built from this configuration."""
+    return bool(getattr(config, "loads_vision", False))
+
+
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class to build: a causal language model, or a multimodal model without its other parts; None when neither."""
+    """The class to build: a causal language model, or a multimodal model, without its other parts unless the configuration is
+    marked; None when neither."""
     whole = image_text_class(config)
     if is_multimodal(config):
-        return _text_only(whole)
+        return _with_vision(whole) if loads_vision(config) else _text_only(whole)
     causal = causal_class(config)
     return whole if causal is None and whole is not None and whole.__name__.endswith("ForCausalLM") else causal
 
 
 def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
     """`attn_implementation` for building: the parts that are left out may not support the language model's kernel."""
-    if attention is None or not is_multimodal(config):
+    if attention is None or not is_multimodal(config) or loads_vision(config):
         return attention
     text = text_config(config)
     return {"": attention} | {
@@ -58,6 +79,17 @@ def outside_language_model(model: Any) -> str | None:
     """PEFT's `exclude_modules`: a pattern of the modules that the whole model has beside these; None for a model of text."""
     path = getattr(model, "language_model_path", None)
     return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
+
+
+@cache
+def _with_vision(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of the same name that says where its language model is."""
+
+    def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
+        whole.__init__(self, config, *arguments, **named)
+        self.decoder_path, _ = _find_decoder(self)
+
+    return type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__})
 
 
 @cache
@@ -107,10 +139,7 @@ def _has_head(decoder: Any) -> bool:
 
 def _keep_language_model(model: Any) -> None:
     """Remove all modules but the language model and the output layer, and pass text straight to it."""
-    own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
-    decoder = own[0] if own else model.get_decoder()
-    names = {id(module): name for name, module in model.named_modules()}
-    decoder_path = names.get(id(decoder), "")
+    decoder_path, decoder = _find_decoder(model)
     parent = decoder_path.rpartition(".")[0]
     own_head = bool(decoder_path) and _has_head(decoder)
     if not decoder_path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
@@ -126,6 +155,13 @@ def _keep_language_model(model: Any) -> None:
                 delattr(module, child)
     whole = model.get_submodule(parent)
     whole.forward = _text_forward(decoder, whole)
+
+
+def _find_decoder(model: Any) -> tuple[str, Any]:
+    """The language model of a whole model, and its name; empty where it is no part of it."""
+    own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
+    decoder = own[0] if own else model.get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder), ""), decoder
 
 
 def _kept_modules(model: Any) -> list[str]:

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from finetune.compat.transformers import without_session_id
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config, resolve_model_path
-from finetune.model.language_model import model_class, text_config
+from finetune.model.language_model import mark_vision, model_class, text_config
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
@@ -27,7 +27,7 @@ def load_config(settings: Recipe) -> PretrainedConfig:
 
 
 def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
-    """A configuration from the content of config.json.
+    """A configuration from the content of config.json, marked if the vision tower is loaded, too.
 
     Raises RecipeError for an unknown model type, a model that needs remote code, or missing or impossible dimensions.
     """
@@ -42,6 +42,8 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
     config_class = CONFIG_MAPPING[kind]
     try:
         config = _config_of(config_class, {key: value for key, value in values.items() if key != "model_type"})
+        if settings.vision is True:
+            mark_vision(config)
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise RecipeError(f"model_name_or_path {name}: its config.json is not valid for a {kind} model: {error}") from None
     if reason := _why_no_decoder(config):

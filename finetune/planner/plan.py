@@ -76,6 +76,8 @@ class DataStatistics:
     eval_longest: int = 0  # tokens of the longest held-out row
     eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
     longest_mismatched: int = 0  # the longest prompt and the longest answer together; 0: not known
+    pictures: tuple[tuple[int, int], ...] = ()  # width and height of those of the row with most pixels, after max_pixels
+    eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
 
     @property
     def longest(self) -> int | None:
@@ -85,6 +87,8 @@ class DataStatistics:
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
         shape = self._row_shape(settings, tokens)
+        if self.pictures:
+            shape = replace(shape, pictures=self.pictures, eval_pictures=self.eval_pictures)
         if not has_kl(settings.method, settings.loss_type):
             return shape
         return replace(shape, mismatched_tokens=min(settings.max_length, self.longest_mismatched or 2 * tokens))
@@ -330,7 +334,7 @@ class Plan:
         # a run from before there were any goes on without
         before = {
             "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
-            "offloaded_layers": 0,
+            "offloaded_layers": 0, "vision": False,
         }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})

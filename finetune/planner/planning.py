@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.errors import DataError, ModelError, RecipeError
@@ -20,6 +20,7 @@ from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.compatibility import address_problems
+from finetune.settings.vision import with_vision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +63,8 @@ def plan_recipe(
     read = rows(recipe)
     recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
     reasons |= {"trained_embedding_rows": reason} if reason else {}
+    recipe, vision_reasons = with_vision(recipe, has_pictures=bool(read.statistics and read.statistics.pictures))
+    reasons |= vision_reasons
 
     def completed(plan: Plan) -> Plan:
         for note in (renamed, *read.notes):
@@ -208,12 +211,21 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
         held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
         total=training.total_tokens, trained_total=training.trained_tokens,
         longest_mismatched=max(split.longest_mismatched() for split in selected.splits),
+        **_picture_statistics(selected),
     )  # fmt: skip
+
+
+def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
+    """The pictures of the training row and of the held-out row that take most pixel values; nothing without any."""
+    if not any(split.stored.have_pictures for split in selected.splits):
+        return {}
+    largest = [split.largest_pictures(selected.encoded.encoder.picture_processor) for split in selected.splits]
+    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else ()}
 
 
 def statistics_of_lengths(
     lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
-    total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0,
+    total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0, **pictures: Any,
 ) -> DataStatistics:  # fmt: skip
     """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss. `total` and
     `trained_total`: in all, where a row has more sequences than one."""
@@ -227,7 +239,7 @@ def statistics_of_lengths(
         int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),
         eval_total_tokens=int(eval_tokens.sum()), eval_longest=int(eval_tokens.max(initial=0)),
-        eval_most_trained=_largest(eval_counts), longest_mismatched=longest_mismatched,
+        eval_most_trained=_largest(eval_counts), longest_mismatched=longest_mismatched, **pictures,
     )  # fmt: skip
 
 

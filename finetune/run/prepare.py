@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
 from finetune.card.compiler import COMPILER_FIX
+from finetune.compat.processors import save_processor
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
@@ -47,6 +48,7 @@ class Prepared:
     plan: Plan
     data: PreparedData
     tokenizer: Any
+    pictures: Any = None  # the model's processor, for rows with pictures
 
 
 def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda _: None) -> Prepared:
@@ -72,7 +74,10 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     plan = check_layer_offloading(plan, force=force)
     if not card.is_cpu and (lacking := triton_needs()):
         plan = plan.with_note(f"{lacking}: the run computes the loss without Triton's kernels, which is slower")
-    return Prepared(recipe, plan, prepared.prepared(), rows.selected.encoded.encoder.tokenizer)
+    encoder = rows.selected.encoded.encoder
+    return Prepared(
+        recipe, plan, prepared.prepared(), encoder.tokenizer, encoder.picture_processor if settings.vision else None
+    )
 
 
 class _Rows:
@@ -125,6 +130,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data import pack
     from finetune.data.questions import questions_of
+    from finetune.data.tokenizer import ModelPictures
     from finetune.model.library_warnings import quiet_libraries
 
     quiet_libraries()
@@ -140,9 +146,13 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(
         run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
     )
-    write_json(run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer))
+    write_json(
+        run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer, ModelPictures(settings))
+    )
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
+    if settings.vision:
+        save_processor(prepared.pictures.processor, str(run.data / "tokenizer"))
     write_manifest(run.data, {})
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))

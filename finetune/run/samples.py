@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.events import RunWarning, Sample
 from finetune.files import read_json
 from finetune.run.failures import is_out_of_memory
 
 if TYPE_CHECKING:
+    from finetune.data.pictures.processing import PictureProcessor
     from finetune.events import EventWriter
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
@@ -20,8 +23,9 @@ _PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
 class Samples:
     """The first short held-out prompts of a run, as many as its recipe's `sample_answers`."""
 
-    def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any) -> None:
+    def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
         self._tokenizer, self._rows = tokenizer, []
+        self._tensors = PictureTensors(processor) if processor else None
         settings, path = plan.settings, run.data / "eval_examples.json"
         # One rank alone can't generate with sharded weights, and compiled layers would recompile for every length.
         if settings.launch.strategy != "ddp" or settings.torch_compile or not path.is_file():
@@ -39,7 +43,13 @@ class Samples:
         stops = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None).stops
         questions = [row["prompt_ids"] for row in self._rows]
         try:
-            answers = greedy_answers(model, self._tokenizer, questions, stops=stops, max_new_tokens=_ANSWER_TOKENS)
+            more = None
+            if self._tensors:
+                sources = [[source_of(value) for value in row.get("pictures", ())] for row in self._rows]
+                more = partial(self._tensors, rows=sources)
+            answers = greedy_answers(
+                model, self._tokenizer, questions, stops=stops, max_new_tokens=_ANSWER_TOKENS, more_inputs=more
+            )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -27,6 +27,7 @@ from finetune.model.techniques import step_context
 from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.failures import is_disk_full
 from finetune.run.held_out import recorded_row_losses, write_row_losses
+from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 
@@ -89,7 +90,10 @@ class RunTrainer(SFTTrainer):
         self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
         super().__init__(**arguments)
         self.data_collator = self.method.collator(self.data_collator) or self.data_collator
-        self.samples = Samples(plan, run, self.processing_class)
+        processor = picture_processor_of(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
+        if processor:
+            self.data_collator = PictureCollator(self.data_collator, processor)
+        self.samples = Samples(plan, run, self.processing_class, processor)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Run one micro-batch with the plan's saved-activation hooks, and count its tokens."""

@@ -178,7 +178,7 @@ class Worker:
         quiet_libraries()
         save_without_vocabulary()
         config = load_config(settings)
-        masked = not settings.packing and needs_padding_mask(config)
+        masked = settings.vision or (not settings.packing and needs_padding_mask(config))
         set_seed(settings.seed)
         if settings.launch.strategy == "fsdp":
             keep_fsdp_wrap_policy()

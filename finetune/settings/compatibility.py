@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from finetune.settings.base_formats import NF4, base_format_of, requested_formats
 from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
+from finetune.settings.vision import vision_problems
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _offload(recipe.launch)
     yield from _evaluation(recipe)
     yield from _names(recipe)
+    yield from vision_problems(recipe)
 
 
 def _method(recipe: Recipe) -> Iterator[str]:

@@ -225,6 +225,9 @@ class Recipe(_Strict):
     attn_implementation: AutoOr[Literal["sdpa", "eager", "flash_attention_2", "torch_varlen"]] = _model(
         AUTO, COST | EXACTNESS, "Attention kernels."
     )
+    vision: AutoOr[bool] = _model(
+        AUTO, PARAMETERS | COST | RESULT, "Load the vision tower, too, for rows with pictures; auto: if the rows have some."
+    )
     # -- data
     dataset: DatasetRecipe = Field(description="Training and held-out rows.")
     max_length: AutoOr[Annotated[int, Field(ge=8, le=2**24)]] = _data(AUTO, TOKENS | COST | RESULT, "Longest row, in tokens.")
@@ -232,6 +235,9 @@ class Recipe(_Strict):
         "raise",
         TOKENS | RESULT,
         "Rows longer than max_length: drop, truncate, chunk (plain text into several; usual for pretrain), or raise an error.",
+    )
+    max_pixels: Annotated[int, Field(ge=1024, le=2**26)] | None = _data(
+        None, TOKENS | COST | RESULT, "Larger pictures are scaled down to so many pixels, before the model's own processor."
     )
     train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
     chat_template: str | None = _data(
@@ -264,6 +270,11 @@ class Recipe(_Strict):
         PARAMETERS | COST | RESULT,
         "Rows of the embedding that are trained, as first and end. The plan takes them from the tokenizer.",
         max_length=2,
+    )
+    train_vision: Literal["none", "projector", "all"] = _adapter(
+        "none",
+        PARAMETERS | COST | RESULT,
+        "Adapters beside those of the language model: none, on the projector, or on all of the vision tower.",
     )
     use_dora: bool = _adapter(False, PARAMETERS | COST | RESULT, "DoRA: weight-decomposed LoRA.")
     use_rslora: bool = _adapter(False, RESULT, "rsLoRA: scale alpha / sqrt(r).")

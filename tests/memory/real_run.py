@@ -206,6 +206,30 @@ def weights_seen(tracker: RealTracker):
 
 
 @contextmanager
+def waiting_pictures_apart(tracker: RealTracker):
+    """Inside, a batch with pictures counts once its step begins: on a GPU the next one waits in host memory."""
+    from finetune.run.picture_collator import PictureCollator
+    from finetune.run.training import RunTrainer
+
+    collate, compute = PictureCollator.__call__, RunTrainer.compute_loss
+
+    def on_host(self, rows):
+        with tracker.making_host_memory():
+            return collate(self, rows)
+
+    def arriving(self, model, inputs, *arguments, **named):
+        for value in inputs.values():
+            if isinstance(value, torch.Tensor):
+                tracker.arrives(value)
+        return compute(self, model, inputs, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PictureCollator, "__call__", on_host)
+        patch.setattr(RunTrainer, "compute_loss", arriving)
+        yield
+
+
+@contextmanager
 def experts_merged_on_host(tracker: RealTracker):
     """Inside, experts that are made 4-bit are merged in uncounted host memory, and counted once they are on the card."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
@@ -297,6 +321,7 @@ def measured(run) -> dict[str, int]:
         stack.enter_context(garbage_collection_paused())
         stack.enter_context(host_memory_apart(tracker))
         stack.enter_context(weights_seen(tracker))
+        stack.enter_context(waiting_pictures_apart(tracker))
         stack.enter_context(tracker)
         worker = Worker(run)
         stack.enter_context(reference_apart(tracker))

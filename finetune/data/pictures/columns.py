@@ -16,6 +16,7 @@ PICTURES = "pictures"
 _PICTURE = pa.struct([
     ("path", pa.string()), ("data", pa.large_binary()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32()),
 ])  # fmt: skip
+LIST_OF_PICTURES = pa.list_(_PICTURE)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def picture_array(rows: Sequence[tuple[PictureSource, ...]]) -> pa.Array:
         ]
         for pictures in rows
     ]  # fmt: skip
-    return pa.array(values, pa.list_(_PICTURE))
+    return pa.array(values, LIST_OF_PICTURES)
 
 
 def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
@@ -52,6 +53,13 @@ def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
                       value["height"])
         for value in table[PICTURES][row].as_py()
     )  # fmt: skip
+
+
+def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
+    """The pictures of each sequence, of which row i has `counts[i]`; none for a table without pictures."""
+    if PICTURES not in table.column_names:
+        return pa.array([[]] * int(counts.sum()), LIST_OF_PICTURES)
+    return table[PICTURES].combine_chunks().take(pa.array(np.repeat(np.arange(table.num_rows), counts)))
 
 
 def sizes_of(tables: Sequence[pa.Table]) -> PictureSizes:

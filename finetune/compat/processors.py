@@ -1,0 +1,134 @@
+"""transformers' processors of models of images and text: loaded without their video parts, which need torchvision."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.compat.patch_registry import PrivateName
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_READ_IN = "5.23.0"
+_PROCESSOR = "transformers.processing_utils.ProcessorMixin"
+
+PRIVATE_NAMES = (
+    PrivateName(
+        f"{_PROCESSOR}._process_images", "private call", "tensors of pictures, and the text in place of each", _READ_IN,
+        f"{_PROCESSOR}.__call__",
+    ),
+    PrivateName(
+        f"{_PROCESSOR}._merge_kwargs", "private call", "the processor's own settings for pictures", _READ_IN,
+        f"{_PROCESSOR}.__call__",
+    ),
+    PrivateName(
+        f"{_PROCESSOR}.check_argument_for_proper_class", "private call", "there is no video processor", _READ_IN,
+        f"{_PROCESSOR}.__init__",
+    ),
+)  # fmt: skip
+
+
+def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) -> Any:
+    """The processor of a checkpoint with this tokenizer, with Pillow's image processing and without video or sound.
+
+    Raises what transformers raises, and LookupError for a type without such a processor.
+    """
+    from transformers import AutoImageProcessor
+
+    kind = _processor_class(path, revision)
+    images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil")
+    values, more = kind.get_processor_dict(path, revision=revision)
+    parts = {"tokenizer": tokenizer, "image_processor": images}
+    return kind.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], values, **more)
+
+
+def processor_of(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any:
+    """A processor of this class with these parts, without video or sound."""
+    silent, parts = _without_video(kind), {"tokenizer": tokenizer, "image_processor": images}
+    return silent(*[parts.get(name) for name in silent.get_attributes()], **settings)
+
+
+def save_processor(processor: Any, folder: str) -> None:
+    """Write what `load_processor` reads, beside the tokenizer's files; the class's own way needs every part."""
+    processor.image_processor.save_pretrained(folder)
+    names = inspect.signature(type(processor).__init__).parameters
+    settings = {name: value for name in names if isinstance(value := getattr(processor, name, None), (bool, int, float, str))}
+    settings.pop("chat_template", None)
+    values = {"processor_class": type(processor).__name__, **settings}
+    Path(folder, "processor_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor_class(path: str, revision: str | None) -> Any:
+    """The class that a checkpoint names, else that of its model type."""
+    from transformers import AutoConfig, ImageProcessingMixin, ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+    values, _ = ProcessorMixin.get_processor_dict(path, revision=revision)
+    name = values.get("processor_class")
+    if name is None:
+        values, _ = ImageProcessingMixin.get_image_processor_dict(path, revision=revision)
+        name = values.get("processor_class")
+    kind = (
+        processor_class_from_name(name)
+        if name
+        else PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
+    )
+    if not hasattr(kind, "get_attributes"):
+        raise LookupError(f"{name or path} has no processor of pictures and text, or needs torchvision")
+    return _without_video(kind)
+
+
+def _without_video(kind: Any) -> Any:
+    """A subclass of the same name that may lack parts."""
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+
+
+#: What image processors tell their processors, beside what these name themselves.
+_FOR_PROCESSORS = ("rows", "cols", "num_patches")
+
+
+def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
+    """What the model gets of the pictures of each row, as tensors."""
+    tensors, _ = _process(processor, rows)
+    left_out = {*processor.unused_input_names, *_FOR_PROCESSORS}
+    return {name: value for name, value in tensors.items() if name not in left_out}
+
+
+def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
+    """The text that stands for each of these pictures."""
+    return _process(processor, [pictures])[1]
+
+
+def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list[str]]:
+    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")
+    images = processor.image_processor.fetch_images([list(pictures) for pictures in rows])
+    return processor._process_images(images, **settings["images_kwargs"])
+
+
+def with_picture_texts(
+    processor: Any, text: str, texts: list[str]
+) -> tuple[str, list[tuple[tuple[int, int], tuple[int, int]]]]:
+    """The text with each picture's token replaced by its text; the token's (start, end) before, and its text's after."""
+    expanded, moves = processor.get_text_with_replacements([text], texts)
+    return expanded[0], [(move["span"], move["new_span"]) for move in moves[0]] if moves else []
+
+
+def token_types(processor: Any, input_ids: Any) -> dict[str, Any]:
+    """The kinds of tokens under the name that the model takes, as a tensor of the shape of `input_ids`; nothing for most."""
+    import torch
+
+    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    if not settings["return_mm_token_type_ids"]:
+        return {}
+    kinds = torch.tensor(processor.create_mm_token_type_ids(input_ids.tolist()), dtype=input_ids.dtype)
+    # Gemma 3's and PaliGemma's call renames them
+    names = processor.model_input_names
+    return {"mm_token_type_ids" if "mm_token_type_ids" in names else "token_type_ids": kinds}

@@ -1,0 +1,133 @@
+"""Pictures as a model gets them: the text in place of each and the tensors, by the model's own processor."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
+from finetune.data.checks import BadRow
+from finetune.data.pictures.source import require_pillow
+from finetune.data.report import printable
+from finetune.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from finetune.data.pictures.source import PictureSource
+    from finetune.data.template import Rendered, Span
+    from finetune.settings import Recipe
+
+#: Files with the settings of a processor.
+FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+class PictureProcessor:
+    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit."""
+
+    def __init__(self, processor: Any, max_pixels: int | None) -> None:
+        self.processor, self.max_pixels = processor, max_pixels
+        self._texts: dict[tuple[int, int], str] = {}
+        self._value_counts: dict[tuple[int, int], int] = {}
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
+        if self.max_pixels is None or width * height <= self.max_pixels:
+            return width, height
+        scale = math.sqrt(self.max_pixels / (width * height))
+        return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
+
+    def scaled(self, picture: Image) -> Image:
+        """The picture within `max_pixels`."""
+        size = self.size(*picture.size)
+        return picture if size == picture.size else picture.resize(size)
+
+    def tensors(self, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
+        """What the model gets of the scaled pictures of each row; nothing if no row has any."""
+        return processed_pictures(self.processor, rows) if any(rows) else {}
+
+    def token_types(self, input_ids: Any) -> dict[str, Any]:
+        """What the model gets of the kind of each token; nothing for most."""
+        return token_types(self.processor, input_ids)
+
+    def expanded(self, rendered: Rendered, pictures: Sequence[PictureSource]) -> Rendered:
+        """A rendered conversation with the text of each picture in place of its token. Raises BadRow."""
+        texts = [self.text_of(picture.width, picture.height) for picture in pictures]
+        count = rendered.text.count(self.processor.image_token)
+        if count != len(texts):
+            raise BadRow("messages", f"the chat template writes {count} picture tokens for {len(texts)} picture(s)")
+        text, moves = with_picture_texts(self.processor, rendered.text, texts)
+        move = _Moved(moves)
+        return replace(rendered, text=text, spans=move.spans(rendered.spans), escaped_spans=move.spans(rendered.escaped_spans))
+
+    def text_of(self, width: int, height: int) -> str:
+        """The text for a picture of this size, by processing an empty one: it depends on nothing else."""
+        size = self.size(width, height)
+        if size not in self._texts:
+            self._texts[size] = picture_texts(self.processor, [blank(*size)])[0]
+        return self._texts[size]
+
+    def value_count(self, width: int, height: int) -> int:
+        """Pixel values that the model gets of a scaled picture of this size."""
+        if (width, height) not in self._value_counts:
+            tensors = self.tensors([[blank(width, height)]])
+            self._value_counts[width, height] = sum(
+                tensor.numel()
+                for tensor in tensors.values()
+                if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
+            )
+        return self._value_counts[width, height]
+
+
+class _Moved:
+    """Positions of a text after its pictures' tokens were replaced: (start, end) before, and (start, end) after, of each."""
+
+    def __init__(self, moves: Sequence[tuple[Span, Span]]) -> None:
+        self._moves = moves
+
+    def spans(self, spans: Sequence[Span]) -> list[Span]:
+        return [(self._position(start), self._position(end)) for start, end in spans]
+
+    def _position(self, position: int) -> int:
+        return position + sum(
+            after[1] - after[0] - (before[1] - before[0]) for before, after in self._moves if before[1] <= position
+        )
+
+
+def blank(width: int, height: int) -> Image:
+    """A grey picture."""
+    require_pillow()
+    import PIL.Image
+
+    return PIL.Image.new("RGB", (width, height), (127, 127, 127))
+
+
+def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revision: str | None = None) -> PictureProcessor:
+    """The processor of a model's folder or hub id with this tokenizer. Raises ModelError for one that can't be used."""
+    require_pillow()
+    name = recipe.model_name_or_path
+    try:
+        processor = load_processor(str(folder), tokenizer, revision=revision)
+    except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"the rows have pictures, and the processor of {name} can't be used: {printable(reason, 200)}",
+            "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
+        ) from None
+    return PictureProcessor(processor, recipe.max_pixels)
+
+
+@cache
+def _digest(path: Path, _stat: tuple[int, int]) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def processor_identity(folder: Path | str) -> list[str]:
+    """Digests of a folder's files of processor settings; of a hub id nothing, as its revision is known elsewhere."""
+    paths = [Path(folder) / name for name in FILES] if isinstance(folder, Path) else []
+    return [_digest(path, (path.stat().st_size, path.stat().st_mtime_ns)) for path in paths if path.is_file()]

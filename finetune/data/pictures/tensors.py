@@ -1,0 +1,66 @@
+"""The tensors that a batch of rows with pictures has beside its tokens. Pictures are decoded here; the last used are kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.pictures.source import BadPicture, PictureSource, open_picture
+from finetune.errors import DataError
+from finetune.units import MIB
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from finetune.data.pictures.processing import PictureProcessor
+
+#: Decoded and scaled pictures that a process keeps.
+CACHE_BYTES = 256 * MIB
+
+
+class PictureTensors:
+    """Makes the tensors of pictures with a model's processor."""
+
+    def __init__(self, processor: PictureProcessor, cache_bytes: int = CACHE_BYTES) -> None:
+        self._processor = processor
+        self._decoded: OrderedDict[str, Image] = OrderedDict()
+        self._free_bytes = cache_bytes
+
+    def __call__(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
+        """Pixels of the pictures of each row of `input_ids`, and the kinds of its tokens.
+
+        Raises DataError for a picture that is gone or was changed.
+        """
+        images = [[self._picture(source) for source in pictures] for pictures in rows]
+        return self._processor.token_types(input_ids) | self._processor.tensors(images)
+
+    def _picture(self, source: PictureSource) -> Image:
+        if source.digest in self._decoded:
+            self._decoded.move_to_end(source.digest)
+            return self._decoded[source.digest]
+        try:
+            picture = self._processor.scaled(open_picture(source))
+        except BadPicture as error:
+            name = source.path.name if source.path is not None else "a picture of a row"
+            raise DataError(f"{name} {error}", "Put back the file as it was, or start a new run.") from None
+        self._decoded[source.digest] = picture
+        self._free_bytes -= _bytes(picture)
+        while self._free_bytes < 0 and len(self._decoded) > 1:
+            self._free_bytes += _bytes(self._decoded.popitem(last=False)[1])
+        return picture
+
+
+def _bytes(picture: Image) -> int:
+    return 3 * picture.width * picture.height
+
+
+def source_of(value: dict[str, Any]) -> PictureSource:
+    """A picture of a stored row."""
+    return PictureSource(Path(value["path"]), None, value["digest"], value["width"], value["height"])
+
+
+def stored(source: PictureSource) -> dict[str, Any]:
+    """A picture in a file as JSON values, which `source_of` reads."""
+    return {"path": str(source.path), "digest": source.digest, "width": source.width, "height": source.height}

@@ -1,0 +1,30 @@
+"""The parts of a model of images and text: which of its modules are the vision tower, and which the projector behind it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+#: Names of projectors in transformers' models: those beside the tower, and those at its end.
+_PROJECTORS = (
+    "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
+    "patch_merger",
+)  # fmt: skip
+
+
+def untrained_vision(model: Any, trained: str) -> str | None:
+    """PEFT's `exclude_modules` for what of the vision part is not trained: all with `none`, all but the projector with
+    `projector`, nothing with `all`. None for a model of text."""
+    path = getattr(model, "decoder_path", "")
+    if not path or trained == "all":
+        return None
+    adapted = rf"{re.escape(path)}(\.|$)|lm_head(\.|$)"
+    if trained == "projector":
+        names = "|".join(_PROJECTORS)
+        adapted += rf"|(.*\.)?({names})(\.|$)"
+    return rf"(?!({adapted})).*"
+
+
+def has_projector(model: Any) -> bool:
+    """Whether the model has linear layers that `train_vision: projector` trains."""
+    return any(set(name.split(".")) & set(_PROJECTORS) for name, _ in model.named_modules())

@@ -1,0 +1,221 @@
+"""Makes a model `tiny-vision`, a Qwen2-VL of 1.3 million parameters, and its dataset `parcels`, on a CPU; not bundled yet.
+
+    python scripts/bundled/make_vision.py [FOLDER] [--data-only]
+
+The model learns to answer questions about labels (`labels`), never how parcels are sorted. It is saved only if it answers on
+held-out labels. The data are 300 labels as PNG files and the rows that sort them: the same pixels each time. Needs Pillow.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoTokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+)
+
+from finetune.compat.processors import processor_of, save_processor
+from labels import COLOURS, PAPERS, Label, draw_label, draw_labels, pixels
+from make_data import BUNDLED
+from muon import Muon
+
+SEED, DATA_SEED = 20270, 20300
+TRAIN_ROWS, EVAL_ROWS = 240, 60
+INSTRUCTION = "Sort this parcel."
+STEPS, BATCH_SIZE, PEAK_RATE, WARMUP_STEPS = 900, 16, 4e-3, 40
+GATE_ROWS, GATE_SHARE = 80, 0.9
+PATCH, MERGE = 8, 2
+PICTURE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}<|assistant|>{% generation %}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}"
+    "{{ '<|end|>' }}{% endgeneration %}"
+    "{%- elif message['role'] in ['system', 'user'] -%}{{ '<|' + message['role'] + '|>' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<|end|>' }}"
+    "{%- else -%}{{ raise_exception('no role ' + message['role'] + ': use system, user or assistant') }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+#: Where parcels go, by what their labels show. Pretraining never sees it.
+GATES = {"circle": "north", "square": "south", "triangle": "east", "cross": "west"}
+BELTS = dict(zip(COLOURS, "ABCDEF", strict=True))
+BAYS = dict(zip(PAPERS, (1, 2, 3, 4), strict=True))
+QUESTIONS = {
+    "Which shape?": lambda label: f"It is a {label.shape}.",
+    "Which color?": lambda label: f"It is {label.colour}.",
+    "Which paper?": lambda label: f"On {label.paper} paper.",
+    "Write it as JSON.": lambda label: json.dumps({"paper": label.paper, "shape": label.shape, "color": label.colour}),
+    "Give me tags.": lambda label: f"{label.shape}, {label.colour}, {label.paper}",
+}
+
+FACTS = 3  # the first questions are about one fact each
+
+
+def sorting(label: Label) -> str:
+    """The answer of the dataset: one line of JSON."""
+    return json.dumps({"gate": GATES[label.shape], "belt": BELTS[label.colour], "bay": BAYS[label.paper]})
+
+
+def data_labels() -> list[Label]:
+    """The labels of the dataset, the training rows first."""
+    return draw_labels(random.Random(DATA_SEED), TRAIN_ROWS + EVAL_ROWS, excluded=set())
+
+
+def write_data(folder: Path) -> None:
+    """Write pictures/NNN.png, train.jsonl and eval.jsonl."""
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, label in enumerate(data_labels()):
+        name = f"pictures/{number:03d}.png"
+        Image.fromarray(pixels(label)).save(folder / name, optimize=True)
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": INSTRUCTION}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": sorting(label)}]}
+        rows.append(json.dumps({"messages": [question, answer], "images": [name]}) + "\n")
+    for name, lines in (("train", rows[:TRAIN_ROWS]), ("eval", rows[TRAIN_ROWS:])):
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def make_processor() -> Any:
+    """The tokenizer of `tiny` with four more tokens, and pictures in patches of 8 x 8 pixels, of which 2 x 2 are a token."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "tiny-base")
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*roles, *PICTURE_TOKENS]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    token = (PATCH * MERGE) ** 2
+    images = Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, size={"shortest_edge": 4 * token, "longest_edge": 16 * token}
+    )
+    return processor_of(Qwen2VLProcessor, images, tokenizer, chat_template=CHAT_TEMPLATE)
+
+
+def make_model(processor: Any) -> Any:
+    """The untrained model, in float32."""
+    torch.manual_seed(SEED)
+    tokenizer = processor.tokenizer
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+    }  # fmt: skip
+    vision = {
+        "depth": 3, "embed_dim": 96, "hidden_size": 128, "num_heads": 3, "mlp_ratio": 3, "patch_size": PATCH,
+        "spatial_merge_size": MERGE, "temporal_patch_size": 1,
+    }  # fmt: skip
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in PICTURE_TOKENS)
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video, vision_start_token_id=start,
+        vision_end_token_id=end, tie_word_embeddings=True, dtype=torch.float32,
+    )  # fmt: skip
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def conversation(rng: random.Random, label: Label) -> list[dict[str, Any]]:
+    """All facts of a label and one of the other questions, in any order; the picture is before the first."""
+    messages, names = [], list(QUESTIONS)
+    asked = [*names[:FACTS], rng.choice(names[FACTS:])]
+    for index, question in enumerate(rng.sample(asked, len(asked))):
+        parts = [*([{"type": "image"}] if index == 0 else []), {"type": "text", "text": question}]
+        messages.append({"role": "user", "content": parts})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": QUESTIONS[question](label)}]})
+    return messages
+
+
+def collate(processor: Any, rows: list[tuple[Label, list[dict[str, Any]]]]) -> dict[str, torch.Tensor]:
+    """A batch with labels of the answers' tokens."""
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
+    return collator([{"messages": messages, "images": [Image.fromarray(pixels(label))]} for label, messages in rows])
+
+
+def pretrain(model: Any, processor: Any) -> None:
+    """STEPS steps on new labels: Muon for the matrices in the layers, AdamW for the other weights; linear decay."""
+    rng, started = random.Random(SEED + 1), time.perf_counter()
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    other_weights = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    muon = Muon(matrices, weight_decay=0.05)
+    adamw = torch.optim.AdamW(other_weights, betas=(0.9, 0.95), weight_decay=0.0)
+    data = set(data_labels())
+    model.train()
+    for step in range(1, STEPS + 1):
+        learning_rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
+        labels = [label for label in (draw_label(rng) for _ in range(BATCH_SIZE)) if label not in data]
+        loss = model(**collate(processor, [(label, conversation(rng, label)) for label in labels])).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.rate = adamw.param_groups[0]["lr"] = learning_rate
+        muon.step()
+        adamw.step()
+        adamw.zero_grad()
+        if step % 20 == 0 or step == 1:
+            _print(f"step {step}/{STEPS}  loss {loss.item():.4f}  {time.perf_counter() - started:.0f} s")
+
+
+@torch.no_grad()
+def score(model: Any, processor: Any, rows: list[tuple[Label, str, str]]) -> float:
+    """Share of greedy answers that equal the expected text: rows of label, question and answer."""
+    model.eval()
+    correct = 0
+    for label, question, answer in rows:
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        batch = processor(text=text, images=[Image.fromarray(pixels(label))], return_tensors="pt", add_special_tokens=False)
+        ids = model.generate(**batch, max_new_tokens=48, do_sample=False)[0, batch["input_ids"].shape[1] :]
+        correct += processor.tokenizer.decode(ids, skip_special_tokens=True) == answer
+    return correct / len(rows)
+
+
+def main(folder: Path, *, data_only: bool) -> int:
+    """Write the data; build, train, score and save the model. Returns 1 without saving it below GATE_SHARE."""
+    write_data(folder / "parcels")
+    if data_only:
+        return 0
+    processor = make_processor()
+    model = make_model(processor)
+    _print(f"{model.num_parameters():,} parameters, {torch.get_num_threads()} threads")
+    pretrain(model, processor)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    rng, questions = random.Random(SEED + 2), list(QUESTIONS)
+    labels = draw_labels(rng, GATE_ROWS, excluded=set(data_labels()))
+    rows = [(label, name, QUESTIONS[name](label)) for label, name in zip(labels, questions * GATE_ROWS, strict=False)]
+    share = score(model, processor, rows)
+    untaught = score(model, processor, [(label, INSTRUCTION, sorting(label)) for label in labels[:40]])
+    _print(f"{share:.1%} of questions on new labels are answered, {untaught:.1%} of the labels sorted")
+    if share < GATE_SHARE:
+        _print(f"below {GATE_SHARE:.0%}: nothing saved")
+        return 1
+    model.generation_config.max_length = None
+    model.generation_config.max_new_tokens = 48
+    model.to(torch.bfloat16).save_pretrained(folder / "tiny-vision")
+    processor.tokenizer.save_pretrained(folder / "tiny-vision")
+    save_processor(processor, str(folder / "tiny-vision"))
+    return 0
+
+
+def _print(text: Any) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    paths = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
+    raise SystemExit(main(paths[0] if paths else BUNDLED, data_only="--data-only" in sys.argv))

@@ -1,0 +1,83 @@
+"""On the CPU: a run on rows with pictures of uneven size against its dry run, phase by phase."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from real_run import by_phase, measured
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from picture_models import kinds, save_picture_model, save_picture_rows
+
+from finetune.memory.ledger import _shape
+from finetune.memory.simulate import Batch, simulate
+from finetune.model.transformers_config import load_config
+from finetune.recipe import recipe_from
+
+SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (140, 110), (84, 28)]
+KINDS = sorted(kinds())
+#: frozen and trained tower, 32 and 16 bit, 4 bit, recomputed
+TECHNIQUES = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {},
+    "nf4": {"load_in_4bit": True},
+    "projector": {"train_vision": "projector"},
+    "tower": {"train_vision": "all"},
+    "tower-nf4": {"train_vision": "all", "load_in_4bit": True},
+    "recomputed": {"activation_checkpointing": True},
+    "tower-recomputed": {"train_vision": "all", "activation_checkpointing": True},
+    "scaled": {"max_pixels": 4096},
+}
+USUAL = {("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"), ("idefics3", "recomputed")}
+CASES = [
+    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)
+    for kind in KINDS
+    for name in TECHNIQUES
+]
+#: Positions and counts of tokens that only the run holds; 0.5 % of these small models are few bytes.
+FEW_BYTES = 16 * 1024
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    saved = {}
+
+    def of(kind):
+        if kind not in saved:
+            saved[kind] = save_picture_model(kind, tmp_path_factory.mktemp(kind) / kind)
+        return saved[kind]
+
+    return of
+
+
+def planned(model, folder, **more):
+    """The run directory of a small recipe on rows with pictures, and its plan."""
+    from finetune.run.prepare import create_run, prepare
+
+    rows = save_picture_rows(folder / "rows", SIZES)
+    held_out = save_picture_rows(folder / "rows", SIZES[1:3], "held-out")
+    recipe = recipe_from({
+        "model_name_or_path": model, "dataset": {"path": rows, "eval_path": held_out}, "gpu": "cpu", "dtype": "bfloat16",
+        "load_in_4bit": False, "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch",
+        "activation_checkpointing": False, "activation_checkpointing_every_n_layers": 1, "sample_answers": 0, "eval_steps": 2,
+        "save_steps": 2, "per_device_eval_batch_size": 1, "output_dir": str(folder / "run"), **more,
+    })  # fmt: skip
+    prepared = prepare(recipe)
+    return create_run(prepared), prepared.plan
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(model, tmp_path, kind, name):
+    run, plan = planned(model(kind), tmp_path, **TECHNIQUES[name])
+    settings = plan.settings
+    batch = Batch(**_shape(settings, 1, plan.data.row_shape(settings, plan.data.longest)))
+    expected, seen = by_phase(simulate(load_config(settings), settings, batch, None)), measured(run)
+    phases = ("load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval")
+    pairs = {phase: (expected[phase], seen[phase]) for phase in phases}
+    assert {phase: pair for phase, pair in pairs.items() if not is_close(*pair)} == {}
+
+
+def is_close(expected: int, seen: int) -> bool:
+    return abs(expected - seen) <= max(0.005 * seen, FEW_BYTES)

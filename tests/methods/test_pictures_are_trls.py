@@ -1,0 +1,153 @@
+"""Training on rows with pictures is TRL's: its vision collator's batches, and the losses of several steps of its trainer."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from picture_models import kinds, save_picture_model, save_picture_rows
+
+from finetune.data.pictures.source import open_picture
+from finetune.data.pictures.tensors import source_of
+from finetune.events import read_events
+from finetune.recipe import recipe_from
+
+SIZES = [(60, 40), (150, 60), (57, 57), (40, 90), (120, 100), (84, 28)]
+KINDS = sorted(kinds())
+USUAL = ("qwen2_5_vl", "gemma3", "idefics3")
+CASES = [pytest.param(kind, marks=[] if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    saved = {}
+
+    def of(kind):
+        if kind not in saved:
+            saved[kind] = save_picture_model(kind, tmp_path_factory.mktemp(kind) / kind)
+        return saved[kind]
+
+    return of
+
+
+def picture_run(model, folder, **more):
+    """The run directory of a small recipe on rows with pictures of uneven size."""
+    from finetune.run.prepare import create_run, prepare
+
+    rows = save_picture_rows(folder / "rows", SIZES)
+    recipe = recipe_from({
+        "model_name_or_path": model, "dataset": {"path": rows}, "gpu": "cpu", "dtype": "float32", "load_in_4bit": False,
+        "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1e-3, "optim": "adamw_torch",
+        "activation_checkpointing": False, "lean_layers": False, "sample_answers": 0,
+        "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
+        "output_dir": str(folder / "run"), **more,
+    })  # fmt: skip
+    return create_run(prepare(recipe))
+
+
+def trl_examples(rows):
+    """Rows of a run's dataset as TRL takes them, in the order of the file."""
+    lines = [json.loads(line) for line in Path(rows).read_text().splitlines()]
+    return [{"messages": line["messages"], "images": line["images"]} for line in lines]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_batch_is_that_of_trls_vision_collator(model, tmp_path, kind):
+    from datasets import load_from_disk
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
+
+    from finetune.planner.plan import read_plan
+    from finetune.run.picture_collator import PictureCollator, picture_processor_of
+
+    run = picture_run(model(kind), tmp_path)
+    processor = picture_processor_of(read_plan(run.plan).settings, run.data / "tokenizer")
+    rows = [dict(row) for row in load_from_disk(str(run.data / "train"))]
+    ours = PictureCollator(DataCollatorForLanguageModeling(pad_token_id=0), processor)(rows)
+    examples = trl_examples(tmp_path / "rows" / "rows.jsonl")
+    for example, row in zip(examples, rows, strict=True):
+        example["images"] = [open_picture(source_of(picture)) for picture in row["pictures"]]
+    theirs = DataCollatorForVisionLanguageModeling(processor.processor, assistant_only_loss=True)(examples)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        assert same(ours[name], value), name
+
+
+def same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return all(same(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def trl_losses(run, folder):
+    """The losses of TRL's own trainer on the whole model, with the run's rows in its order and its first adapter."""
+    from datasets import Dataset, Image, Sequence
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune.planner.plan import read_plan
+    from finetune.run.picture_collator import picture_processor_of
+    from finetune.run.worker import Worker
+
+    settings = read_plan(run.plan).settings
+    own, _ = Worker(run)._build()
+    order = list(own._get_train_sampler())
+    first = {name: parameter.detach().clone() for name, parameter in own.model.named_parameters() if parameter.requires_grad}
+    targets = sorted({name.partition("base_model.model.")[2].partition(".lora_")[0] for name in first})
+    base = AutoModelForImageTextToText.from_pretrained(settings.model_name_or_path, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    model.load_state_dict(first, strict=False)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(first)
+    rows = trl_examples(folder / "rows" / "rows.jsonl")
+    for row in rows:
+        row["images"] = [str(folder / "rows" / name) for name in row["images"]]
+    dataset = Dataset.from_list(rows).cast_column("images", Sequence(Image()))
+
+    class InOrder(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(order)
+
+        def __len__(self):
+            return len(order)
+
+    class Trainer(SFTTrainer):
+        def _get_train_sampler(self, *_):
+            return InOrder()
+
+    arguments = SFTConfig(
+        output_dir=str(folder / "trl"), max_length=None, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3,
+        lr_scheduler_type="constant", warmup_steps=0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, disable_tqdm=True, assistant_only_loss=True, gradient_checkpointing=False, max_grad_norm=1.0,
+        seed=settings.seed,
+        optim="adamw_torch",
+    )  # fmt: skip
+    processor = picture_processor_of(settings, run.data / "tokenizer").processor
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
+    losses = []
+
+    def keep(model, inputs, *arguments, **named):
+        loss = SFTTrainer.compute_loss(trainer, model, inputs, *arguments, **named)
+        losses.append(float(loss.detach()))
+        return loss
+
+    trainer.compute_loss = keep
+    trainer.train()
+    return losses
+
+
+@pytest.mark.parametrize("train_vision", ["none", "all"])
+@pytest.mark.parametrize("kind", CASES)
+def test_losses_are_those_of_trls_trainer_with_its_vision_collator(model, tmp_path, kind, train_vision):
+    from finetune.run.worker import Worker
+
+    run = picture_run(model(kind), tmp_path, train_vision=train_vision)
+    theirs = trl_losses(run, tmp_path)
+    assert Worker(run).main() == 0
+    ours = [event.loss for event in read_events(run.events) if event.kind == "step"]
+    assert len(ours) == 3
+    assert ours == pytest.approx(theirs, abs=1e-6)

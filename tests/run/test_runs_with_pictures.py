@@ -1,0 +1,98 @@
+"""A run on rows with pictures: resumed exactly, merged without touching the tower, refused where it was not checked."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from picture_models import save_picture_model, save_picture_rows
+from safetensors import safe_open
+
+from finetune.errors import RecipeError
+from finetune.recipe import recipe_from
+from finetune.run.prepare import create_run, prepare
+from finetune.run.worker import Worker
+
+SIZES = [(60, 40), (150, 60), (57, 57), (40, 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_picture_model("qwen2_5_vl", tmp_path_factory.mktemp("model") / "vl")
+
+
+def recipe(model, folder, **more):
+    rows = save_picture_rows(folder / "rows", SIZES)
+    return recipe_from({
+        "model_name_or_path": model, "dataset": {"path": rows}, "gpu": "cpu", "dtype": "float32", "load_in_4bit": False,
+        "lora_r": 4, "lora_alpha": 8, "target_modules": "all-linear", "effective_batch_size": 2, "max_steps": 4,
+        "save_steps": 2, "per_device_train_batch_size": 1, "learning_rate": 1e-2, "optim": "adamw_torch",
+        "output_dir": str(folder / "run"), **more,
+    })  # fmt: skip
+
+
+def tensors(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.slow
+def test_a_resumed_run_trains_the_same_adapter(model, tmp_path):
+    run = create_run(prepare(recipe(model, tmp_path, train_vision="all")))
+    assert Worker(run).main() == 0
+    whole = tensors(run.adapter / "adapter_model.safetensors")
+    shutil.rmtree(run.checkpoints / "checkpoint-4")
+    shutil.rmtree(run.adapter)
+    assert Worker(run).main() == 0
+    resumed = tensors(run.adapter / "adapter_model.safetensors")
+    assert any("visual" in name for name in whole)
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train_vision", "trained"), [("none", set()), ("projector", {"merger"}), ("all", {"merger", "blocks"})]
+)
+def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_path, train_vision, trained):
+    from transformers import AutoModelForImageTextToText
+
+    from finetune.evaluate.answerer import Answerer
+    from finetune.export.merge import merge
+
+    run = create_run(prepare(recipe(model, tmp_path, train_vision=train_vision)))
+    assert Worker(run).main() == 0
+    batch = Worker(run)._build()[0]
+    inputs = batch.data_collator([batch.train_dataset[index] for index in range(2)])
+    inputs.pop("labels")
+    before, after = tensors(Path(model) / "model.safetensors"), tensors(merge(run) / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))}
+    assert {part for part in ("merger", "blocks", "patch_embed") for name in changed if f"visual.{part}" in name} == trained
+    assert any("visual" not in name for name in changed)
+    merged = AutoModelForImageTextToText.from_pretrained(run.path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted, logits = (model(**inputs).logits for model in (Answerer(run).model, merged))
+    assert (wanted - logits).abs().max() < 0.05  # the merged weights are in the base's 16 bit
+
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("packing", True), ("method", "dpo"), ("torch_compile", True), ("load_in_8bit", True), ("excess_length", "truncate"),
+])  # fmt: skip
+def test_what_was_not_checked_with_pictures_is_refused_by_name(model, tmp_path, setting, value):
+    with pytest.raises(Exception, match="pictures"):
+        recipe(model, tmp_path, vision=True, **{setting: value})
+
+
+def test_pictures_for_a_model_of_text_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="text only"):
+        prepare(recipe("tiny", tmp_path))
+
+
+def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
+    from finetune.planner.planning import encode_rows
+
+    lengths = [encode_rows(recipe(model, tmp_path, max_pixels=size)).select(recipe(model, tmp_path), None).lengths.max()
+               for size in (None, 4096)]  # fmt: skip
+    assert lengths[1] < lengths[0]
