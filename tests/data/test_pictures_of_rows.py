@@ -11,9 +11,9 @@ import pytest
 from picture_data import VISION_CHATML, encoded, picture
 from small_data import build_tokenizer, recipe
 
-from app.views.data import conversations
+from app.views.data import marked
 from finetune.data import hub_datasets, prepare, read_examples
-from finetune.data.pictures.display import shown_message, with_counts
+from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import conversation
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
@@ -197,11 +197,11 @@ def test_pictures_can_be_left_out(cats, write):
 
 def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
     example = _read(write("rows.jsonl", [ROWS["llava"]]))[0]
-    shown = shown_message(example.messages[0], example.pictures)
-    assert shown["text"] == "What is it?" and shown["pictures"][0]["address"].startswith("data:image/jpeg;base64,/9j/")
-    html = conversations({"conversations": [[{**shown, "role": "<b>"}]]})
-    assert 'alt="Picture, 8 x 6 pixels"' in html and "<b><b>" not in html
+    row = {"sequences": 1, "index": 0, "marked": [["<b>", True]], "tokens": 3, "trained_tokens": 1}
+    (shown,) = small_pictures(example.pictures)
+    html = marked({**row, "pictures": [shown]})
+    assert shown["address"].startswith("data:image/jpeg;base64,/9j/") and shown["address"] in html
+    assert 'alt="Picture, 8 x 6 pixels"' in html and "<mark><b>" not in html
     (cats / "cats" / "1.png").unlink()
-    gone = shown_message(example.messages[0], example.pictures)
-    assert "be opened any more" in conversations({"conversations": [[gone]]})
+    assert "be opened any more" in marked({**row, "pictures": small_pictures(example.pictures)})
     assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
