@@ -39,3 +39,11 @@ def png_of_size(width: int, height: int, *, depth: int = 8, colour: int = 2) -> 
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+class OneTokenEach:
+    """A processor for tests of reading: a picture stays the one token that the template writes."""
+
+    def expanded(self, rendered, pictures):
+        """The text as it is."""
+        return rendered
