@@ -31,7 +31,7 @@ TICK_S = 1.0
 _SCORES = {
     "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
     "JSON, field by field": "json", "Last number": "numeric", "Calls of tools": "calls",
-    "Loss only, no answers": "loss",
+    "BLEU": "bleu", "chrF": "chrf", "ROUGE-L": "rouge", "Loss only, no answers": "loss",
 }  # fmt: skip
 _HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
 _TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}

@@ -19,8 +19,8 @@ def parsed(options):
     return command.make_context("eval", ["latest", *options]).params
 
 
-def test_every_score_that_needs_no_file_can_be_chosen():
-    assert set(_SCORES.values()) == SCORES.keys() - {"sql"}
+def test_every_score_that_needs_no_file_and_no_address_can_be_chosen():
+    assert set(_SCORES.values()) == SCORES.keys() - {"sql", "judge"}
 
 
 @pytest.mark.parametrize(
