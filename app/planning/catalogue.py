@@ -27,8 +27,8 @@ class Model:
 
 
 def local_models(workspace: Workspace) -> list[Model]:
-    """The bundled model, model folders below the workspace, the hub cache, and the shipped recipes' models."""
-    models = [Model("tiny", "bundled")]
+    """The bundled models, model folders below the workspace, the hub cache, and the shipped recipes' models."""
+    models = [Model(name, "bundled") for name in ("tiny", "tiny-vision")]
     models += [Model(path.as_posix(), "folder") for path in _folders(workspace)]
     models += [Model(name, "downloaded") for name in _cached()]
     for recipe in shipped_recipes():
@@ -41,7 +41,7 @@ def local_models(workspace: Workspace) -> list[Model]:
 
 def local_datasets(workspace: Workspace) -> list[str]:
     """The bundled dataset, data files below the workspace, and uploads."""
-    datasets = ["support", "support-pairs"]
+    datasets = ["support", "support-pairs", "parcels"]
     for folder in (workspace.root, workspace.root / "data", workspace.folder("uploads")):
         if folder.is_dir():
             files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in DATA_ENDINGS and path.is_file()]

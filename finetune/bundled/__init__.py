@@ -1,13 +1,15 @@
-"""The bundled base model `tiny` and datasets `support` and `support-pairs`, made by scripts/bundled/, and general questions."""
+"""The bundled base models `tiny` and `tiny-vision`, the datasets `support`, `support-pairs` and `parcels`, made by
+scripts/bundled/, and general questions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_MODELS = {"tiny": _HERE / "tiny-base"}
+_MODELS = {"tiny": _HERE / "tiny-base", "tiny-vision": _HERE / "tiny-vision"}
 _DATASETS = {
-    name: {split: _HERE / name / f"{split}.jsonl" for split in ("train", "eval")} for name in ("support", "support-pairs")
+    name: {split: _HERE / name / f"{split}.jsonl" for split in ("train", "eval")}
+    for name in ("support", "support-pairs", "parcels")
 }
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +112,10 @@ def _evaluate(
 
     has_template = not answerer.plain and answerer.tokenizer.chat_template is not None
     try:
-        with _without_bars():
-            return dict(evaluate(
-                _harness_model(answerer, journal, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
-                apply_chat_template=has_template, fewshot_as_multiturn=has_template,
-            ) or {})  # fmt: skip
+        return dict(evaluate(
+            _harness_model(answerer, journal, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
+            apply_chat_template=has_template, fewshot_as_multiturn=has_template,
+        ) or {})  # fmt: skip
     except (ValueError, ImportError, KeyError) as error:  # among them tasks that run code, and metrics that are not installed
         problem = f"{', '.join(tasks['tasks'])} can't be scored: {type(error).__name__}: {str(error)[:300]}"
         raise DataError(problem, "Leave the task out, or run lm-eval itself on the merged model.") from error
@@ -170,19 +169,6 @@ def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> 
 
 def _key(kind: str, arguments: Sequence[Any]) -> str:
     return digest([kind, *arguments])
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """The harness draws bars that can't be switched off by an argument."""
-    from tqdm import tqdm
-
-    drawn = tqdm.__init__
-    tqdm.__init__ = functools.partialmethod(drawn, disable=True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        tqdm.__init__ = drawn  # type: ignore[method-assign]
 
 
 def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
+from finetune.bundled import model_path
 from finetune.errors import ModelError
 from finetune.files import parse_json
 from finetune.model.catalogue import catalogue
@@ -36,10 +37,8 @@ FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/fold
 def resolve_model_path(settings: Recipe) -> str:
     """The folder or hub id to load. Raises RecipeError when it is neither, or a folder without config.json."""
     name = settings.model_name_or_path
-    if name == "tiny":
-        from finetune.bundled import model_path
-
-        return str(model_path("tiny"))
+    if bundled := model_path(name):
+        return str(bundled)
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
@@ -106,7 +105,7 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     from finetune.settings import resolved
 
     typed, revision = recipe.model_name_or_path, recipe.model_revision
-    if typed == "tiny" or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
+    if model_path(typed) or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
         return recipe, ""
     match = resolve(typed)
     if match is None or (hub.HUB_ID.fullmatch(typed) and _exists(typed)):

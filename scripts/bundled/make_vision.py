@@ -1,4 +1,4 @@
-"""Makes a model `tiny-vision`, a Qwen2-VL of 1.3 million parameters, and its dataset `parcels`, on a CPU; not bundled yet.
+"""Makes the bundled model `tiny-vision`, a Qwen2-VL of 1.3 million parameters, and the dataset `parcels`, on a CPU in minutes.
 
     python scripts/bundled/make_vision.py [FOLDER] [--data-only]
 

@@ -99,10 +99,10 @@ def test_pretraining_never_sees_a_bundled_message_or_the_routing_task() -> None:
             assert not any(f'"{key}"' in answer(message) for key in ("queue", "priority", "product"))
 
 
-def test_everything_bundled_is_within_five_megabytes_and_holds_no_pickle() -> None:
+def test_everything_bundled_is_within_eight_megabytes_and_holds_no_pickle() -> None:
     files = [path for path in BUNDLED.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert sum(path.stat().st_size for path in files) <= 5_000_000
-    assert {path.suffix for path in files} <= {".py", ".json", ".jsonl", ".jinja", ".safetensors"}
+    assert sum(path.stat().st_size for path in files) <= 8_000_000
+    assert {path.suffix for path in files} <= {".py", ".json", ".jsonl", ".jinja", ".safetensors", ".png"}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ TECHNIQUES = {
     "tower-recomputed": {"train_vision": "all", "activation_checkpointing": True},
     "scaled": {"max_pixels": 4096},
 }
-USUAL = {("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"), ("idefics3", "recomputed")}
+USUAL = {("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4")}
 CASES = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)
     for kind in KINDS
