@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
 from finetune.evaluate.results import NoCall, TaskScore
+from finetune.evaluate.scorers import VALID_LABELS
 from finetune.units import format_seconds
 
 from .markup import note, table
@@ -16,7 +17,8 @@ _ROWS_SHOWN = 12
 def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) -> str:
     """What `finetune eval --json` printed: a table of scores, their differences, and rows in the chosen order."""
     base, tuned = result["base"], result["tuned"]
-    lines = [("exact match", "exact_match", _percent), (result["score"], "score", _number), ("valid JSON", "valid", _percent)]
+    lines = [("exact match", "exact_match", _percent), (result["score"], "score", _number)]
+    lines.append((VALID_LABELS.get(result["score"], "valid JSON"), "valid", _percent))
     if result["score"] == "exact":
         del lines[1]
     lines += [("loss per trained token", "loss", _number), ("perplexity", "perplexity", _number)]

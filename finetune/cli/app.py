@@ -277,12 +277,15 @@ def evaluate(
     score: Annotated[
         str | None,
         typer.Option(
-            help="exact, contains, regex, json, numeric, bleu, chrf, rouge, judge, sql, calls, loss; with tools: calls."
+            help="exact, contains, regex, json, numeric, bleu, chrf, rouge, judge, sql, code, calls, loss; with tools: calls."
         ),
     ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
     database: Annotated[str | None, typer.Option(metavar="FILE", help="sql: the SQLite file that queries read.")] = None,
+    tests: Annotated[
+        str | None, typer.Option(metavar="FILE", help="code: JSON lines of prompt and tests, which run in a sandbox.")
+    ] = None,
     judge_url: Annotated[
         str | None, typer.Option(metavar="URL", help="judge: an address with OpenAI's interface, which is sent all rows.")
     ] = None,
@@ -318,7 +321,7 @@ def evaluate(
         others = {
             "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance, "--database": database,
             "--score-function": score_function, "--forgetting": forgetting, "--quantisation": quantisation,
-            "--judge-url": judge_url, "--judge-model": judge_model,
+            "--judge-url": judge_url, "--judge-model": judge_model, "--tests": tests,
         }  # fmt: skip
         show_tasks(run, tasks, rows=rows, last=last, others=[name for name, value in others.items() if value], as_json=json)
         return
@@ -331,10 +334,10 @@ def evaluate(
     from finetune.evaluate.scorers import scorer
 
     chosen = None
-    if score or pattern or tolerance or score_function or database or judge_url or judge_model:
+    if score or pattern or tolerance or score_function or database or judge_url or judge_model or tests:
         chosen = scorer(
             score or "exact", pattern=pattern, tolerance=tolerance, function=score_function, database=database,
-            judge_url=judge_url, judge_model=judge_model,
+            judge_url=judge_url, judge_model=judge_model, tests=tests,
         )  # fmt: skip
     show_scores(
         run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,

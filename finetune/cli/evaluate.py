@@ -53,8 +53,9 @@ def show_scores(
     from finetune.evaluate.paired import format_difference, rank_rows
     from finetune.evaluate.score import compare
 
-    if score is not None and score.name == "judge":
+    if score is not None and score.name in ("judge", "code"):
         err.print(f"[yellow]{escape(score.score_answer.notice)}[/]")  # type: ignore[attr-defined]
+    if score is not None and score.name == "judge":
         score.score_answer.keep_in(run)  # type: ignore[attr-defined]
     copies = read_plan(run.plan).layer_copies
     if copies:
@@ -160,6 +161,8 @@ def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
 
 def _table(result: Comparison, names: tuple[str, str]) -> Any:
     """Each score of both models."""
+    from finetune.evaluate.scorers import VALID_LABELS
+
     shown = table("", *(f">{name}" for name in names))
     base, tuned = result.base, result.tuned
     if tuned.answers:
@@ -167,7 +170,7 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
     if tuned.answers and result.score != "exact":
         shown.add_row(escape(result.score), _number(base.score), _number(tuned.score))
     if tuned.valid is not None:
-        shown.add_row("valid JSON", _percent(base.valid), _percent(tuned.valid))
+        shown.add_row(VALID_LABELS.get(result.score, "valid JSON"), _percent(base.valid), _percent(tuned.valid))
     for name in tuned.fields:
         shown.add_row(f"  {escape(_one_line(name))}", _percent(base.fields[name]), _percent(tuned.fields[name]))
     if tuned.margins:

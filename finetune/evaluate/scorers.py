@@ -26,16 +26,22 @@ SCORES = {
     "rouge": "ROUGE-L of each answer, by rouge-score, from 0 to 1",
     "judge": "the grade, from 0 to 1, of the model --judge-model at --judge-url, which is sent each row",
     "sql": "1 where the answer's query gives the rows of the expected one, in the SQLite file --database",
+    "code": "1 where the answer's Python passes the tests of its prompt in the file --tests, run without network",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
+#: Score -> what `valid` says of an answer; of the others, that it is JSON.
+VALID_LABELS = {"sql": "queries that run", "code": "valid Python"}
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """The score of one answer. Of JSON, `fields`: whether each expected field is right; `valid`: whether it is JSON."""
+    """The score of one answer.
+
+    `fields` of JSON: whether each expected one is right; `valid`: whether the answer can be read at all (VALID_LABELS).
+    """
 
     score: float
     fields: Mapping[str, bool] = field(default_factory=dict)
@@ -53,7 +59,7 @@ class Scorer:
 
 def scorer(
     name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None,
-    judge_url: str | None = None, judge_model: str | None = None,
+    judge_url: str | None = None, judge_model: str | None = None, tests: str | None = None,
 ) -> Scorer:  # fmt: skip
     """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
     if function is not None:
@@ -63,6 +69,13 @@ def scorer(
     if (database is None) == (name == "sql"):
         problem = "--score sql needs --database" if name == "sql" else f"--database belongs to --score sql, not to {name}"
         raise CommandError(problem, "For example --score sql --database shop.sqlite")
+    if (tests is None) == (name == "code"):
+        problem = "--score code needs --tests" if name == "code" else f"--tests belongs to --score code, not to {name}"
+        raise CommandError(problem, "For example --score code --tests tests.jsonl")
+    if name == "code":
+        from finetune.evaluate.code_score import CodeScore
+
+        return Scorer(name, CodeScore(tests or ""))
     if name == "sql":
         from finetune.evaluate.sql_score import SqlScore
 

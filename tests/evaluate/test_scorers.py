@@ -109,7 +109,7 @@ def test_no_score_fails_on_odd_answers():
     rng = random.Random(0)
     for _ in range(300):
         answer = "".join(rng.choice('{}[]",:0159.eE+-\\\x00\u202e\ud800é ') for _ in range(rng.randrange(30)))
-        for name in SCORES.keys() - {"sql", "judge"}:
+        for name in SCORES.keys() - {"sql", "judge", "code"}:
             assert 0 <= value(name, "1", answer) <= 1
 
 
