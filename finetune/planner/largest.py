@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.largest_model import find_largest_model
-from finetune.planner.planner import make_plan, plan_if_fits
+from finetune.planner.planner import make_plan, plan_or_excess
 from finetune.planner.planning import RowsRead, prepared
 from finetune.planner.shape import shape_of
-from finetune.settings import resolved
+from finetune.settings import AUTO, resolved
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -107,7 +107,9 @@ def find_largest(
     recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
     progress: Progress | None = None,
 ) -> Largest:  # fmt: skip
-    """By bisection, as a larger value never takes less memory. `max_length` is planned for rows of that many tokens.
+    """By the secant of what two values that don't fit take too much, else by halves: a larger value never takes less memory.
+
+    `max_length` is planned for rows of that many tokens.
 
     Raises RecipeError for another setting, and when the recipe can't be planned.
     """
@@ -124,18 +126,39 @@ def find_largest(
     most = searched.most(shape_of(read_config(recipe), recipe))
     fitting, count = 0, most // searched.step + 1
     plans: dict[int, Plan] = {}
+    excesses: dict[int, int] = {}
+    offloaded = False  # whether a smaller value fits only so
+    misses = 0  # tries one after another that left more than half of what was open
     tried = count - 1
     while count - fitting > 1:
         value = tried * searched.step
         report_progress(f"planning {setting}={value:,}")
-        plan = plan_if_fits(with_value(value), card, data, forecaster)
+        plan, excess = plan_or_excess(with_value(value), card, data, forecaster, offloaded=offloaded)
+        open_before = count - fitting
         if plan is None:
-            count = tried
+            count, excesses[tried] = tried, excess
         else:
             fitting, plans[tried] = tried, plan
-        tried = (fitting + count) // 2
+            if not offloaded and recipe.layer_offloading == AUTO and plan.settings.layer_offloading:
+                offloaded, excesses = True, {}  # those were of layers on the GPU
+        misses = misses + 1 if 2 * (count - fitting) > open_before else 0
+        tried = _between(fitting, count, {} if misses > 1 else excesses)
     too_large = None if count * searched.step > most else count * searched.step
     plan = plans.get(fitting) or make_plan(with_value(searched.step), card, data, forecaster=forecaster)
     value = fitting * searched.step
     overrides = tuple(f"{name}={number}" for name, number in searched.settings(value or searched.step, recipe).items())
     return Largest(setting, value, too_large, searched.limit, plan, overrides)
+
+
+def _between(fitting: int, too_large: int, excesses: dict[int, int]) -> int:
+    """The next index to try between one that fits and one that doesn't.
+
+    `excesses`: bytes that indices take too much. Those nearest to the end are of the strategy that takes least, whose memory is
+    nearly a line: the index before its zero, if two are known, else the middle.
+    """
+    nearest = sorted(index for index in excesses if excesses[index] > 0)[:2]
+    if len(nearest) < 2 or excesses[nearest[0]] >= excesses[nearest[1]]:
+        return (fitting + too_large) // 2
+    first, second = nearest
+    zero = first - excesses[first] * (second - first) / (excesses[second] - excesses[first])
+    return min(max(int(zero), fitting + 1), too_large - 1)
