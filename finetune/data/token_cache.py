@@ -261,8 +261,8 @@ class CacheEntry:
                 writer.write_table(shard.table)
             crc32 = _crc32(temporary)
             replace(temporary, path)
-            rows = [(row.row, row.field, row.reason) for row in shard.refused]
-            values = {"crc32": crc32, "refused": rows, "unused": shard.unused.as_json()}
+            refused_rows = [(row.row, row.field, row.reason) for row in shard.refused]
+            values = {"crc32": crc32, "refused": refused_rows, "unused": shard.unused.as_json()}
             if shard.picture_files:
                 values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
             _write_sealed(path.with_suffix(".json"), values)
