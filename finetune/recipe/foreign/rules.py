@@ -45,6 +45,16 @@ class Read:
 Rule = Keep | Ignore | Refuse | Read
 
 
+def each(rule: Rule, keys: str) -> dict[str, Rule]:
+    """The same rule for each of `keys`, which white space separates."""
+    return dict.fromkeys(keys.split(), rule)
+
+
+def kept(keys: str, convert: Callable[[Any], Any] | None = None) -> dict[str, Rule]:
+    """Keys, separated by white space, that are carried over to the setting of the same name."""
+    return {key: Keep(key, convert) if convert else Keep(key) for key in keys.split()}
+
+
 @dataclass(frozen=True)
 class KeyReport:
     """One key of the file and its outcome."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import parse_json
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, as_list, is_off
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Read, Refuse, Rule, as_list, each, is_off, kept
 
 MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the GPU")
 KERNELS = Ignore("kernels do not change what is learnt: the plan chooses the GPU's fastest")
@@ -25,38 +25,37 @@ SECRET = Refuse("secrets don't belong in a file: `hf auth login`, or set HF_TOKE
 
 #: transformers' TrainingArguments that mean the same in every tool that has them.
 TRAINING_ARGUMENTS: dict[str, Rule] = {
-    "output_dir": Keep("output_dir"), "seed": Keep("seed"), "learning_rate": Keep("learning_rate", float),
-    "num_train_epochs": Keep("num_train_epochs", float), "max_steps": Read(), "lr_scheduler_type": Keep("lr_scheduler_type"),
-    "warmup_ratio": Read(), "warmup_steps": Read(), "weight_decay": Keep("weight_decay", float),
-    "max_grad_norm": Keep("max_grad_norm", float), "optim": Read(),
-    "per_device_train_batch_size": Read(), "gradient_accumulation_steps": Read(),
-    "per_device_eval_batch_size": Keep("per_device_eval_batch_size"), "dataloader_num_workers": Keep("dataloader_num_workers"),
-    "eval_steps": Read(), "save_steps": Read(), "eval_strategy": Read(), "evaluation_strategy": Read(), "save_strategy": Read(),
-    "save_total_limit": Keep("save_total_limit"), "report_to": Read(), "bf16": Read(), "fp16": Read(), "pure_bf16": Read(),
-    "gradient_checkpointing": MEMORY, "gradient_checkpointing_kwargs": MEMORY, "torch_compile": KERNELS,
-    "torch_compile_backend": KERNELS, "torch_compile_mode": KERNELS, "tf32": KERNELS, "use_liger_kernel": KERNELS,
-    "logging_steps": EVERY_STEP, "logging_strategy": EVERY_STEP, "logging_first_step": EVERY_STEP, "logging_dir": EVERY_STEP,
-    "disable_tqdm": EVERY_STEP, "log_level": EVERY_STEP, "include_num_input_tokens_seen": EVERY_STEP,
-    "include_tokens_per_second": EVERY_STEP, "plot_loss": Ignore("the page draws the loss"), "run_name": TRACKERS,
+    **kept("output_dir seed lr_scheduler_type per_device_eval_batch_size dataloader_num_workers save_total_limit"),
+    **kept("learning_rate num_train_epochs weight_decay max_grad_norm", float),
+    **each(Read(), """
+        max_steps warmup_ratio warmup_steps optim per_device_train_batch_size gradient_accumulation_steps eval_steps
+        save_steps eval_strategy evaluation_strategy save_strategy report_to bf16 fp16 pure_bf16 do_train do_predict
+    """),
+    **each(MEMORY, "gradient_checkpointing gradient_checkpointing_kwargs eval_accumulation_steps auto_find_batch_size"),
+    **each(KERNELS, "torch_compile torch_compile_backend torch_compile_mode tf32 use_liger_kernel"),
+    **each(EVERY_STEP, """
+        logging_steps logging_strategy logging_first_step logging_dir disable_tqdm log_level include_num_input_tokens_seen
+        include_tokens_per_second
+    """),
+    **each(GPUS, "ddp_timeout ddp_find_unused_parameters ddp_backend local_rank deepspeed fsdp fsdp_config"),
+    **each(PROCESS, """
+        dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers remove_unused_columns
+        length_column_name full_determinism
+    """),
+    **each(UPLOAD, "push_to_hub hub_model_id hub_strategy hub_private_repo"),
+    **each(Ignore("the held-out loss is the measure"), "metric_for_best_model greater_is_better"),
+    "plot_loss": Ignore("the page draws the loss"), "run_name": TRACKERS,
     "overwrite_output_dir": Ignore("a name that is taken gets -2; nothing is overwritten"),
     "save_only_model": Ignore("checkpoints can always be resumed"),
     "save_safetensors": Ignore("safetensors are always written"),
-    "do_train": Read(), "do_eval": Ignore("held-out rows are evaluated where there are some"),
-    "do_predict": Read(), "predict_with_generate": GENERATION, "per_device_predict_batch_size": GENERATION,
-    "ddp_timeout": GPUS, "ddp_find_unused_parameters": GPUS, "ddp_backend": GPUS, "local_rank": GPUS, "deepspeed": GPUS,
-    "fsdp": GPUS, "fsdp_config": GPUS, "dataloader_pin_memory": PROCESS, "dataloader_prefetch_factor": PROCESS,
-    "dataloader_persistent_workers": PROCESS, "remove_unused_columns": PROCESS,
-    "group_by_length": Ignore("changes the order of rows only"),
-    "length_column_name": PROCESS, "data_seed": Ignore("seed is the seed of everything random"), "full_determinism": PROCESS,
-    "push_to_hub": UPLOAD, "hub_model_id": UPLOAD, "hub_strategy": UPLOAD, "hub_private_repo": UPLOAD, "hub_token": SECRET,
+    "do_eval": Ignore("held-out rows are evaluated where there are some"), "predict_with_generate": GENERATION,
+    "per_device_predict_batch_size": GENERATION, "group_by_length": Ignore("changes the order of rows only"),
+    "data_seed": Ignore("seed is the seed of everything random"), "hub_token": SECRET,
     "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues", ("auto",)),
-    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"),
-    "metric_for_best_model": Ignore("the held-out loss is the measure"),
-    "greater_is_better": Ignore("the held-out loss is the measure"),
-    "eval_on_start": STEPS, "eval_delay": STEPS, "eval_accumulation_steps": MEMORY, "auto_find_batch_size": MEMORY,
-    "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
-    "label_smoothing_factor": Refuse("label smoothing changes the loss"), "lr_scheduler_kwargs": Refuse("changes the schedule"),
-    "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
+    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"), "eval_on_start": STEPS,
+    "eval_delay": STEPS, "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
+    "label_smoothing_factor": Refuse("label smoothing changes the loss"),
+    "lr_scheduler_kwargs": Refuse("changes the schedule"), "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
     "adam_beta2": Refuse("finetune's AdamW has beta2 0.999", (0.999,)),
     "adam_epsilon": Refuse("finetune's AdamW has epsilon 1e-8", (1e-8,)), "optim_args": Refuse("changes the optimizer"),
     "average_tokens_across_devices": Ignore("losses are averaged over all trained tokens of a step"),
