@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_object, write_text
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.
@@ -45,12 +45,8 @@ def _path() -> Path:
 
 def _read() -> dict[str, list[int]]:
     """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
-    try:
-        values = read_json(_path(), dict)
-    except (OSError, ValueError):
-        return {}
     return {
         name: counts
-        for name, counts in values.items()
+        for name, counts in (read_object(_path()) or {}).items()
         if isinstance(counts, list) and all(isinstance(count, int) and count > 0 for count in counts)
     }

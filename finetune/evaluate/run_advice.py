@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import read_evaluations
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.run.seal import MANIFEST
 from finetune.settings.schema import Decides, settings_that_decide
 
@@ -99,10 +99,7 @@ def advise(runs: Sequence[RunDirectory]) -> list[RunAdvice]:
 
 def _trained_run(run: RunDirectory) -> TrainedRun | None:
     """None for a run without a result, or of a version that wrote no facts with it."""
-    try:
-        manifest = read_json(run.adapter / MANIFEST, dict)
-    except (OSError, ValueError):
-        return None
+    manifest = read_object(run.adapter / MANIFEST) or {}
     facts, loss = manifest.get("facts"), manifest.get("eval_loss")
     if not isinstance(facts, dict) or "data" not in facts:
         return None

@@ -31,7 +31,7 @@ from finetune.export.parity import (
     check_tokens,
     require_llama_cpp,
 )
-from finetune.files import existing_parent, free_disk_bytes, read_json, write_json
+from finetune.files import existing_parent, free_disk_bytes, read_object, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy, rename
@@ -226,10 +226,7 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 def pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise that; `-` for others."""
-    try:
-        definition = read_json(folder / "tokenizer.json", dict).get("pre_tokenizer") or {}
-    except (OSError, ValueError):
-        return "-"
+    definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
     steps = definition.get("pretokenizers", [definition])
     return _PRE_TOKENIZERS.get(tuple(_step(step) for step in steps), "-")
 

@@ -17,7 +17,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.events import ForecastCheck, read_events
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
@@ -151,7 +151,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
         f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {weights} weights.",
     ]
-    values = _json(run.adapter / MANIFEST)
+    values = read_object(run.adapter / MANIFEST) or {}
     if values.get("step"):
         loss = f", held-out loss {values['eval_loss']:.4f}" if values.get("eval_loss") is not None else ""
         lines.append(f"Step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
@@ -180,7 +180,7 @@ def _training(run: RunDirectory) -> str:
 
 def _data(run: RunDirectory) -> str:
     """Number of rows and tokens, and the fingerprint; no row."""
-    report = _json(run.data / "report.json")
+    report = read_object(run.data / "report.json") or {}
     lines = []
     for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):
         if split_report.get("rows_used") is not None:
@@ -245,10 +245,3 @@ def _memory(run: RunDirectory, plan: Plan) -> str:
         peak = format_bytes(plan.forecast.peak_bytes) if plan.forecast else None
         return f"Forecast: {peak} at the peak; not measured." if peak else ""
     return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, dict)
-    except (OSError, ValueError):
-        return {}
