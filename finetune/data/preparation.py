@@ -325,10 +325,7 @@ def _raise_problems(splits: list[LimitedSplit], recipe: Recipe, max_length: int 
         )
     if not problems and any(not len(split.lengths) for split in splits):
         problems += (
-            [
-                "no row is left to train on",
-                *(refusal_lines(refused, rows_read, 5) if refused else []),
-            ]
+            ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
             if not len(splits[0].lengths)
             else ["no held-out row can be used"]
         )

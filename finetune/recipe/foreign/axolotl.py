@@ -426,6 +426,6 @@ def _conversation(entry: dict[str, Any]) -> tuple[str, dict[str, str], str]:
 
 TOOL = Tool(
     "Axolotl",
-    frozenset({"datasets", "adapter", "val_set_size", "pretraining_dataset", "lora_target_linear", "dataset_prepared_path"}),
+    "datasets adapter val_set_size pretraining_dataset lora_target_linear dataset_prepared_path",
     KEYS, DEFAULTS, finish,
 )  # fmt: skip

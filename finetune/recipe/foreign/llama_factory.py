@@ -388,9 +388,6 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
 
 TOOL = Tool(
     "LLaMA-Factory",
-    frozenset({"finetuning_type", "stage", "template", "dataset_dir", "quantization_bit"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    interpolates=True,
-)
+    "finetuning_type stage template dataset_dir quantization_bit",
+    KEYS, DEFAULTS, finish, interpolates=True,
+)  # fmt: skip

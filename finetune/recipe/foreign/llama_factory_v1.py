@@ -160,10 +160,6 @@ def _dataset_settings(name: str, entry: Any, folder: Path) -> dict[str, Any] | s
 
 TOOL = Tool(
     "LLaMA-Factory v1",
-    frozenset({"peft_config.name", "train_dataset", "dist_config.name"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-    interpolates=True,
-)
+    "peft_config.name train_dataset dist_config.name",
+    KEYS, DEFAULTS, finish, nested=True, interpolates=True,
+)  # fmt: skip

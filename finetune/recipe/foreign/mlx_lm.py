@@ -195,11 +195,4 @@ def _rows(config: ConfigReader) -> None:
         config.share(key, f"dataset.columns {columns}")
 
 
-TOOL = Tool(
-    "mlx-lm",
-    frozenset({"lora_parameters.rank", "lora_parameters.keys", "fine_tune_type", "iters"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-)
+TOOL = Tool("mlx-lm", "lora_parameters.rank lora_parameters.keys fine_tune_type iters", KEYS, DEFAULTS, finish, nested=True)

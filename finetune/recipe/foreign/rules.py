@@ -68,10 +68,11 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool's configuration: how it is recognised, its keys, its defaults (our names), and keys that combine."""
+    """Another tool's configuration: keys by which it is recognised, separated by white space; all its keys, its defaults (our
+    names), and keys that combine."""
 
     name: str
-    markers: frozenset[str]
+    markers: str
     keys: dict[str, Rule]
     defaults: dict[str, Any]
     finish: Callable[[ConfigReader], None]

@@ -68,9 +68,9 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
+def read_training_arguments(config: ConfigReader) -> None:
     """The TrainingArguments that combine with others."""
-    read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", micro_batch)
+    read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     read_optimizer(config, "optim")
     read_schedule(config)
 
@@ -286,9 +286,7 @@ def read_template(config: ConfigReader, key: str, model: str) -> None:
         config.ignore(key, f"the model's own chat template is used, which {name} is", note)
     else:
         config.refuse(
-            key,
-            f"not the template of {model}, judging by its name; chat_template=null uses the model's own",
-            "chat_template",
+            key, f"not the template of {model}, judging by its name; chat_template=null uses the model's own", "chat_template"
         )
 
 

@@ -176,4 +176,4 @@ def _dataset(config: ConfigReader) -> None:
         config.keys_by_setting["dataset.path"] = key
 
 
-TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True, interpolates=True)
+TOOL = Tool("torchtune", "*._component_", KEYS, DEFAULTS, finish, nested=True, interpolates=True)

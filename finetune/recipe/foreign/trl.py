@@ -249,22 +249,7 @@ def has_only_its_keys(values: dict[str, Any]) -> bool:
 
 TOOL = Tool(
     "TRL",
-    frozenset(
-        {
-            "use_peft",
-            "dataset_name",
-            "dataset_text_field",
-            "lora_task_type",
-            "assistant_only_loss",
-            "dataset_mixture",
-            "dataset_mixer",
-            "dataset_train_split",
-            "chat_template_path",
-            "completion_only_loss",
-            "use_bnb_nested_quant",
-        }
-    ),
-    KEYS,
-    DEFAULTS,
-    finish,
-)
+    "use_peft dataset_name dataset_text_field lora_task_type assistant_only_loss dataset_mixture dataset_mixer "
+    "dataset_train_split chat_template_path completion_only_loss use_bnb_nested_quant",
+    KEYS, DEFAULTS, finish,
+)  # fmt: skip

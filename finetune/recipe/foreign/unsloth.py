@@ -119,9 +119,6 @@ def _steps(config: ConfigReader) -> None:
 
 TOOL = Tool(
     "Unsloth Studio",
-    frozenset({"training.training_type", "training.max_seq_length", "training.num_epochs", "lora.finetune_mlp_modules"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-)
+    "training.training_type training.max_seq_length training.num_epochs lora.finetune_mlp_modules",
+    KEYS, DEFAULTS, finish, nested=True,
+)  # fmt: skip
