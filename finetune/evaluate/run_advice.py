@@ -58,11 +58,6 @@ class SettingEffect:
         """Score of the second run minus that of the first."""
         return self.scores[1] - self.scores[0]
 
-    @property
-    def lower_is_better(self) -> bool:
-        """Whether the score is a loss."""
-        return self.score in (_LOSS, _TOKEN_LOSS)
-
 
 @dataclass(frozen=True)
 class RunAdvice:
@@ -116,7 +111,8 @@ def _advice(group: list[TrainedRun]) -> RunAdvice:
     ordered = sorted(group, key=lambda trained: math.inf if trained.loss is None else trained.loss)
     effects, changed, alone = [], set[str](), set[str]()
     for first, second in itertools.combinations(ordered, 2):
-        names = {name for name in first.settings.keys() | second.settings.keys() if _differs(first, second, name)}
+        all_names = first.settings.keys() | second.settings.keys()
+        names = {name for name in all_names if first.settings.get(name) != second.settings.get(name)}
         changed |= names
         if len(names) == 1:
             alone |= names
@@ -126,10 +122,6 @@ def _advice(group: list[TrainedRun]) -> RunAdvice:
     losses = [None if changed & _OF_THE_LOSS else trained.loss for trained in ordered]
     names_of_runs = [trained.run.path.name for trained in ordered]
     return RunAdvice(ordered[0].base, names_of_runs, losses, effects, sorted(changed - alone), max(changes, default=None))
-
-
-def _differs(first: TrainedRun, second: TrainedRun, name: str) -> bool:
-    return bool(first.settings.get(name) != second.settings.get(name))
 
 
 def _in_order(first: TrainedRun, second: TrainedRun, setting: str) -> tuple[TrainedRun, TrainedRun]:
