@@ -6,24 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_labels, columns_of_pairs, read_rl
 from finetune.recipe.foreign.preferences import OTHER_METHODS
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, is_off, kept
 from finetune.recipe.foreign.shared import (
-    DATASET_CACHE,
     DIFFERENT_DATASETS,
-    EVERY_STEP,
-    GPUS,
-    KERNELS,
-    MEMORY,
-    NOT_TRAINED,
-    PROCESS,
-    SECRET,
-    STEPS,
-    TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
-    UPLOAD,
     assume_peft_targets,
     merge_datasets,
     own_template_note,
@@ -31,10 +21,9 @@ from finetune.recipe.foreign.shared import (
     read_optimizer,
     read_schedule,
     read_template,
-)  # fmt: skip
+)
 
 _MODEL = Ignore("is read from the model")
-_NEW_TOKENS = Refuse("in a recipe it is new_tokens=[..], whose rows alone are trained", lifted_by="new_tokens")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
 _SWANLAB = [f"swanlab_{name}" for name in (
@@ -48,13 +37,13 @@ KEYS: dict[str, Rule] = {
         base_model_config model_type tokenizer_type processor_type is_falcon_derived_model is_llama_derived_model
         is_mistral_derived_model is_qwen_derived_model
     """),
-    **each(PROCESS, """
+    **each(common.PROCESS, """
         tokenizer_use_fast tokenizer_legacy strict device tokenizer_save_jinja_files debug hf_use_auth_token
         dataloader_drop_last sample_packing_group_size sample_packing_bin_size multipack_real_batches sample_packing_eff_est
         total_num_tokens total_supervised_tokens
     """),
     **each(Refuse("the model's own configuration is used"), "model_config overrides_of_model_config"),
-    **each(NOT_TRAINED, """
+    **each(common.NOT_TRAINED, """
         gptq peft peft_layer_replication peft_trainable_token_indices relora relora_steps unfrozen_parameters fp8 qat
         quantization pretraining_dataset use_pose
     """),
@@ -63,18 +52,18 @@ KEYS: dict[str, Rule] = {
         bfloat16 float16 plugins rl datasets test_datasets chat_template chat_template_jinja eot_tokens
     """),
     **kept("load_in_8bit load_in_4bit lora_r lora_alpha early_stopping_patience train_on_inputs"),
-    **each(MEMORY, """
+    **each(common.MEMORY, """
         low_cpu_mem_usage max_memory gpu_memory_limit lora_on_cpu embeddings_skip_upcast gc_steps activation_offloading
         tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp layer_offloading experimental_skip_move_to_device
         selective_checkpointing streaming eval_sample_packing pad_to_sequence_len batch_flattening
     """),
-    **each(GPUS, """
+    **each(common.GPUS, """
         device_map qlora_sharded_model_loading ddp world_size ddp_bucket_cap_mb ddp_broadcast_buffers accelerator_config
         fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree use_ray
         dp_shard_size dp_replicate_size expert_parallel_size context_parallel_strategy ray_num_workers resources_per_worker
     """),
     **each(Refuse("one learning rate for all adapters"), "loraplus_lr_ratio lr_groups"),
-    **each(KERNELS, """
+    **each(common.KERNELS, """
         peft_autocast_adapter_dtype lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attention
         attn_implementation sdp_attention xformers_attention eager_attention flex_attention sage_attention
         flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp unsloth_cross_entropy_loss
@@ -83,23 +72,29 @@ KEYS: dict[str, Rule] = {
         cut_cross_entropy liger_rms_norm_gated use_kernels use_scattermoe use_sonicmoe experts_implementation
         fused_attn_kernel gemma4_hybrid_attn_impl flex_attn_compile_kwargs flash_optimum use_glm_dsa_kernels use_dsv4_kernels
     """),
-    **each(STEPS, """
+    **each(common.STEPS, """
         evals_per_epoch saves_per_epoch eval_table_size eval_max_new_tokens eval_table_max_new_tokens save_first_step
         do_causal_lm_eval eval_causal_lm_metrics do_bench_eval
     """),
-    **each(TRACKERS, """
+    **each(common.TRACKERS, """
         wandb_project wandb_entity wandb_watch wandb_name wandb_run_id wandb_mode wandb_log_model use_wandb
         mlflow_tracking_uri mlflow_experiment_name use_mlflow use_comet comet_project_name use_swanlab use_otel_metrics
         otel_metrics_host otel_metrics_port use_tensorboard use_trackio
     """),
-    **each(DATASET_CACHE, """
+    **each(common.DATASET_CACHE, """
         dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset
     """),
+    **each(Refuse("every layer gets an adapter"), "peft_layers_to_transform lora_layers_to_transform peft_layers_pattern"),
+    **each(common.UPLOAD, "merge_lora merge_method push_dataset_to_hub"),
+    **each(Refuse("embeddings are not trained"), "embedding_lr embedding_lr_scale"),
+    **each(Ignore("a run that diverges is stopped"), "loss_watchdog_threshold loss_watchdog_patience"),
+    **each(Refuse(OTHER_METHODS["rm"]), "reward_model process_reward_model"),
+    **each(common.EVERY_STEP, "profiler_steps profiler_steps_start include_tkps"),
+    **each(Refuse("all rows are read"), "dataset_shard_num dataset_shard_idx"),
     "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"),
-    "tokenizer_config": Refuse("the model's own tokenizer is used"),
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
+    "tokenizer_config": Refuse("the model's own tokenizer is used"), "trust_remote_code": common.REMOTE_CODE,
     "freeze_mm_modules": Ignore("only the language model trains"), "overrides_of_model_kwargs": _OWN_LOADER,
-    "tokens": _NEW_TOKENS, "added_tokens_overrides": Refuse("the names of a model's tokens are not changed"),
+    "tokens": common.NEW_TOKENS, "added_tokens_overrides": Refuse("the names of a model's tokens are not changed"),
     "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
     "model_quantization_config": Refuse("the model is loaded as it is stored, or in 16 bit", ("Mxfp4Config",)),
@@ -107,29 +102,18 @@ KEYS: dict[str, Rule] = {
     "llama4_linearized_experts": Refuse("experts are not taken apart into linear layers"),
     "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
     "lora_dropout": Keep("lora_dropout", float), "lora_target_parameters": Refuse("adapters are on linear layers"),
-    "lora_model_dir": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
-    "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
+    "lora_model_dir": common.OTHER_ADAPTER, "lora_modules_to_save": common.WHOLE_MODULES,
     "lora_fan_in_fan_out": Ignore("layers are linear: PEFT turns it off"), "peft_use_dora": Keep("use_dora"),
-    "peft_use_rslora": Keep("use_rslora"), "peft_layers_to_transform": Refuse("every layer gets an adapter"),
-    "lora_layers_to_transform": Refuse("every layer gets an adapter"),
-    "peft_layers_pattern": Refuse("every layer gets an adapter"),
-    "peft_init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
-    "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "merge_lora": UPLOAD, "merge_method": UPLOAD,
-    "eval_batch_size": Keep("per_device_eval_batch_size"), "num_epochs": Keep("num_train_epochs", float),
-    "lr_scheduler": Keep("lr_scheduler_type"), "learning_rate": Keep("learning_rate", float),
-    "cosine_min_lr_ratio": Refuse("the cosine ends at zero"), "cosine_constant_lr_ratio": Refuse("changes the schedule"),
-    "lr_quadratic_warmup": Refuse("the warmup is linear"), "embedding_lr": Refuse("embeddings are not trained"),
-    "embedding_lr_scale": Refuse("embeddings are not trained"),
-    "loss_watchdog_threshold": Ignore("a run that diverges is stopped"),
-    "loss_watchdog_patience": Ignore("a run that diverges is stopped"),
+    "peft_use_rslora": Keep("use_rslora"), "peft_init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
+    "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "eval_batch_size": Keep("per_device_eval_batch_size"),
+    "num_epochs": Keep("num_train_epochs", float), "lr_scheduler": Keep("lr_scheduler_type"),
+    "learning_rate": Keep("learning_rate", float), "cosine_min_lr_ratio": Refuse("the cosine ends at zero"),
+    "cosine_constant_lr_ratio": Refuse("changes the schedule"), "lr_quadratic_warmup": Refuse("the warmup is linear"),
     "float32": Refuse("set dtype=float32", lifted_by="dtype"), "s2_attention": Refuse("attention is not shifted"),
     "tokenizer_use_mistral_common": Ignore("the model's own tokenizer and chat template are used"),
-    **dict.fromkeys(PAIR_KEYS, Read()), "reward_model": Refuse(OTHER_METHODS["rm"]),
-    "process_reward_model": Refuse(OTHER_METHODS["rm"]), **dict.fromkeys(_SWANLAB, TRACKERS), "profiler_steps": EVERY_STEP,
-    "profiler_steps_start": EVERY_STEP, "include_tkps": EVERY_STEP, "generate_samples": Ignore("see sample_answers"),
-    "push_dataset_to_hub": UPLOAD, "hub_token": SECRET,
+    **dict.fromkeys(PAIR_KEYS, Read()), **dict.fromkeys(_SWANLAB, common.TRACKERS),
+    "generate_samples": Ignore("see sample_answers"), "hub_token": common.SECRET,
     "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` continues"),
-    "dataset_shard_num": Refuse("all rows are read"), "dataset_shard_idx": Refuse("all rows are read"),
     "shuffle_merged_datasets": Refuse("rows are shuffled", (True,)),
     "dataset_exact_deduplication": Refuse("equal rows are kept; remove them from the file"),
     "val_set_size": Keep("dataset.test_split_size", lambda size: int(size) if size >= 1 else float(size)),
@@ -210,7 +194,7 @@ def finish(config: ConfigReader) -> None:
         if other_plugins:
             config.refuse("plugins", f"{', '.join(other_plugins)} may change what is learnt")
         else:
-            config.ignore("plugins", KERNELS.reason)
+            config.ignore("plugins", common.KERNELS.reason)
     method = read_rl(config)
     if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
         _datasets(config, model, method)

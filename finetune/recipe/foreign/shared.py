@@ -7,21 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import parse_json
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Read, Refuse, Rule, as_list, each, is_off, kept
-
-MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the GPU")
-KERNELS = Ignore("kernels do not change what is learnt: the plan chooses the GPU's fastest")
-EVERY_STEP = Ignore("every step is logged")
-STEPS = Ignore("the plan chooses how often; set eval_steps or save_steps")
-TRACKERS = Ignore("set report_to to log to wandb, tensorboard or trackio")
-UPLOAD = Ignore("nothing is uploaded: `finetune merge` writes the model")
-GPUS = Ignore("for several GPUs: set launch.num_processes and launch.strategy")
-PROCESS = Ignore("concerns the other tool's own process")
-DATASET_CACHE = Ignore("tokenised rows are cached by finetune")
-GENERATION = Ignore("for generation, not for training")
-PREFERENCE = Ignore("for preference training, which this is not")
-NOT_TRAINED = Refuse("this is not trained by finetune")
-SECRET = Refuse("secrets don't belong in a file: `hf auth login`, or set HF_TOKEN")
 
 #: transformers' TrainingArguments that mean the same in every tool that has them.
 TRAINING_ARGUMENTS: dict[str, Rule] = {
@@ -31,29 +18,31 @@ TRAINING_ARGUMENTS: dict[str, Rule] = {
         max_steps warmup_ratio warmup_steps optim per_device_train_batch_size gradient_accumulation_steps eval_steps
         save_steps eval_strategy evaluation_strategy save_strategy report_to bf16 fp16 pure_bf16 do_train do_predict
     """),
-    **each(MEMORY, "gradient_checkpointing gradient_checkpointing_kwargs eval_accumulation_steps auto_find_batch_size"),
-    **each(KERNELS, "torch_compile torch_compile_backend torch_compile_mode tf32 use_liger_kernel"),
-    **each(EVERY_STEP, """
+    **each(common.MEMORY, """
+        gradient_checkpointing gradient_checkpointing_kwargs eval_accumulation_steps auto_find_batch_size
+    """),
+    **each(common.KERNELS, "torch_compile torch_compile_backend torch_compile_mode tf32 use_liger_kernel"),
+    **each(common.EVERY_STEP, """
         logging_steps logging_strategy logging_first_step logging_dir disable_tqdm log_level include_num_input_tokens_seen
         include_tokens_per_second
     """),
-    **each(GPUS, "ddp_timeout ddp_find_unused_parameters ddp_backend local_rank deepspeed fsdp fsdp_config"),
-    **each(PROCESS, """
+    **each(common.GPUS, "ddp_timeout ddp_find_unused_parameters ddp_backend local_rank deepspeed fsdp fsdp_config"),
+    **each(common.PROCESS, """
         dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers remove_unused_columns
         length_column_name full_determinism
     """),
-    **each(UPLOAD, "push_to_hub hub_model_id hub_strategy hub_private_repo"),
+    **each(common.UPLOAD, "push_to_hub hub_model_id hub_strategy hub_private_repo"),
     **each(Ignore("the held-out loss is the measure"), "metric_for_best_model greater_is_better"),
-    "plot_loss": Ignore("the page draws the loss"), "run_name": TRACKERS,
+    **each(common.GENERATION, "predict_with_generate per_device_predict_batch_size"),
+    "plot_loss": Ignore("the page draws the loss"), "run_name": common.TRACKERS,
     "overwrite_output_dir": Ignore("a name that is taken gets -2; nothing is overwritten"),
     "save_only_model": Ignore("checkpoints can always be resumed"),
     "save_safetensors": Ignore("safetensors are always written"),
-    "do_eval": Ignore("held-out rows are evaluated where there are some"), "predict_with_generate": GENERATION,
-    "per_device_predict_batch_size": GENERATION, "group_by_length": Ignore("changes the order of rows only"),
-    "data_seed": Ignore("seed is the seed of everything random"), "hub_token": SECRET,
-    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues", ("auto",)),
-    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"), "eval_on_start": STEPS,
-    "eval_delay": STEPS, "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
+    "do_eval": Ignore("held-out rows are evaluated where there are some"),
+    "group_by_length": Ignore("changes the order of rows only"), "data_seed": Ignore("seed is the seed of everything random"),
+    "hub_token": common.SECRET, "resume_from_checkpoint": common.FROM_CHECKPOINT,
+    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"), "eval_on_start": common.STEPS,
+    "eval_delay": common.STEPS, "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
     "label_smoothing_factor": Refuse("label smoothing changes the loss"),
     "lr_scheduler_kwargs": Refuse("changes the schedule"), "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
     "adam_beta2": Refuse("finetune's AdamW has beta2 0.999", (0.999,)),
@@ -92,7 +81,7 @@ def _purpose(config: ConfigReader) -> None:
         key = "do_train" if "do_train" in config.values else "do_predict"
         config.refuse(key, "this file evaluates or predicts, it does not train; do_train=true trains with its settings")
     config.ignore("do_train", "`finetune run` trains")
-    config.ignore("do_predict", GENERATION.reason)
+    config.ignore("do_predict", common.GENERATION.reason)
 
 
 def read_batch(config: ConfigReader, micro_key: str, steps_key: str, micro_batch: int = 1, accumulation: int = 1) -> None:
@@ -146,9 +135,9 @@ def read_intervals(config: ConfigReader) -> None:
             if isinstance(interval, int) and strategy in (None, "steps"):
                 config.keep(f"{event}_steps", f"{event}_steps", interval)
             else:
-                config.ignore(f"{event}_steps", STEPS.reason)
+                config.ignore(f"{event}_steps", common.STEPS.reason)
         for name in strategy_keys:
-            config.ignore(name, f"{event}_steps counts" if strategy == "steps" else STEPS.reason)
+            config.ignore(name, f"{event}_steps counts" if strategy == "steps" else common.STEPS.reason)
 
 
 def read_dtype(config: ConfigReader) -> None:

@@ -5,18 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
-from finetune.recipe.foreign.shared import (
-    EVERY_STEP,
-    GPUS,
-    KERNELS,
-    MEMORY,
-    NOT_TRAINED,
-    PROCESS,
-    STEPS,
-    read_batch,
-    read_dtype,
-)  # fmt: skip
+from finetune.recipe.foreign.shared import read_batch, read_dtype
 
 _READ_FROM_MODEL = Ignore("is read from the model")
 
@@ -31,14 +22,15 @@ KEYS: dict[str, Rule] = {
         max_steps_per_epoch
     """),
     **each(_READ_FROM_MODEL, "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.* checkpointer.*"),
-    **each(PROCESS, "save_adapter_weights_only should_load_recipe_state collate_fn device dataloader.*"),
-    **each(MEMORY, """
+    **each(common.PROCESS, "save_adapter_weights_only should_load_recipe_state collate_fn device dataloader.*"),
+    **each(common.MEMORY, """
         batch_size_val optimizer_in_bwd enable_activation_checkpointing enable_activation_offloading low_cpu_ram
         fsdp_cpu_offload custom_sharded_layers data_parallel_shard_dim data_parallel_replicate_dim tensor_parallel_dim
     """),
-    **each(EVERY_STEP, "metric_logger.* log_every_n_steps log_peak_memory_stats log_level profiler.*"),
-    **each(NOT_TRAINED, "teacher_model.* kd_ratio kd_loss.* quantizer.* teacher_checkpointer.*"),
+    **each(common.EVERY_STEP, "metric_logger.* log_every_n_steps log_peak_memory_stats log_level profiler.*"),
+    **each(common.NOT_TRAINED, "teacher_model.* kd_ratio kd_loss.* quantizer.* teacher_checkpointer.*"),
     **each(_IMAGES, "model.image_size model.encoder_trainable model.decoder_trainable model.fusion_trainable"),
+    **each(common.KERNELS, "optimizer.fused loss.* compile"),
     "model.apply_lora_to_output": Refuse("the output layer gets no adapter"), "model.lora_rank": Keep("lora_r"),
     "model.lora_alpha": Keep("lora_alpha"), "model.lora_dropout": Keep("lora_dropout", float),
     "model.use_dora": Keep("use_dora"), "model.quantize_base": Keep("load_in_4bit"),
@@ -51,14 +43,14 @@ KEYS: dict[str, Rule] = {
     "dataset_val.*": Ignore("set dataset.eval_path"),
     "run_val_every_n_steps": Ignore("the plan chooses how often; set eval_steps"),
     "shuffle": Refuse("rows are shuffled", (True,)), "optimizer.lr": Keep("learning_rate", float),
-    "optimizer.weight_decay": Keep("weight_decay", float), "optimizer.fused": KERNELS,
+    "optimizer.weight_decay": Keep("weight_decay", float),
     "optimizer.*": Refuse("finetune's AdamW has PyTorch's betas and epsilon"),
     "lr_scheduler.num_warmup_steps": Keep("warmup_steps"), "lr_scheduler.*": Refuse("changes the schedule"),
     "loss._component_": Refuse("the loss is the cross entropy", tuple(f"torchtune.modules.loss.{name}" for name in (
         "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")) + ("torch.nn.CrossEntropyLoss",)),
-    "loss.*": KERNELS, "epochs": Keep("num_train_epochs", float), "clip_grad_norm": Keep("max_grad_norm", float),
-    "compile": KERNELS, "save_every_n_steps": Keep("save_steps"), "fsdp.*": GPUS, "tensor_parallel_plan.*": GPUS,
-    "save_every_n_epochs": STEPS, "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
+    "epochs": Keep("num_train_epochs", float), "clip_grad_norm": Keep("max_grad_norm", float),
+    "save_every_n_steps": Keep("save_steps"), "fsdp.*": common.GPUS, "tensor_parallel_plan.*": common.GPUS,
+    "save_every_n_epochs": common.STEPS, "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.preferences import (
     LABEL_SMOOTHING,
     NO_WEIGHTING,
@@ -14,19 +15,14 @@ from finetune.recipe.foreign.preferences import (
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import (
-    DATASET_CACHE,
     DIFFERENT_DATASETS,
-    KERNELS,
-    MEMORY,
-    PROCESS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
-    UPLOAD,
     assume_peft_targets,
     merge_datasets,
     read_targets,
     read_training_arguments,
-)  # fmt: skip
+)
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
@@ -41,7 +37,7 @@ _PAIR_KEYS: dict[str, Rule] = {
     "sync_ref_model": OTHER_REFERENCE, "f_divergence_type": Refuse("the divergence is the reverse KL", ("reverse_kl",)),
     "rpo_alpha": Refuse("adds SFT's loss, a mean over the tokens of a micro-batch", lifted_by="sft_weight"),
     "max_prompt_length": Read(), "disable_dropout": Read(),
-    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), MEMORY),
+    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), common.MEMORY),
     **dict.fromkeys(
         ("ref_model_mixup_alpha", "ref_model_sync_steps", "f_alpha_divergence_coef", "discopop_tau"),
         Ignore("belongs to a key that this file doesn't use"),
@@ -59,29 +55,30 @@ _ONLY_SFT = ("assistant_only_loss", "completion_only_loss", "dataset_text_field"
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
     **kept("model_name_or_path dtype lora_r lora_alpha use_rslora use_dora load_in_4bit load_in_8bit max_length packing"),
-    **each(KERNELS, "attn_implementation use_flash_attention_2 use_liger ignore_bias_buffers"),
+    **each(common.KERNELS, "attn_implementation use_flash_attention_2 use_liger ignore_bias_buffers"),
     **each(Read(), """
         use_peft lora_target_modules tokenizer_name_or_path dataset_name dataset_test_split dataset_text_field dataset_kwargs
         dataset_mixture dataset_mixer dataset_splits completion_only_loss assistant_only_loss loss_type
     """),
-    **each(MEMORY, """
+    **each(common.MEMORY, """
         bnb_4bit_quant_storage dataset_streaming eval_packing padding_free pad_to_multiple_of activation_offloading
         gradient_checkpointing_use_reentrant
     """),
-    "model_revision": Keep("model_revision", lambda name: None if name == "main" else name), "torch_dtype": Keep("dtype"),
-    "model_init_kwargs": Refuse("the model is loaded by finetune"),
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
+    **each(Keep("dtype"), "dtype torch_dtype"),
+    **each(Keep("max_length"), "max_length max_seq_length"),
+    "model_revision": Keep("model_revision", lambda name: None if name == "main" else name),
+    "model_init_kwargs": Refuse("the model is loaded by finetune"), "trust_remote_code": common.REMOTE_CODE,
     "lora_dropout": Keep("lora_dropout", float), "lora_task_type": Ignore("is what finetune does"),
-    "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
-    "lora_target_parameters": Refuse("adapters are on linear layers"),
+    "lora_modules_to_save": common.WHOLE_MODULES, "lora_target_parameters": Refuse("adapters are on linear layers"),
     "bnb_4bit_quant_type": Refuse("4 bits are NF4", ("nf4",)),
     "use_bnb_nested_quant": Ignore("4 bits are always quantised twice, which saves 0.4 bits a weight"),
     "dataset_config": Keep("dataset.name"), "dataset_train_split": Keep("dataset.split"),
-    "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_num_proc": DATASET_CACHE,
+    "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_num_proc": common.DATASET_CACHE,
     "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), **dict.fromkeys(_PAIR_KEYS, Read()),
     **dict.fromkeys(_REWARDS, Refuse(OTHER_METHODS["grpo"])), **dict.fromkeys(_KTO_KEYS, Read()),
-    "simpo_gamma": Refuse(OTHER_METHODS["simpo"]), "cpo_alpha": Refuse(OTHER_METHODS["cpo"]), "hub_model_revision": UPLOAD,
-    "env": PROCESS, "max_seq_length": Keep("max_length"), "truncation_mode": Refuse("the start is kept", ("keep_start",)),
+    "simpo_gamma": Refuse(OTHER_METHODS["simpo"]), "cpo_alpha": Refuse(OTHER_METHODS["cpo"]),
+    "hub_model_revision": common.UPLOAD, "env": common.PROCESS,
+    "truncation_mode": Refuse("the start is kept", ("keep_start",)),
     "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "pad_token": Ignore("padding is never learnt"),
     "eos_token": Refuse("the model's own EOS is used"), "chat_template_path": Keep("chat_template"),
     "shuffle_dataset": Ignore("rows are shuffled anyway"), "router_aux_loss_coef": Refuse("the router's loss is not added"),

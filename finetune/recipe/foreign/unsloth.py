@@ -5,17 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each
-from finetune.recipe.foreign.shared import (
-    MEMORY,
-    STEPS,
-    TRACKERS,
-    TRAINING_DEFAULTS,
-    UPLOAD,
-    read_batch,
-    read_optimizer,
-    read_targets,
-)  # fmt: skip
+from finetune.recipe.foreign.shared import TRAINING_DEFAULTS, read_batch, read_optimizer, read_targets
 
 _TEXT = Ignore("for images or sound; rows are text here")
 _T, _L = "training.", "lora."
@@ -31,23 +23,23 @@ KEYS: dict[str, Rule] = {
     **each(Refuse("name the layers in lora.target_modules", (True,)), """
         lora.finetune_attention_modules lora.finetune_mlp_modules
     """),
+    **each(Keep("dataset.split"), "data.split data.train_split"),
+    **each(Refuse(_TEXT.reason), "lora.vision_all_linear audio_input audio_type"),
     "model": Keep("model_name_or_path"), "data.dataset": Keep("dataset.path"), "data.subset": Keep("dataset.name"),
-    "data.split": Keep("dataset.split"), "data.train_split": Keep("dataset.split"),
     "data.eval_split": Keep("dataset.eval_split"), f"{_T}max_seq_length": Keep("max_length"),
     f"{_T}load_in_4bit": Keep("load_in_4bit"), f"{_T}output_dir": Keep("output_dir"),
     f"{_T}learning_rate": Keep("learning_rate", float), f"{_T}save_steps": Keep("save_steps"),
     f"{_T}weight_decay": Keep("weight_decay", float), f"{_T}random_seed": Keep("seed"), f"{_T}packing": Keep("packing"),
-    f"{_T}train_on_completions": Keep("train_on_inputs", lambda on: not on), f"{_T}gradient_checkpointing": MEMORY,
+    f"{_T}train_on_completions": Keep("train_on_inputs", lambda on: not on), f"{_T}gradient_checkpointing": common.MEMORY,
     f"{_T}lr_scheduler_type": Keep("lr_scheduler_type"),
     f"{_T}trust_remote_code": Ignore("models that transformers knows need no code of the hub"),
     f"{_T}max_grad_norm": Keep("max_grad_norm", float), f"{_L}lora_r": Keep("lora_r"), f"{_L}lora_alpha": Keep("lora_alpha"),
     f"{_L}lora_dropout": Keep("lora_dropout", float), f"{_L}use_rslora": Keep("use_rslora"),
     f"{_L}use_dora": Keep("use_dora"), f"{_L}use_loftq": Refuse("adapters start from zero, not from LoftQ"),
     f"{_L}init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
-    f"{_L}vision_all_linear": Refuse(_TEXT.reason),
     f"{_L}finetune_language_layers": Refuse("layers of the language model are trained", (True,)),
-    "audio_input": Refuse(_TEXT.reason), "audio_type": Refuse(_TEXT.reason), "is_embedding": Refuse("answers are trained"),
-    "logging.*": TRACKERS, "inference.*": Ignore("for generation, not for training"), "export.*": UPLOAD,
+    "is_embedding": Refuse("answers are trained"), "logging.*": common.TRACKERS,
+    "inference.*": Ignore("for generation, not for training"), "export.*": common.UPLOAD,
 }  # fmt: skip
 
 #: Defaults of `unsloth train --config`, and of the trainer where that has no key. The Studio's page has others for two.
@@ -114,7 +106,7 @@ def _steps(config: ConfigReader) -> None:
         config.ignore(f"{_T}warmup_steps", "warmup_ratio is set")
     elif f"{_T}warmup_steps" in config.values:
         config.keep(f"{_T}warmup_steps", "warmup_steps", config.value(f"{_T}warmup_steps"))
-    config.ignore(f"{_T}eval_steps", STEPS.reason)
+    config.ignore(f"{_T}eval_steps", common.STEPS.reason)
 
 
 TOOL = Tool(
