@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
-from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_object, write_text
+from finetune.files import cache_dir, read_object, write_json
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.
@@ -28,7 +26,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
     values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, with_checksum(json.dumps(values, indent=1, sort_keys=True)))
+    write_json(path, values, checksum=True)
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:

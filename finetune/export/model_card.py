@@ -8,7 +8,6 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,21 +213,20 @@ def _scores_table(values: dict[str, Any]) -> str:
     rows_name = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
     rows_name += " of the run that it continued" if values.get("forgetting") else ""
     rows = [f"| {values['rows']:,} {rows_name} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]
-    percent: Callable[[float], str] = lambda share: f"{share:.1%}"  # noqa: E731
-    number: Callable[[float], str] = lambda value: f"{value:.4f}"  # noqa: E731
-    metrics: list[tuple[str, str, Callable[[float], str], float, str, str]] = [
+    percent, number = ".1%", ".4f"
+    metrics = [
         ("exact match", "exact_match", percent, 100.0, " points", "exact_match_difference"),
         (values["score"], "score", number, 1.0, "", "score_difference"),
         ("pairs in order", "pairs_in_order", percent, 100.0, " points", "pairs_in_order_difference"),
         ("loss per trained token", "loss", number, 1.0, "", "loss_difference"),
         ("perplexity", "perplexity", number, 1.0, "", ""), ("token accuracy", "token_accuracy", percent, 1.0, "", ""),
     ]  # fmt: skip
-    for name, key, format_value, scale, unit, difference_key in metrics:
+    for name, key, form, scale, unit, difference_key in metrics:
         if tuned.get(key) is None or base.get(key) is None or (key == "score" and values["score"] in ("exact", "loss")):
             continue
         gap = values.get(difference_key) if difference_key else None
         difference = format_difference(Difference(**gap), scale, unit, " - ".join(reversed(names))) if gap else ""
-        rows.append(f"| {name} | {format_value(base[key])} | {format_value(tuned[key])} | {difference} |")
+        rows.append(f"| {name} | {base[key]:{form}} | {tuned[key]:{form}} | {difference} |")
     return "\n".join(rows)
 
 
