@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 #: What looks like a token of a hub or a cloud; errors show it masked.
@@ -28,6 +29,19 @@ class FinetuneError(Exception):
     def as_json(self) -> dict:
         """The same content for `--json`: `{"error": kind, "problems": [...], "fix": str, "exit_code": int}`."""
         return {"error": type(self).__name__, "problems": self.problems, "fix": self.fix, "exit_code": self.exit_code}
+
+    @staticmethod
+    def from_json(values: dict) -> FinetuneError:
+        """The error whose `as_json` these values are. Raises KeyError and TypeError for values of something else."""
+        return globals().get(values["error"], FinetuneError)(values["problems"], values["fix"])
+
+    @staticmethod
+    def written_by(output: str) -> FinetuneError | None:
+        """The error that another process wrote as JSON in the last line of its output; None for any other output."""
+        try:
+            return FinetuneError.from_json(json.loads(output.strip().splitlines()[-1]))
+        except (ValueError, KeyError, IndexError, TypeError):
+            return None
 
 
 class RecipeError(FinetuneError):

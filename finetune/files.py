@@ -59,6 +59,14 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
     return values
 
 
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None without such a file, and for one that can't be read."""
+    try:
+        return read_json(path, dict)
+    except (OSError, ValueError):
+        return None
+
+
 def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """The values of untrusted JSON, in UTF-8. Raises ValueError, also for more than MAX_JSON_DEPTH values inside each other."""
     try:

@@ -58,3 +58,8 @@ def format_count(count: int | float | None) -> str:
         if abs(count) >= factor:
             return f"{count / (1e3 if unit == 'k' else factor):.1f}{unit}"
     return f"{count:,.0f}" if float(count).is_integer() else f"{count:,.1f}"
+
+
+def format_measured(value: float | None, form: str = ".4f") -> str:
+    """A value in a form of Python's; `not measured` for None."""
+    return "not measured" if value is None else format(value, form)

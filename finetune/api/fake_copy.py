@@ -63,7 +63,8 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
         _copy_tensor(buffer, copies)
     for owner in (*model.modules(), *parameters):
         for value in vars(owner).values():
-            _copy_tensors_of(value, copies)
+            for tensor in _tensors_of(value):
+                _copy_tensor(tensor, copies)
     copied: Any = copy.deepcopy(model, copies)
     for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
         for name, value in vars(parameter).items():
@@ -77,13 +78,8 @@ def _copy_parameter(parameter: torch.nn.Parameter, copies: _Copies) -> None:
         copies[id(parameter)] = torch.nn.Parameter(copies.empty(parameter), requires_grad=parameter.requires_grad)
 
 
-def _copy_tensors_of(value: Any, copies: _Copies) -> None:
-    """Tensors of an attribute: itself, in a list, or those of a quantisation state and the states in it."""
-    for tensor in _tensors_of(value):
-        _copy_tensor(tensor, copies)
-
-
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of an attribute: itself, in a list, or those of a quantisation state and the states in it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

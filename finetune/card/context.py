@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
-from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_object, write_json
 from finetune.units import GIB, MIB
 
 #: Measurements stored for each card; older ones are dropped.
@@ -28,7 +26,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
     values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, with_checksum(json.dumps(values, indent=1, sort_keys=True)))
+    write_json(path, values, checksum=True)
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:
@@ -45,12 +43,8 @@ def _path() -> Path:
 
 def _read() -> dict[str, list[int]]:
     """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
-    try:
-        values = read_json(_path(), dict)
-    except (OSError, ValueError):
-        return {}
     return {
         name: counts
-        for name, counts in values.items()
+        for name, counts in (read_object(_path()) or {}).items()
         if isinstance(counts, list) and all(isinstance(count, int) and count > 0 for count in counts)
     }

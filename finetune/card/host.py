@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,9 @@ def host_card() -> Card:
     """The CPU as a Card: memory available now, within the container's limit if there is one."""
     memory = psutil.virtual_memory()
     total, free, where = memory.total, memory.available, "this machine"
-    limit = _container_limit()
-    if limit is not None and limit < total:
-        used = _container_used() or 0
+    limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")  # v2 writes `max` for none, v1 a number near 2^63
+    if limit is not None and limit < min(total, 2**60):
+        used = _cgroup("memory.current", "memory/memory.usage_in_bytes") or 0
         total, free, where = limit, min(free, max(limit - used, 0)), "this container"
     return Card(
         name="cpu", total_bytes=total, free_bytes=free, context_bytes=0, source="cpu",
@@ -32,26 +33,11 @@ def free_for_run() -> int:
     return host_card().free_bytes - PROCESS_BYTES
 
 
-def _container_limit() -> int | None:
-    """Bytes of the cgroup's limit; None when there is none (v2 writes `max`, v1 a number near 2^63)."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        value = _number(path)
-        if value is not None and value < 2**60:
-            return value
+def _cgroup(*names: str) -> int | None:
+    """The number in the first of these files that has one; None in none of them."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
+            if text.isdigit():
+                return int(text)
     return None
-
-
-def _container_used() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes"):
-        value = _number(path)
-        if value is not None:
-            return value
-    return None
-
-
-def _number(path: str) -> int | None:
-    try:
-        text = Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

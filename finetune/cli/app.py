@@ -248,10 +248,7 @@ def data(
 
 
 @cli.command()
-def cache(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, or clear.")] = "list",
-    json: Json = False,
-) -> None:
+def cache(verb: Annotated[str, typer.Argument(metavar="VERB", help="list, or clear.")] = "list", json: Json = False) -> None:
     """Show or clear tokenised rows and quantised models on disk.
 
     They are made again when they are needed.
@@ -299,8 +296,7 @@ def evaluate(
         bool, typer.Option("--quantisation", help="Only: loss of base and tuned model in 16 bit, int8 and NF4.")
     ] = False,
     tasks: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files."),
+        str | None, typer.Option(metavar="NAMES", help="Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.")
     ] = None,
 ) -> None:
     """Score base and tuned model on the held-out rows, or on those of a file.

@@ -22,7 +22,7 @@ from finetune.printable import printable
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
-from finetune.units import format_seconds
+from finetune.units import format_measured, format_seconds
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from finetune.evaluate.scorers import Scorer
     from finetune.run.directory import RunDirectory
 
+#: How shares and other numbers are written.
+_SHARE, _NUMBER = ".1%", ".4f"
 _ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
 
@@ -117,7 +119,7 @@ def show_scores(
         out.print(f"pairs in order: {format_difference(result.pairs_in_order_difference, 100, ' points', gap)}")
         out.print(f"margin of a pair: {format_difference(result.pair_margin_difference, names=gap)}")
     if result.labels_in_order is not None:
-        out.print(f"good answers gained more than bad ones in {_percent(result.labels_in_order)} of all pairs of these rows")
+        out.print(f"good answers gained more than bad ones in {result.labels_in_order:{_SHARE}} of all pairs of these rows")
     out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
     for name, gap_of_field in result.field_differences.items():
         out.print(f"  {escape(name)}: {format_difference(gap_of_field, 100, ' points', gap)}")
@@ -163,22 +165,24 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
     """Each score of both models."""
     from finetune.evaluate.scorers import VALID_LABELS
 
-    shown = table("", *(f">{name}" for name in names))
     base, tuned = result.base, result.tuned
+    rows: list[tuple[str, str, float | None, float | None]] = []
     if tuned.answers:
-        shown.add_row("exact match", _percent(base.exact_match), _percent(tuned.exact_match))
+        rows.append(("exact match", _SHARE, base.exact_match, tuned.exact_match))
     if tuned.answers and result.score != "exact":
-        shown.add_row(escape(result.score), _number(base.score), _number(tuned.score))
+        rows.append((escape(result.score), _NUMBER, base.score, tuned.score))
     if tuned.valid is not None:
-        shown.add_row(VALID_LABELS.get(result.score, "valid JSON"), _percent(base.valid), _percent(tuned.valid))
-    for name in tuned.fields:
-        shown.add_row(f"  {escape(_one_line(name))}", _percent(base.fields[name]), _percent(tuned.fields[name]))
+        rows.append((VALID_LABELS.get(result.score, "valid JSON"), _SHARE, base.valid, tuned.valid))
+    rows += [(f"  {escape(_one_line(name))}", _SHARE, base.fields[name], tuned.fields[name]) for name in tuned.fields]
     if tuned.margins:
-        shown.add_row("pairs in order", _percent(base.pairs_in_order), _percent(tuned.pairs_in_order))
-        shown.add_row("margin of a pair, nats", _number(base.pair_margin), _number(tuned.pair_margin))
-    shown.add_row("loss per trained token", _number(base.loss), _number(tuned.loss))
-    shown.add_row("perplexity", _number(base.perplexity), _number(tuned.perplexity))
-    shown.add_row("token accuracy", _percent(base.token_accuracy), _percent(tuned.token_accuracy))
+        rows.append(("pairs in order", _SHARE, base.pairs_in_order, tuned.pairs_in_order))
+        rows.append(("margin of a pair, nats", _NUMBER, base.pair_margin, tuned.pair_margin))
+    rows.append(("loss per trained token", _NUMBER, base.loss, tuned.loss))
+    rows.append(("perplexity", _NUMBER, base.perplexity, tuned.perplexity))
+    rows.append(("token accuracy", _SHARE, base.token_accuracy, tuned.token_accuracy))
+    shown = table("", *(f">{name}" for name in names))
+    for label, form, *values in rows:
+        shown.add_row(label, *(format_measured(value, form) for value in values))
     return shown
 
 
@@ -331,11 +335,3 @@ def _questions() -> Any:
 def _one_line(text: str) -> str:
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= 160 else flat[:157] + "..."
-
-
-def _percent(share: float | None) -> str:
-    return "not measured" if share is None else f"{share:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"

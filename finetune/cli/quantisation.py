@@ -82,21 +82,10 @@ def _run(path: Path, environment: dict[str, str], progress: Progress) -> Quantis
             process.terminate()
             raise
     if process.returncode:
-        raise _error_of(errors_path.read_text("utf-8", errors="replace"))
+        stderr = errors_path.read_text("utf-8", errors="replace").strip()
+        reason = stderr.rpartition("\n")[2] or "its process was killed"
+        raise FinetuneError.written_by(stderr) or FinetuneError(f"measuring ended: {reason}")
     return from_json(QuantisationCost, json.loads(last))
-
-
-def _error_of(stderr: str) -> Exception:
-    """The error of the other process as this one's."""
-    from finetune import errors
-
-    lines = stderr.strip().splitlines()
-    try:
-        values = json.loads(lines[-1])
-        kind: type[FinetuneError] = getattr(errors, values["error"])
-        return kind(values["problems"], values["fix"])
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-        return FinetuneError(f"measuring ended: {lines[-1] if lines else 'its process was killed'}")
 
 
 def measure_run(run: RunDirectory, adapter: Path, progress: Progress) -> dict[str, QuantisationCost]:

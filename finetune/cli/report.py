@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.cli.ui import page_command
-from finetune.errors import CommandError
+from finetune.errors import CommandError, FinetuneError
 from finetune.run.directory import open_run
 
 
@@ -24,21 +23,10 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
     command = [*page_command(".report"), str(target), *(str(run.path) for run in runs)]
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
-        _raise(process.stderr)
+        last_line = process.stderr.strip().rpartition("\n")[2]
+        raise FinetuneError.written_by(process.stderr) or RuntimeError(last_line or "the report's process ended")
     if as_json:
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
         out.print(f"report in {escape(str(target))}", soft_wrap=True)
     return 0
-
-
-def _raise(stderr: str) -> None:
-    """The error of the other process as this one's."""
-    from finetune import errors
-
-    try:
-        values = json.loads(stderr.strip().splitlines()[-1])
-        kind = getattr(errors, values["error"])
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-        raise RuntimeError(stderr.strip().splitlines()[-1] if stderr.strip() else "the report's process ended") from None
-    raise kind(values["problems"], values["fix"])

@@ -17,7 +17,7 @@ from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.snapshot import request_history
 from finetune.run.state import is_alive
-from finetune.units import format_bytes
+from finetune.units import format_bytes, format_measured
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -55,8 +55,8 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
     out.print(f"[bold]{escape(str(run.path))}[/]")
     shown = table("phase", ">allocated", ">reserved", ">segments", ">card", ">process")
     for phase, values in peaks.items():
-        cells = (_count(values[name]) if name == "peak_segments" else format_bytes(values[name]) for name in _MEASURES)
-        shown.add_row(phase, *cells)
+        count = format_measured(values["peak_segments"], ",")
+        shown.add_row(phase, *(count if name == "peak_segments" else format_bytes(values[name]) for name in _MEASURES))
         expected = forecasts[phase]
         if expected != PhaseForecast():
             sizes = ("" if size is None else format_bytes(size) for size in (expected.allocated_bytes, expected.reserved_bytes))
@@ -114,7 +114,3 @@ def _forecasts(run: RunDirectory, phases: Iterable[str]) -> dict[str, PhaseForec
     except RecipeError:
         forecast = None
     return {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in phases}
-
-
-def _count(number: int | None) -> str:
-    return "not measured" if number is None else f"{number:,}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
@@ -14,7 +14,6 @@ from finetune.data.example import Example
 from finetune.data.readers import Row
 from finetune.data.report import Refused
 from finetune.data.row_parser import RowParser, choose_parser
-from finetune.data.shards import prompt_digest
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
 from finetune.data.unused_columns import UnusedValues, fixes_of
 from finetune.errors import DataError, RecipeError
@@ -38,34 +37,25 @@ class SplitRows:
     examples: list[Example]
     refused: list[Refused] = field(default_factory=list)
     unused_columns: tuple[str, ...] = ()
-    held_out: int = 0
     columns: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The training and held-out splits of a dataset; `eval` is None when nothing is held out."""
+    """The rows of a dataset, and those of its held-out files; `eval` is None without any."""
 
     train: SplitRows
     eval: SplitRows | None = None
 
 
-def read_examples(dataset: DatasetRecipe, seed: int = 42) -> Examples:
-    """Read, check and split the rows of `dataset` in memory. `seed` chooses the rows that `test_split_size` holds out.
+def read_examples(dataset: DatasetRecipe) -> Examples:
+    """Read and check the rows of `dataset` in memory; its `test_split_size` holds out none of them.
 
     Raises DataError for files that can't be read at all; bad rows are in `refused`, whatever `on_bad_rows` says.
     """
     sources, eval_sources = sources_of(dataset)
     train = _read_split(sources, dataset, dataset.max_rows)
-    if eval_sources:
-        return Examples(train, _read_split(eval_sources, dataset, None))
-    if not dataset.test_split_size:
-        return Examples(train)
-    mask = choose_held_out([prompt_digest(example) for example in train.examples], dataset.test_split_size, seed)
-    held_out = [example for example, is_held_out in zip(train.examples, mask, strict=True) if is_held_out]
-    train_examples = [example for example, is_held_out in zip(train.examples, mask, strict=True) if not is_held_out]
-    eval_rows = SplitRows(train.files, train.format, len(held_out), held_out)
-    return Examples(replace(train, examples=train_examples, held_out=len(held_out)), eval_rows)
+    return Examples(train, _read_split(eval_sources, dataset, None) if eval_sources else None)
 
 
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
@@ -174,7 +164,7 @@ def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> S
     reader.finish()
     parser = reader.parser
     read = reader.rows_read
-    return SplitRows((source.name,), parser.format, read, examples, refused, reader.unused_columns, 0, parser.columns)
+    return SplitRows((source.name,), parser.format, read, examples, refused, reader.unused_columns, parser.columns)
 
 
 class SourceReader:

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune import hub
 from finetune.data.readers import Row, drop_nulls
-from finetune.data.report import Refused, printable
+from finetune.data.report import Refused, first_line, printable
 from finetune.errors import DataError
 
 #: Allowed readers of `datasets`, out of some thirty.
@@ -39,16 +39,16 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
         return _undecoded(builder.as_dataset(split=split))
     except DatasetNotFoundError as error:
         raise DataError(
-            f"{name}: there is no such file, bundled dataset or dataset on the hub ({_first_line(error)})",
+            f"{name}: there is no such file, bundled dataset or dataset on the hub ({first_line(error)})",
             "Check the spelling; for a private or gated dataset run  hf auth login",
         ) from None
     except ConnectionError as error:
         raise DataError(
-            f"{name}: is not a local file, and the hub can't be reached: {_first_line(error)}",
+            f"{name}: is not a local file, and the hub can't be reached: {first_line(error)}",
             "Check the path or the network. For a dataset downloaded earlier set  HF_HUB_OFFLINE=1",
         ) from None
     except (DatasetsError, OSError, ValueError) as error:
-        raise DataError(f"{name}: can't be loaded from the hub: {_first_line(error)}", _fix(str(error))) from None
+        raise DataError(f"{name}: can't be loaded from the hub: {first_line(error)}", _fix(str(error))) from None
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -73,11 +73,6 @@ def _leaves(feature: Any) -> Iterator[Any]:
             yield from _leaves(inner)
     else:
         yield feature
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).split("\n") if line.strip()]
-    return printable(lines[0], 300) if lines else type(error).__name__
 
 
 def _fix(message: str) -> str:

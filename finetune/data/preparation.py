@@ -131,16 +131,6 @@ class SelectedRows:
         return self.splits[0].lengths
 
     @property
-    def trained_lengths(self) -> np.ndarray:
-        """Trained tokens of each training sequence, in the order of `lengths`."""
-        return self.splits[0].trained_lengths
-
-    @property
-    def trained_tokens(self) -> int:
-        """Trained tokens of the training rows."""
-        return self.splits[0].trained_tokens
-
-    @property
     def eval_rows(self) -> int:
         """Number of held-out sequences."""
         return len(self.splits[1].lengths) if len(self.splits) > 1 else 0
@@ -174,8 +164,37 @@ class SelectedRows:
 
     def raise_problems(self) -> None:
         """Raise DataError with every reason why this data can't be trained on."""
-        _raise_problems(self.splits, self.recipe, self.max_length)
-        accepted = self.recipe.dataset.accept_findings
+        splits, recipe, max_length = self.splits, self.recipe, self.max_length
+        refused = [row for split in splits for row in split.refused]
+        rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
+        too_long = sum(int(split.too_long.sum()) for split in splits)
+        problems, fixes = [], []
+        if refused and recipe.dataset.on_bad_rows == "fail":
+            problems += refusal_lines(refused, rows_read)
+            fixes.append(
+                "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  "
+                "(in the recipe on_bad_rows: skip, under dataset)"
+            )
+            fixes += json_advice(refused, recipe.dataset)
+        if too_long and recipe.excess_length in ("raise", "chunk"):
+            longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
+            problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
+            problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
+            fixes.append(
+                f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
+                + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
+            )
+        if not problems and any(not len(split.lengths) for split in splits):
+            problems += (
+                ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
+                if not len(splits[0].lengths)
+                else ["no held-out row can be used"]
+            )
+            problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
+            fixes.append("`finetune data RECIPE` lists the refused rows.")
+        if problems:
+            raise DataError(problems, "\n".join(fixes))
+        accepted = recipe.dataset.accept_findings
         blocking = [finding for finding in self.findings[0] if finding.blocks and finding.kind not in accepted]
         if blocking:
             kinds = ", ".join(finding.kind for finding in blocking)
@@ -301,41 +320,6 @@ def prepare(
     if not report_only:
         selected.raise_problems()
     return selected.prepared()
-
-
-def _raise_problems(splits: list[LimitedSplit], recipe: Recipe, max_length: int | None) -> None:
-    """Raise DataError with every reason why this data can't be trained on."""
-    refused = [row for split in splits for row in split.refused]
-    rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
-    too_long = sum(int(split.too_long.sum()) for split in splits)
-    problems, fixes = [], []
-    if refused and recipe.dataset.on_bad_rows == "fail":
-        problems += refusal_lines(refused, rows_read)
-        fixes.append(
-            "Correct these rows, or leave them out:  dataset.on_bad_rows=skip  (in the recipe on_bad_rows: skip, under dataset)"
-        )
-        fixes += json_advice(refused, recipe.dataset)
-    if too_long and recipe.excess_length in ("raise", "chunk"):
-        longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
-        problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
-        problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
-        fixes.append(
-            f"Raise max_length (up to {longest[0][1]}; costs memory), or  excess_length=truncate  or  excess_length=drop"
-            + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
-        )
-    if not problems and any(not len(split.lengths) for split in splits):
-        problems += (
-            [
-                "no row is left to train on",
-                *(refusal_lines(refused, rows_read, 5) if refused else []),
-            ]
-            if not len(splits[0].lengths)
-            else ["no held-out row can be used"]
-        )
-        problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
-        fixes.append("`finetune data RECIPE` lists the refused rows.")
-    if problems:
-        raise DataError(problems, "\n".join(fixes))
 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:

@@ -9,14 +9,15 @@ from finetune.data.call_syntax import Answer, display_text
 from finetune.data.example import Example
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.tensors import stored
-from finetune.data.tokens import Encoder, PictureLoader
+from finetune.data.tokenizer import ModelPictures
+from finetune.data.tokens import Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def questions_of(
-    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, pictures: PictureLoader | None = None
+    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, pictures: ModelPictures | None = None
 ) -> list[dict[str, Any]]:
     """`prompt` (text), `prompt_ids` and `answer` of each row; rows of plain text, which have no prompt, and answers that are
     marked bad are left out.

@@ -164,3 +164,9 @@ def printable(text: str, limit: int = 60) -> str:
     """Untrusted text made safe to print: no control characters or lone surrogates, at most `limit` characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]
     return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind if it has none."""
+    lines = [line for line in str(error).split("\n") if line.strip()]
+    return printable(lines[0], 300) if lines else type(error).__name__

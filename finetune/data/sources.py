@@ -16,7 +16,7 @@ from finetune.data.data_files import FOLDER_TYPES, DataFiles
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.hub import HUB_ID
 
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
@@ -162,11 +162,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
 
 
 def _json_list(path: Path, key: str) -> list[Any]:
-    try:
-        content = read_json(path)
-    except (OSError, ValueError, RecursionError):
-        return []
-    items = content.get(key) if isinstance(content, dict) else None
+    items = (read_object(path) or {}).get(key)
     return items if isinstance(items, list) else []
 
 

@@ -184,10 +184,7 @@ class Template:
                     **self._values,
                 )
         except TimeoutError:
-            raise RecipeError(
-                f"the chat template takes more than {RENDER_S:.0f} s for one row",
-                _ANOTHER_TEMPLATE,
-            ) from None
+            raise RecipeError(f"the chat template takes more than {RENDER_S:.0f} s for one row", _ANOTHER_TEMPLATE) from None
         except (
             TemplateError,
             LookupError,
@@ -292,8 +289,7 @@ def _check_constants(source: str) -> None:
         numbers = [abs(part.value) for part in node.find_all(nodes.Const) if isinstance(part.value, (int, float))]
         if isinstance(node, nodes.Pow) or math.prod(numbers) > _MAX_PRODUCT:
             raise RecipeError(
-                f"line {node.lineno} of the chat template multiplies to more than {_MAX_PRODUCT:,}",
-                _ANOTHER_TEMPLATE,
+                f"line {node.lineno} of the chat template multiplies to more than {_MAX_PRODUCT:,}", _ANOTHER_TEMPLATE
             )
 
 

@@ -6,13 +6,14 @@ is complete or absent, so an interrupted preparation continues with the missing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -32,7 +33,7 @@ from finetune.data.shards import SourcePart, table_of
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_object, write_text
 from finetune.system import replace, take_lock
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class CacheEntry:
 
     def read(self, name: str) -> SourcePart | None:
         """All rows, for a source of this name; None if the entry is unfinished or a file is damaged."""
-        values = _read_sealed(self.folder / "source.json")
+        values = read_object(self.folder / "source.json")
         if values is None:
             return None
         part = SourcePart(name, values["format"], values["columns"], tuple(values["unused_columns"]), values["read"])
@@ -233,7 +234,7 @@ class CacheEntry:
 
     def shard(self, index: int, name: str) -> Shard | None:
         """One batch, memory-mapped; None if it is missing or damaged, or a picture was changed, added or moved."""
-        path, values = self._path(index), _read_sealed(self._path(index).with_suffix(".json"))
+        path, values = self._path(index), read_object(self._path(index).with_suffix(".json"))
         try:
             if values is None or values["crc32"] != _crc32(path) or not self._has_same_pictures(values.get("pictures")):
                 return None
@@ -261,8 +262,8 @@ class CacheEntry:
                 writer.write_table(shard.table)
             crc32 = _crc32(temporary)
             replace(temporary, path)
-            rows = [(row.row, row.field, row.reason) for row in shard.refused]
-            values = {"crc32": crc32, "refused": rows, "unused": shard.unused.as_json()}
+            refused_rows = [(row.row, row.field, row.reason) for row in shard.refused]
+            values = {"crc32": crc32, "refused": refused_rows, "unused": shard.unused.as_json()}
             if shard.picture_files:
                 values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
             _write_sealed(path.with_suffix(".json"), values)
@@ -281,7 +282,8 @@ class CacheEntry:
         except OSError as error:
             raise _disk_full(self.folder, error) from None
 
-    def writing(self, on_wait: Callable[[], None]) -> Any:
+    @contextlib.contextmanager
+    def writing(self, on_wait: Callable[[], None]) -> Iterator[None]:
         """Context with the entry's lock, to write batches; waits for another process that has it. Raises DiskFull."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +293,10 @@ class CacheEntry:
             raise _disk_full(self.folder, error) from None
         for leftover in self.folder.glob(".*.arrow.*"):
             leftover.unlink(missing_ok=True)
-        return _LockContext(lock)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def remove(self) -> None:
         """Delete the entry. Processes that have its files mapped can still read them."""
@@ -299,17 +304,6 @@ class CacheEntry:
 
     def _path(self, index: int) -> Path:
         return self.folder / f"{index:05d}.arrow"
-
-
-class _LockContext:
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _disk_full(folder: Path, error: OSError) -> DiskFull:
@@ -321,14 +315,6 @@ def _disk_full(folder: Path, error: OSError) -> DiskFull:
 
 def _write_sealed(path: Path, values: dict[str, Any]) -> None:
     write_text(path, with_checksum(json.dumps(values)))
-
-
-def _read_sealed(path: Path) -> Any:
-    """The values of a file that `_write_sealed` wrote; None when it is missing or damaged."""
-    try:
-        return read_json(path, dict)
-    except (OSError, ValueError):
-        return None
 
 
 def _crc32(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.data.new_tokens import add_tokens
-from finetune.data.report import printable
+from finetune.data.report import first_line, printable
 from finetune.errors import ModelError, RecipeError
 from finetune.settings import Recipe
 
@@ -160,15 +160,15 @@ def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
         )
     except OSError as error:
         if isinstance(path_or_id, Path):
-            raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _SAVE_HINT) from None
+            raise ModelError(f"{name}: its tokenizer can't be read: {first_line(error)}", _SAVE_HINT) from None
         unreachable = not is_reachable and not hub.is_switched_off()
-        reason = "the hub does not answer, and it is not in the cache" if unreachable else _first_line(error)
+        reason = "the hub does not answer, and it is not in the cache" if unreachable else first_line(error)
         raise ModelError(
             f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {reason}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
     except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class, transformers whatever its code meets
-        raise ModelError(f"{name}: its tokenizer can't be read: {_first_line(error)}", _SAVE_HINT) from None
+        raise ModelError(f"{name}: its tokenizer can't be read: {first_line(error)}", _SAVE_HINT) from None
 
 
 def _read_template(text: str) -> str:
@@ -189,8 +189,3 @@ def _read_template(text: str) -> str:
     if not template.strip():
         raise RecipeError(f"chat_template: {printable(text, 200)} is empty", "Give the path of a Jinja file, or plain.")
     return template
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).split("\n") if line.strip()]
-    return printable(lines[0], 300) if lines else type(error).__name__

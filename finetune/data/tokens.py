@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,17 +27,7 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
     from finetune.data.pictures.source import PictureSource
-
-
-class PictureLoader(Protocol):
-    """Loads a model's processor with its tokenizer."""
-
-    @property
-    def identity(self) -> list[Any]:
-        """All that decides the tokens of a picture beside the tokenizer, as JSON values."""
-
-    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Raises RecipeError where there is none."""
+    from finetune.data.tokenizer import ModelPictures
 
 
 #: The label of tokens that are not trained on.
@@ -81,7 +71,7 @@ class Encoder:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False,
-        pictures: PictureLoader | None = None,
+        pictures: ModelPictures | None = None,
     ) -> None:  # fmt: skip
         """`conversations`: whether the rows are conversations; None: it depends on each row. `pictures`: loads the model's
         processor when a row has some."""

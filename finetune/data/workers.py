@@ -12,7 +12,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from finetune import errors
 from finetune.errors import FinetuneError, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds
 
@@ -90,14 +89,10 @@ class _TaskError:
     """A fork's error in a form that can be pickled."""
 
     def __init__(self, error: Exception) -> None:
-        self._finetune_error = (type(error).__name__, error.problems, error.fix) if isinstance(error, FinetuneError) else None
-        self._other_error = None if self._finetune_error else error
+        self._error = error.as_json() if isinstance(error, FinetuneError) else error
 
     def error(self) -> Exception:
-        if self._finetune_error is None:
-            return self._other_error or RuntimeError()
-        name, problems, fix = self._finetune_error
-        return getattr(errors, name, FinetuneError)(problems, fix)
+        return self._error if isinstance(self._error, Exception) else FinetuneError.from_json(self._error)
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:

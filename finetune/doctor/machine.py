@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from finetune.card.vendor import Device, DriverError
 from finetune.card.vendors import current_vendor, vendors
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
+from finetune.files import existing_parent, free_disk_bytes
 from finetune.system import port_socket
 from finetune.units import GIB, format_bytes
 
@@ -105,8 +105,7 @@ def check_disk(
 ) -> Iterator[Finding]:
     """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
     for use, folder in (folders or {"runs": Path.cwd(), "hub cache": _hub_cache()}).items():
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(existing).free
+        existing, free = existing_parent(folder), free_disk_bytes(folder)
         what = f"{use}: {format_bytes(free)} free at {existing}"
         facts = {"use": use, "path": str(existing), "free_bytes": free}
         if not _is_writable(existing):

@@ -18,7 +18,7 @@ from finetune.data import Encoder
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.errors import CommandError
-from finetune.files import read_json, sha256_of
+from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
 from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
@@ -177,10 +177,7 @@ class Answerer:
 
 def is_plain(run: RunDirectory) -> bool:
     """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
-    try:
-        return bool(read_json(run.data / "report.json", dict).get("plain"))
-    except (OSError, ValueError):
-        return False
+    return bool((read_object(run.data / "report.json") or {}).get("plain"))
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.files import read_json
 from finetune.serialise import from_json
+from finetune.units import format_measured
 
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
@@ -109,7 +110,7 @@ class Forgetting:
         verdict = ""
         if self.difference is not None and self.difference.is_significant:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
-        losses = f"loss {_number(self.before)} before, {_number(self.now)} now"
+        losses = f"loss {format_measured(self.before)} before, {format_measured(self.now)} now"
         return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
 
 
@@ -201,7 +202,3 @@ def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
         return [asdict(group) for group in from_json(list[Forgetting], groups)]
     except (OSError, ValueError, KeyError):
         return []
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"

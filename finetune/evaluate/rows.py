@@ -13,7 +13,8 @@ from finetune.data.examples import SplitRows, read_examples
 from finetune.data.pictures.tensors import stored
 from finetune.data.questions import questions_of
 from finetune.data.report import Refused, refusal_lines
-from finetune.data.tokens import Encoder, PictureLoader
+from finetune.data.tokenizer import ModelPictures
+from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 from finetune.files import parse_json, read_json
 from finetune.run.base_adapter import HELD_OUT
@@ -100,7 +101,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 
 
 def file_rows(
-    path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: PictureLoader | None = None
+    path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: ModelPictures | None = None
 ) -> EvalRows:
     """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import read_evaluations
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.run.seal import MANIFEST
 from finetune.settings.schema import Decides, settings_that_decide
 
@@ -58,11 +58,6 @@ class SettingEffect:
         """Score of the second run minus that of the first."""
         return self.scores[1] - self.scores[0]
 
-    @property
-    def lower_is_better(self) -> bool:
-        """Whether the score is a loss."""
-        return self.score in (_LOSS, _TOKEN_LOSS)
-
 
 @dataclass(frozen=True)
 class RunAdvice:
@@ -99,10 +94,7 @@ def advise(runs: Sequence[RunDirectory]) -> list[RunAdvice]:
 
 def _trained_run(run: RunDirectory) -> TrainedRun | None:
     """None for a run without a result, or of a version that wrote no facts with it."""
-    try:
-        manifest = read_json(run.adapter / MANIFEST, dict)
-    except (OSError, ValueError):
-        return None
+    manifest = read_object(run.adapter / MANIFEST) or {}
     facts, loss = manifest.get("facts"), manifest.get("eval_loss")
     if not isinstance(facts, dict) or "data" not in facts:
         return None
@@ -119,7 +111,8 @@ def _advice(group: list[TrainedRun]) -> RunAdvice:
     ordered = sorted(group, key=lambda trained: math.inf if trained.loss is None else trained.loss)
     effects, changed, alone = [], set[str](), set[str]()
     for first, second in itertools.combinations(ordered, 2):
-        names = {name for name in first.settings.keys() | second.settings.keys() if _differs(first, second, name)}
+        all_names = first.settings.keys() | second.settings.keys()
+        names = {name for name in all_names if first.settings.get(name) != second.settings.get(name)}
         changed |= names
         if len(names) == 1:
             alone |= names
@@ -129,10 +122,6 @@ def _advice(group: list[TrainedRun]) -> RunAdvice:
     losses = [None if changed & _OF_THE_LOSS else trained.loss for trained in ordered]
     names_of_runs = [trained.run.path.name for trained in ordered]
     return RunAdvice(ordered[0].base, names_of_runs, losses, effects, sorted(changed - alone), max(changes, default=None))
-
-
-def _differs(first: TrainedRun, second: TrainedRun, name: str) -> bool:
-    return bool(first.settings.get(name) != second.settings.get(name))
 
 
 def _in_order(first: TrainedRun, second: TrainedRun, setting: str) -> tuple[TrainedRun, TrainedRun]:

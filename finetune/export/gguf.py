@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.tokenizer import run_tokenizer
-from finetune.errors import CommandError, DiskFull
+from finetune.errors import CommandError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.llama_converter import NEW_TOKENS
-from finetune.export.merge import merge, model_folder
+from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
 from finetune.export.parity import (
     LlamaCpp,
@@ -31,11 +31,10 @@ from finetune.export.parity import (
     check_tokens,
     require_llama_cpp,
 )
-from finetune.files import existing_parent, free_disk_bytes, read_json, write_json
+from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.failures import is_disk_full
-from finetune.system import link_or_copy, rename
-from finetune.units import format_bytes
+from finetune.system import link_or_copy
 
 if TYPE_CHECKING:
     from finetune.evaluate.rows import EvalRows
@@ -87,9 +86,7 @@ def export_gguf(
         )
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
-    building = target.with_name(f".{target.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    try:
+    with written_folder(target) as building:
         expected = _Expected(run, data, rows, progress)
         building.mkdir(parents=True)
         name = run.path.resolve().name
@@ -97,13 +94,6 @@ def export_gguf(
         file = building / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
         _convert(run, file, adapter, gguf_type, llama_cpp, progress)
         parity, no_modelfile_reason = _check_parity(file, adapter, expected, gguf_type, progress)
-        rename(building, target)
-    except Exception as error:
-        if not isinstance(error, OSError) and not is_disk_full(error):
-            raise
-        raise DiskFull(f"{target} could not be written: {error}", "Free some space and try again; nothing was kept.") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     adapter = target / adapter.name if adapter else None
     modelfile_path = None if no_modelfile_reason else target / "Modelfile"
     return Exported(target, target / file.name, adapter, modelfile_path, no_modelfile_reason, parity)
@@ -158,11 +148,7 @@ def _convert(
         merge(run, merged, progress=progress)
         write_json(merged / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
     size = sum(path.stat().st_size for path in merged.glob("*.safetensors"))
-    if size > (free := free_disk_bytes(file)):
-        raise DiskFull(
-            f"the GGUF file needs {format_bytes(size)}, but {existing_parent(file)} has {format_bytes(free)} free",
-            "Give another --output.",
-        )
+    require_disk(size, file, "the GGUF file")
     _make_template_portable(merged)
     progress("converting with llama.cpp")
     f16_file = file if gguf_type == "f16" else file.with_name("f16.gguf")
@@ -226,10 +212,7 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 def pre_tokenizer(folder: Path) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise that; `-` for others."""
-    try:
-        definition = read_json(folder / "tokenizer.json", dict).get("pre_tokenizer") or {}
-    except (OSError, ValueError):
-        return "-"
+    definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
     steps = definition.get("pretokenizers", [definition])
     return _PRE_TOKENIZERS.get(tuple(_step(step) for step in steps), "-")
 

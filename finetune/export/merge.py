@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,20 +48,26 @@ def merge(
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
-    building = target.with_name(f".{target.name}")
-    try:
-        shutil.rmtree(building, ignore_errors=True)
+    with written_folder(target) as building:
         _write(settings, run, building, max_shard_bytes, progress)
+    return target
+
+
+@contextmanager
+def written_folder(target: Path) -> Iterator[Path]:
+    """Yields a hidden folder, not made yet, that gets the name `target` at the end, or is removed. Raises DiskFull."""
+    building = target.with_name(f".{target.name}")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        yield building
         rename(building, target)
     except Exception as error:
         if not isinstance(error, OSError) and not is_disk_full(error):
             raise
-        raise DiskFull(
-            f"{target} could not be written: {error}", "Free some space and try again; no partial files are left."
-        ) from error
+        fix = "Free some space and try again; no partial files are left."
+        raise DiskFull(f"{target} could not be written: {error}", fix) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return target
 
 
 def _write(
@@ -108,7 +115,7 @@ def _merge_by_shards(
         raise ShardMergeError("the base model is stored quantised")
     source = model_folder(settings)
     tensors = stored_tensors(source)
-    _check_disk(sum(stored.size for stored in tensors), folder)
+    require_disk(sum(stored.size for stored in tensors), folder)
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
     grow_vocabulary(base, settings, None)
@@ -135,7 +142,7 @@ def _merge_loaded(
 
     weight_bytes = _weight_bytes(config, model_dtype(settings))
     _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
-    _check_disk(weight_bytes, folder)
+    require_disk(weight_bytes, folder)
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
     grow_vocabulary(base, settings, None)
@@ -178,11 +185,12 @@ def _check_memory(needed_bytes: int, purpose: str) -> None:
         )
 
 
-def _check_disk(needed_bytes: int, target: Path) -> None:
+def require_disk(needed_bytes: int, target: Path, what: str = "the merged model") -> None:
+    """Raise DiskFull when less is free where `target` will be."""
     existing, free_bytes = existing_parent(target), free_disk_bytes(target)
     if needed_bytes > free_bytes:
         raise DiskFull(
-            f"the merged model needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
+            f"{what} needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
             "Give another --output.",
         )
 

@@ -46,12 +46,7 @@ class _MergedAnswerer(Answerer):
         from finetune.model.build import build_base
         from finetune.model.transformers_config import load_config
 
-        settings = resolved(
-            self.plan.settings,
-            model_name_or_path=str(self._folder),
-            model_revision=None,
-            **switches(BITS_16),
-        )
+        settings = resolved(self.plan.settings, model_name_or_path=str(self._folder), model_revision=None, **switches(BITS_16))
         return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
 

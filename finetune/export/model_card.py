@@ -8,7 +8,6 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.events import ForecastCheck, read_events
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.hub import REPO_ID
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
@@ -151,7 +150,7 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
         f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {weights} weights.",
     ]
-    values = _json(run.adapter / MANIFEST)
+    values = read_object(run.adapter / MANIFEST) or {}
     if values.get("step"):
         loss = f", held-out loss {values['eval_loss']:.4f}" if values.get("eval_loss") is not None else ""
         lines.append(f"Step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
@@ -180,7 +179,7 @@ def _training(run: RunDirectory) -> str:
 
 def _data(run: RunDirectory) -> str:
     """Number of rows and tokens, and the fingerprint; no row."""
-    report = _json(run.data / "report.json")
+    report = read_object(run.data / "report.json") or {}
     lines = []
     for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):
         if split_report.get("rows_used") is not None:
@@ -214,21 +213,20 @@ def _scores_table(values: dict[str, Any]) -> str:
     rows_name = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
     rows_name += " of the run that it continued" if values.get("forgetting") else ""
     rows = [f"| {values['rows']:,} {rows_name} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]
-    percent: Callable[[float], str] = lambda share: f"{share:.1%}"  # noqa: E731
-    number: Callable[[float], str] = lambda value: f"{value:.4f}"  # noqa: E731
-    metrics: list[tuple[str, str, Callable[[float], str], float, str, str]] = [
+    percent, number = ".1%", ".4f"
+    metrics = [
         ("exact match", "exact_match", percent, 100.0, " points", "exact_match_difference"),
         (values["score"], "score", number, 1.0, "", "score_difference"),
         ("pairs in order", "pairs_in_order", percent, 100.0, " points", "pairs_in_order_difference"),
         ("loss per trained token", "loss", number, 1.0, "", "loss_difference"),
         ("perplexity", "perplexity", number, 1.0, "", ""), ("token accuracy", "token_accuracy", percent, 1.0, "", ""),
     ]  # fmt: skip
-    for name, key, format_value, scale, unit, difference_key in metrics:
+    for name, key, form, scale, unit, difference_key in metrics:
         if tuned.get(key) is None or base.get(key) is None or (key == "score" and values["score"] in ("exact", "loss")):
             continue
         gap = values.get(difference_key) if difference_key else None
         difference = format_difference(Difference(**gap), scale, unit, " - ".join(reversed(names))) if gap else ""
-        rows.append(f"| {name} | {format_value(base[key])} | {format_value(tuned[key])} | {difference} |")
+        rows.append(f"| {name} | {base[key]:{form}} | {tuned[key]:{form}} | {difference} |")
     return "\n".join(rows)
 
 
@@ -245,10 +243,3 @@ def _memory(run: RunDirectory, plan: Plan) -> str:
         peak = format_bytes(plan.forecast.peak_bytes) if plan.forecast else None
         return f"Forecast: {peak} at the peak; not measured." if peak else ""
     return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, dict)
-    except (OSError, ValueError):
-        return {}

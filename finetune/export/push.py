@@ -106,8 +106,7 @@ def push(
     progress(f"sending {len(files)} files")
     try:
         commit = _call_hub(
-            repo,
-            lambda: api.create_commit(repo, operations, commit_message="Fine-tuned with finetune", revision="main"),
+            repo, lambda: api.create_commit(repo, operations, commit_message="Fine-tuned with finetune", revision="main")
         )
     except FinetuneError as error:
         state = f"{repo} is empty: push again to fill it." if is_empty else f"{repo} is unchanged."

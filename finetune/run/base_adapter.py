@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, RecipeError
-from finetune.files import read_json, write_json
+from finetune.files import read_object, write_json
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
@@ -94,7 +94,7 @@ def _weights_of(base_model: str | None, settings: Settings) -> str | None:
 
 def facts_of(folder: Path) -> BaseAdapterFacts:
     """What is known of the adapter in a folder."""
-    manifest = _json(folder / MANIFEST)
+    manifest = read_object(folder / MANIFEST) or {}
     run = _run_of(folder)
     base = manifest.get("base") or manifest.get("facts", {}).get("base")
     if base is None and run is not None:  # of a run from before an adapter had it
@@ -118,7 +118,7 @@ def copy_base_adapter(run: RunDirectory, folder: Path) -> None:
 
 def base_adapter_of(run: RunDirectory) -> BaseAdapterFacts | None:
     """Facts of the adapter that a run continued from; None when it began with a new one."""
-    values = _json(run.base_adapter / _FACTS)
+    values = read_object(run.base_adapter / _FACTS)
     return BaseAdapterFacts(**values) if values else None
 
 
@@ -150,10 +150,3 @@ def _run_of(folder: Path) -> Path | None:
     """The run directory that an adapter's or checkpoint's folder is in."""
     run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
     return run if (run / "plan.json").is_file() else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, dict)
-    except (OSError, ValueError):
-        return {}

@@ -72,13 +72,13 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
     """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
     vendor = current_vendor()
     visible_entries = os.environ.get(vendor.visible_variable, "").split(",")
-    seen = [entry for entry in visible_entries if entry.startswith(vendor.uuid_prefixes)]
-    cards = seen or ([plan.card.uuid] if plan.card.uuid else [])
+    visible_uuids = [entry for entry in visible_entries if entry.startswith(vendor.uuid_prefixes)]
+    run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
     try:
         devices, lost_devices = vendor.read_devices()
     except DriverError:
         return None
-    if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(cards):
+    if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(run_uuids):
         return None
     return CardError(
         f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.files import cache_dir, read_json, write_json
+from finetune.files import cache_dir, read_object, write_json
 from finetune.run.state import is_record, is_recorded_process, process_record
 from finetune.system import take_lock
 
@@ -48,9 +48,7 @@ class Queue:
     def _living(self) -> list[tuple[Path, str]]:
         living = []
         for ticket in sorted(self.folder.glob("*.json")):
-            try:
-                record = read_json(ticket, dict)
-            except (OSError, ValueError):  # just removed, or being written
+            if (record := read_object(ticket)) is None:  # just removed, or being written
                 continue
             if not is_record(record) or not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)

@@ -33,36 +33,62 @@ _DISK_ERRORS = {
 }
 
 
+class _Entry:
+    """A file or folder of a run, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run."""
 
     path: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan: every setting resolved, with reasons, and the forecast."""
-        return self.path / "plan.json"
-
-    @property
-    def events(self) -> Path:
-        """The events, one JSON object per line."""
-        return self.path / "events.jsonl"
-
-    @property
-    def adjustments(self) -> Path:
-        """Settings that retries have changed."""
-        return self.path / "adjustments.json"
-
-    @property
-    def adjusted_forecast(self) -> Path:
-        """The forecast of the plan with those settings, and the settings."""
-        return self.path / "adjusted_forecast.json"
+    #: The recipe as the user gave it; `finetune run RUN/recipe.yaml` repeats the run.
+    recipe = _Entry("recipe.yaml")
+    #: The plan: every setting resolved, with reasons, and the forecast.
+    plan = _Entry("plan.json")
+    #: The events, one JSON object per line.
+    events = _Entry("events.jsonl")
+    #: Settings that retries have changed.
+    adjustments = _Entry("adjustments.json")
+    #: The forecast of the plan with those settings, and the settings.
+    adjusted_forecast = _Entry("adjusted_forecast.json")
+    #: Is there while somebody waits for the CUDA allocator's history.
+    snapshot_request = _Entry("snapshot-request")
+    #: Disk space for the last events of a run on a full disk, freed before they are written.
+    reserve = _Entry(".reserve")
+    #: Output of the training process.
+    log = _Entry("log.txt")
+    #: Process ids with their start times.
+    process = _Entry("process.json")
+    #: Is there in an arm of a sweep: the step after which it stops for now.
+    arm = _Entry("arm.json")
+    #: Lock file of the supervisor.
+    lock = _Entry("lock")
+    #: Lock file of the training process, which may outlive its supervisor.
+    worker_lock = _Entry("worker.lock")
+    #: Requests to stop: a line for each where there are no signals, else one when the first was sent.
+    stop_requests = _Entry("stop")
+    #: Lock file of who asks it to stop.
+    stop_lock = _Entry("stop.lock")
+    #: The tokenised rows, which a resumed run reads again.
+    data = _Entry("data")
+    #: Sealed checkpoints, `checkpoint-<step>`.
+    checkpoints = _Entry("checkpoints")
+    #: The adapter that training continued from, when it did not begin with a new one.
+    base_adapter = _Entry("origin")
+    #: The result: adapter, tokenizer and plan. With held-out rows it is of the best step.
+    adapter = _Entry("adapter")
+    #: The last step's adapter, when the best one by held-out loss is another's.
+    last_adapter = _Entry("adapter-last")
+    #: Files of TensorBoard, W&B and Trackio.
+    trackers = _Entry("trackers")
 
     def snapshot(self, moment: str) -> Path:
         """The CUDA allocator's history up to a moment: `peak`, `now`, `out-of-memory` or `end`."""
@@ -73,81 +99,6 @@ class RunDirectory:
         """Those that were written, by their moment, the newest last; `memory_snapshot.pickle` is an earlier version's."""
         written = sorted(self.path.glob("memory_snapshot*.pickle"), key=lambda path: path.stat().st_mtime_ns)
         return {path.stem.removeprefix("memory_snapshot").removeprefix("-") or "out-of-memory": path for path in written}
-
-    @property
-    def snapshot_request(self) -> Path:
-        """Is there while somebody waits for the CUDA allocator's history."""
-        return self.path / "snapshot-request"
-
-    @property
-    def reserve(self) -> Path:
-        """Disk space for the last events of a run on a full disk, freed before they are written."""
-        return self.path / ".reserve"
-
-    @property
-    def log(self) -> Path:
-        """Output of the training process."""
-        return self.path / "log.txt"
-
-    @property
-    def process(self) -> Path:
-        """Process ids with their start times."""
-        return self.path / "process.json"
-
-    @property
-    def arm(self) -> Path:
-        """Is there in an arm of a sweep: the step after which it stops for now."""
-        return self.path / "arm.json"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file of the supervisor."""
-        return self.path / "lock"
-
-    @property
-    def worker_lock(self) -> Path:
-        """Lock file of the training process, which may outlive its supervisor."""
-        return self.path / "worker.lock"
-
-    @property
-    def stop_requests(self) -> Path:
-        """Requests to stop: a line for each where there are no signals, else one when the first was sent."""
-        return self.path / "stop"
-
-    @property
-    def stop_lock(self) -> Path:
-        """Lock file of who asks it to stop."""
-        return self.path / "stop.lock"
-
-    @property
-    def data(self) -> Path:
-        """The tokenised rows, which a resumed run reads again."""
-        return self.path / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Sealed checkpoints, `checkpoint-<step>`."""
-        return self.path / "checkpoints"
-
-    @property
-    def base_adapter(self) -> Path:
-        """The adapter that training continued from, when it did not begin with a new one."""
-        return self.path / "origin"
-
-    @property
-    def adapter(self) -> Path:
-        """The result: adapter, tokenizer and plan. With held-out rows it is of the best step."""
-        return self.path / "adapter"
-
-    @property
-    def last_adapter(self) -> Path:
-        """The last step's adapter, when the best one by held-out loss is another's."""
-        return self.path / "adapter-last"
-
-    @property
-    def trackers(self) -> Path:
-        """Files of TensorBoard, W&B and Trackio."""
-        return self.path / "trackers"
 
 
 def create(path: Path, fill: Any) -> RunDirectory:

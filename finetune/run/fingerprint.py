@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError
-from finetune.files import read_json, sha256_of
+from finetune.files import read_object, sha256_of
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
@@ -104,8 +104,5 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:
     """The facts in a folder's manifest; an earlier version wrote only the hash of the base model's weights, or nothing."""
-    try:
-        manifest = read_json(folder / MANIFEST, dict)
-    except (OSError, ValueError):
-        return {}
+    manifest = read_object(folder / MANIFEST) or {}
     return manifest.get("facts") or ({"base": manifest["base"]} if manifest.get("base") else {})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import read_json, write_json
+from finetune.files import read_object, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 def pause_step(run: RunDirectory) -> int | None:
     """The step after which a sweep's arm stops with a checkpoint; None in a run that is none, or that may train to its end."""
-    try:
-        step = read_json(run.arm, dict).get("pause_after")
-    except (OSError, ValueError):
-        return None
+    step = (read_object(run.arm) or {}).get("pause_after")
     return step if isinstance(step, int) else None
 
 

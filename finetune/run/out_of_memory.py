@@ -25,12 +25,10 @@ MOST_HOLDERS = 6
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free blocks of reserved memory, bytes. `usable`: blocks that the request may be given, of its pool and stream; `waiting`:
-    freed, but another stream still uses them."""
+    """Free blocks of reserved memory, bytes. `usable`: blocks that the request may be given, of its pool and stream."""
 
     blocks: tuple[int, ...] = ()
     usable: tuple[int, ...] = ()
-    waiting_bytes: int = 0
 
 
 def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
@@ -38,7 +36,7 @@ def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
 
     torch frees whole cached segments before it gives up, so the remaining free blocks share segments with live ones.
     """
-    free, usable, waiting, has_segments = [], [], 0, False
+    free, usable = [], []
     streams: Counter[Any] = Counter()
     segments = list(_segments(snapshot))
     for segment in segments:
@@ -46,7 +44,6 @@ def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
     stream = streams.most_common(1)[0][0] if streams else None
     pool = None if asked_bytes is None else "small" if asked_bytes <= SMALL_REQUEST else "large"
     for segment in segments:
-        has_segments = True
         fits = str(segment.get("stream")) == stream and (pool is None or segment.get("segment_type") in (pool, None))
         for block in _blocks(segment):
             size = _size(block, "size")
@@ -54,9 +51,7 @@ def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
                 free.append(size)
                 if fits:
                     usable.append(size)
-            elif block.get("state") in ("active_awaiting_free", "active_pending_free"):
-                waiting += size
-    return FreeMemory(tuple(sorted(free, reverse=True)), tuple(sorted(usable, reverse=True)), waiting) if has_segments else None
+    return FreeMemory(tuple(sorted(free, reverse=True)), tuple(sorted(usable, reverse=True))) if segments else None
 
 
 def requested_bytes(snapshot: Any) -> int | None:

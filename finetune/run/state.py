@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from finetune.events import EventReader, Start, State, Step
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.system import is_locked
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ def is_alive(run: RunDirectory) -> bool:
 
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
     """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
-    try:
-        values = read_json(run.process, dict)
-    except (OSError, ValueError):
-        return {}
+    values = read_object(run.process) or {}
     return {role: record for role, record in values.items() if isinstance(record, dict) and is_record(record)}
 
 

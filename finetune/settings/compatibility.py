@@ -52,20 +52,12 @@ def reads_own_rows(settings: Settings) -> bool:
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """Combinations that fail on any machine, one line each."""
-    yield from _method(recipe)
-    yield from _adapter_dtype(recipe)
-    yield from _new_tokens(recipe)
-    yield from _quantisation(recipe)
-    yield from _batch(recipe)
-    yield from _checkpointing(recipe)
-    yield from _lean(recipe)
-    yield from _layer_offloading(recipe)
-    yield from _sharding(recipe)
-    yield from _processes(recipe.launch)
-    yield from _offload(recipe.launch)
-    yield from _evaluation(recipe)
-    yield from _names(recipe)
-    yield from vision_problems(recipe)
+    rules = (
+        _method, _adapter_dtype, _new_tokens, _quantisation, _batch, _checkpointing, _lean, _layer_offloading, _sharding,
+        _processes, _offload, _evaluation, _names, vision_problems,
+    )  # fmt: skip
+    for rule in rules:
+        yield from rule(recipe)
 
 
 def _method(recipe: Recipe) -> Iterator[str]:
@@ -245,7 +237,8 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
 
-def _processes(launch: LaunchRecipe) -> Iterator[str]:
+def _processes(recipe: Recipe) -> Iterator[str]:
+    launch = recipe.launch
     processes, machines = launch.num_processes, launch.num_machines
     if processes % machines:
         yield f"launch.num_processes {processes} is not divisible by launch.num_machines {machines}"
@@ -255,7 +248,8 @@ def _processes(launch: LaunchRecipe) -> Iterator[str]:
         yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
 
 
-def _offload(launch: LaunchRecipe) -> Iterator[str]:
+def _offload(recipe: Recipe) -> Iterator[str]:
+    launch = recipe.launch
     if launch.offload != "none" and not is_sharded(launch):
         yield f"launch.offload {launch.offload} needs fsdp or deepspeed; launch.strategy is ddp"
     if launch.offload == "nvme" and not is_zero3(launch):

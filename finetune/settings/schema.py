@@ -95,8 +95,7 @@ else:
     _MethodName = Literal[tuple(METHODS)]
     PreferenceLoss = Literal[tuple(loss for method in METHODS.values() for loss in method.losses)]
 Optimizer = Annotated[
-    _OptimizerName,
-    _synonyms({synonym: name for name, optimizer in OPTIMIZERS.items() for synonym in optimizer.synonyms}),
+    _OptimizerName, _synonyms({synonym: name for name, optimizer in OPTIMIZERS.items() for synonym in optimizer.synonyms})
 ]
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_trackers)]
 Layers = Annotated[str | list[str], BeforeValidator(_layers)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import muon
 from make_data import BUNDLED, bundled_texts
-from muon import Muon
 from pretraining import Conversation, conversations, corpus_texts, questions
 
 SEED = 20261
@@ -87,25 +86,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, excluded: set[str]) -> None:
-    """STEPS steps on new conversations: Muon for the matrices in the layers, AdamW for the other weights; linear decay."""
-    rng, started = random.Random(SEED + 1), time.perf_counter()
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    other_weights = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    muon = Muon(matrices, weight_decay=0.05)
-    adamw = torch.optim.AdamW(other_weights, betas=(0.9, 0.95), weight_decay=0.0)
-    model.train()
-    for step in range(1, STEPS + 1):
-        learning_rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
-        batch = collate(tokenizer, conversations(rng, BATCH_SIZE, excluded))
-        loss, answer_loss = _losses(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.rate = adamw.param_groups[0]["lr"] = learning_rate
-        muon.step()
-        adamw.step()
-        adamw.zero_grad()
-        if step % 50 == 0 or step == 1:
-            _print(f"step {step}/{STEPS}  answer loss {answer_loss:.4f}  {time.perf_counter() - started:.0f} s")
+    """STEPS steps on new conversations."""
+    rng = random.Random(SEED + 1)
+
+    def losses() -> tuple[torch.Tensor, float]:
+        return _losses(model, collate(tokenizer, conversations(rng, BATCH_SIZE, excluded)))
+
+    muon.pretrain(model, losses, steps=STEPS, peak_rate=PEAK_RATE, warmup_steps=WARMUP_STEPS, every=50)
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, batch: list[Conversation]) -> dict[str, torch.Tensor]:
@@ -158,7 +145,7 @@ def main(folder: Path) -> int:
     _print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     held_out = questions(random.Random(SEED + 2), GATE_ROWS, excluded)
     pretrain(model, tokenizer, excluded)
-    _round_to_bfloat16(model)
+    muon.round_to_bfloat16(model)
     accuracies = score(model, tokenizer, held_out)
     for name, accuracy in accuracies.items():
         _print(f"{accuracy:7.1%}  {name}")
@@ -167,13 +154,6 @@ def main(folder: Path) -> int:
         return 1
     save(model, tokenizer, folder)
     return 0
-
-
-@torch.no_grad()
-def _round_to_bfloat16(model: LlamaForCausalLM) -> None:
-    """Round the weights, so that the saved ones are scored."""
-    for weight in model.parameters():
-        weight.copy_(weight.bfloat16())
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
+import muon
 from finetune.compat.processors import processor_of, save_processor
 from labels import COLOURS, PAPERS, Label, draw_label, draw_labels, pixels
 from make_data import BUNDLED
-from muon import Muon
 
 SEED, DATA_SEED = 20270, 20300
 TRAIN_ROWS, EVAL_ROWS = 240, 60
@@ -147,26 +146,15 @@ def collate(processor: Any, rows: list[tuple[Label, list[dict[str, Any]]]]) -> d
 
 
 def pretrain(model: Any, processor: Any) -> None:
-    """STEPS steps on new labels: Muon for the matrices in the layers, AdamW for the other weights; linear decay."""
-    rng, started = random.Random(SEED + 1), time.perf_counter()
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    other_weights = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    muon = Muon(matrices, weight_decay=0.05)
-    adamw = torch.optim.AdamW(other_weights, betas=(0.9, 0.95), weight_decay=0.0)
-    data = set(data_labels())
-    model.train()
-    for step in range(1, STEPS + 1):
-        learning_rate = PEAK_RATE * min(step / WARMUP_STEPS, 1.0, (STEPS - step + 1) / (STEPS - WARMUP_STEPS))
+    """STEPS steps on new labels."""
+    rng, data = random.Random(SEED + 1), set(data_labels())
+
+    def losses() -> tuple[torch.Tensor, float]:
         labels = [label for label in (draw_label(rng) for _ in range(BATCH_SIZE)) if label not in data]
         loss = model(**collate(processor, [(label, conversation(rng, label)) for label in labels])).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.rate = adamw.param_groups[0]["lr"] = learning_rate
-        muon.step()
-        adamw.step()
-        adamw.zero_grad()
-        if step % 20 == 0 or step == 1:
-            _print(f"step {step}/{STEPS}  loss {loss.item():.4f}  {time.perf_counter() - started:.0f} s")
+        return loss, loss.item()
+
+    muon.pretrain(model, losses, steps=STEPS, peak_rate=PEAK_RATE, warmup_steps=WARMUP_STEPS, every=20)
 
 
 @torch.no_grad()
@@ -192,9 +180,7 @@ def main(folder: Path, *, data_only: bool) -> int:
     model = make_model(processor)
     _print(f"{model.num_parameters():,} parameters, {torch.get_num_threads()} threads")
     pretrain(model, processor)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.bfloat16())
+    muon.round_to_bfloat16(model)
     rng, questions = random.Random(SEED + 2), list(QUESTIONS)
     labels = draw_labels(rng, GATE_ROWS, excluded=set(data_labels()))
     rows = [(label, name, QUESTIONS[name](label)) for label, name in zip(labels, questions * GATE_ROWS, strict=False)]

@@ -111,27 +111,26 @@ def test_held_out_rows_are_questions_with_their_expected_answers(write, tokenize
     assert example.reference() == "d"
 
 
-def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write):
+def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer):
     path = write("rows.jsonl", rows_of(*range(1, 21)) + rows_of(*range(1, 21)))
-    dataset = recipe(path, test_split_size=0.25).dataset
-    first, repeated, other = read_examples(dataset, 1), read_examples(dataset, 1), read_examples(dataset, 2)
-    assert len(first.eval.examples) == 10 and first.train.held_out == 10
-    assert (
-        [example.row for example in first.eval.examples]
-        == [example.row for example in repeated.eval.examples]
-        != [example.row for example in other.eval.examples]
-    )
-    trained, held_out = (
-        {example.question()[0]["content"] for example in split.examples} for split in (first.train, first.eval)
-    )
-    assert not trained & held_out
-    assert len(read_examples(recipe(path, test_split_size=4).dataset).eval.examples) == 4
+
+    def split(size, seed):
+        chosen = recipe(path, test_split_size=size).model_copy(update={"seed": seed})
+        prepared = prepare(chosen, tokenizer, max_length=None)
+        return prepared.report.rows_held_out, list(prepared.examples), list(prepared.eval_examples)
+
+    (count, train, held_out), (_, _, repeated), (_, _, other) = split(0.25, 1), split(0.25, 1), split(0.25, 2)
+    assert len(held_out) == 10 and count == 10
+    assert [example.row for example in held_out] == [example.row for example in repeated] != [example.row for example in other]
+    trained, asked = ({example.question()[0]["content"] for example in examples} for examples in (train, held_out))
+    assert not trained & asked
+    assert len(split(4, 1)[2]) == 4
 
 
-def test_holding_out_every_row_or_in_two_ways_is_an_error(write):
+def test_holding_out_every_row_or_in_two_ways_is_an_error(write, tokenizer):
     path = write("rows.jsonl", rows_of(1, 2))
     with pytest.raises(DataError, match="holds out 2 of 2 usable rows"):
-        read_examples(recipe(path, test_split_size=2).dataset)
+        prepare(recipe(path, test_split_size=2), tokenizer, max_length=None)
     with pytest.raises(RecipeError, match="eval_path and dataset.test_split_size both"):
         read_examples(recipe(path, test_split_size=1, eval_path=path).dataset)
     with pytest.raises(RecipeError, match="test_split_size is 2.5"):

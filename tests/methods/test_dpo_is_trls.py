@@ -31,25 +31,28 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    """TRL's, of a model whose adapter is not zero, so that it differs from its reference."""
+def trained_by_trl(trainer_class, config_class, folder, texts, **arguments):
+    """TRL's trainer, of a model whose adapter is not zero, so that it differs from its reference."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, pad_token_id=62
     )
-    arguments = DPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to=[], beta=0.3, max_length=None
-    )
-    texts = Dataset.from_list([{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in PAIRS])
-    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = DPOTrainer(
-        model=LlamaForCausalLM(config), args=arguments, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter
-    )
+    usual = {"use_cpu": True, "bf16": False, "report_to": [], "beta": 0.3, "max_length": None}
+    trainer = trainer_class(
+        model=LlamaForCausalLM(config), args=config_class(output_dir=str(folder), **usual, **arguments),
+        train_dataset=Dataset.from_list(texts), processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )  # fmt: skip
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return trainer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    texts = [{"prompt": p, "chosen": f" {c}", "rejected": f" {r}"} for p, c, r in PAIRS]
+    return trained_by_trl(DPOTrainer, DPOConfig, tmp_path_factory.mktemp("trl"), texts)
 
 
 def rows():
@@ -71,6 +74,22 @@ def gradients(model):
     return copies
 
 
+def compute(method, model, ours, lean):
+    """This project's loss of these rows, after its backward pass, and its metrics."""
+    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
+    computed = method.loss(model, method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours))
+    computed.loss.backward()
+    undo_lean(list(decoder_layers(model)))
+    return computed.loss, method.metrics({name: float(count) for name, count in computed.counts.items()})
+
+
+def assert_same_gradients(model, expected):
+    computed = gradients(model)
+    assert computed.keys() == expected.keys()
+    for name, gradient in computed.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
 @pytest.mark.parametrize("loss_type", PREFERENCE_LOSSES)
 def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
@@ -81,23 +100,13 @@ def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
     theirs.backward()
     expected = gradients(model)
 
-    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
     settings = plainest(recipe_from({
         "model_name_or_path": "m", "dataset": "d.jsonl", "method": "dpo", "beta": 0.3, "loss_type": loss_type,
         **({"label_smoothing": 0.2} if loss_type == "robust" else {}),
     }))  # fmt: skip
-    method = Dpo(settings)
-    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours)
-    computed = method.loss(model, batch)
-    computed.loss.backward()
-    undo_lean(list(decoder_layers(model)))
-
-    assert computed.loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
-    computed_gradients = gradients(model)
-    assert computed_gradients.keys() == expected.keys()
-    for name, gradient in computed_gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    metrics = method.metrics({name: float(count) for name, count in computed.counts.items()})
+    loss, metrics = compute(Dpo(settings), model, ours, lean)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
+    assert_same_gradients(model, expected)
     measured = {name: values[-1] for name, values in trainer._metrics["train"].items() if name in metrics}
     assert metrics == pytest.approx(measured, abs=1e-6)
     assert len(measured) == 4
@@ -144,6 +153,5 @@ def test_the_reference_is_the_adapter_that_training_went_on_from_as_trls_second_
     theirs.backward()
     expected = gradients(model)
     computed.loss.backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, expected)
     assert all(map(torch.equal, trained, (parameter for parameter in model.parameters() if parameter.requires_grad)))

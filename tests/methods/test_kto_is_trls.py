@@ -1,21 +1,15 @@
 """Loss, rewards, KL and gradients of labelled answers against TRL's own KTOTrainer, on the same rows."""
 
 import pytest
-import torch
-from datasets import Dataset
-from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.layers.checkpointing import decoder_layers
-from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods.kto import Kto
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
-from tests.methods.test_dpo_is_trls import VOCABULARY, gradients, tokenizer
+from tests.methods.test_dpo_is_trls import assert_same_gradients, compute, gradients, trained_by_trl
 
 #: Prompt and answer as vocabulary, of uneven lengths, and whether it is good.
 ROWS = [
@@ -28,24 +22,12 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """TRL's, of a model whose adapter is not zero, so that it differs from its reference."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, pad_token_id=62
-    )
-    arguments = KTOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to=[], beta=0.3, max_length=None,
-        per_device_train_batch_size=4, desirable_weight=1.5, undesirable_weight=0.7, train_sampling_strategy="sequential",
+    texts = [{"prompt": prompt, "completion": f" {answer}", "label": good} for prompt, answer, good in ROWS]
+    trainer = trained_by_trl(
+        KTOTrainer, KTOConfig, tmp_path_factory.mktemp("trl"), texts, per_device_train_batch_size=4, desirable_weight=1.5,
+        undesirable_weight=0.7, train_sampling_strategy="sequential",
     )  # fmt: skip
-    texts = Dataset.from_list([{"prompt": prompt, "completion": f" {answer}", "label": good} for prompt, answer, good in ROWS])
-    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = KTOTrainer(
-        model=LlamaForCausalLM(config), args=arguments, train_dataset=texts, processing_class=tokenizer(), peft_config=adapter
-    )
     add_fused_lm_head(trainer.model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
     return trainer
 
 
@@ -77,23 +59,13 @@ def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, lean):
     theirs.backward()
     expected = gradients(model)
 
-    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
     settings = plainest(recipe_from({
         "model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "beta": 0.3, "loss_type": loss_type,
         "desirable_weight": 1.5, "undesirable_weight": 0.7,
     }))  # fmt: skip
-    method = Kto(settings)
-    batch = method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours)
-    computed = method.loss(model, batch)
-    computed.loss.backward()
-    undo_lean(list(decoder_layers(model)))
-
-    assert computed.loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
-    computed_gradients = gradients(model)
-    assert computed_gradients.keys() == expected.keys()
-    for name, gradient in computed_gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    metrics = method.metrics({name: float(count) for name, count in computed.counts.items()})
+    loss, metrics = compute(Kto(settings), model, ours, lean)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
+    assert_same_gradients(model, expected)
     for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins"):
         if name in metrics:
             assert metrics[name] == pytest.approx(trainer._metrics["train"][name][-1], abs=1e-6)

@@ -54,7 +54,7 @@ def tool_of(values: dict[str, Any]) -> Tool | None:
     matches = []
     for tool in TOOLS:
         flat = _flat(values) if tool.nested else values
-        if any(_has(flat, marker) for marker in tool.markers):
+        if any(_has(flat, marker) for marker in tool.markers.split()):
             matches.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
     if matches:
         return max(matches)[2]

@@ -6,24 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_labels, columns_of_pairs, read_rl
 from finetune.recipe.foreign.preferences import OTHER_METHODS
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, is_off
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, is_off, kept
 from finetune.recipe.foreign.shared import (
-    DATASET_CACHE,
     DIFFERENT_DATASETS,
-    EVERY_STEP,
-    GPUS,
-    KERNELS,
-    MEMORY,
-    NOT_TRAINED,
-    PROCESS,
-    SECRET,
-    STEPS,
-    TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
-    UPLOAD,
     assume_peft_targets,
     merge_datasets,
     own_template_note,
@@ -31,10 +21,9 @@ from finetune.recipe.foreign.shared import (
     read_optimizer,
     read_schedule,
     read_template,
-)  # fmt: skip
+)
 
 _MODEL = Ignore("is read from the model")
-_NEW_TOKENS = Refuse("in a recipe it is new_tokens=[..], whose rows alone are trained", lifted_by="new_tokens")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
 
 _SWANLAB = [f"swanlab_{name}" for name in (
@@ -44,115 +33,94 @@ _SWANLAB = [f"swanlab_{name}" for name in (
 
 KEYS: dict[str, Rule] = {
     **{key: rule for key, rule in TRAINING_ARGUMENTS.items() if not key.startswith("per_device")},
-    # -- model
-    "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"), "base_model_config": _MODEL,
-    "tokenizer_config": Refuse("the model's own tokenizer is used"),
-    "model_type": _MODEL, "tokenizer_type": _MODEL, "tokenizer_use_fast": PROCESS, "tokenizer_legacy": PROCESS,
-    "processor_type": _MODEL,
-    "is_falcon_derived_model": _MODEL, "is_llama_derived_model": _MODEL, "is_mistral_derived_model": _MODEL,
-    "is_qwen_derived_model": _MODEL,
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
-    "model_config": Refuse("the model's own configuration is used"),
-    "freeze_mm_modules": Ignore("only the language model trains"),
-    "strict": PROCESS, "gptq": NOT_TRAINED, "overrides_of_model_config": Refuse("the model's own configuration is used"),
-    "overrides_of_model_kwargs": _OWN_LOADER,
-    "special_tokens": Read(), "tokens": _NEW_TOKENS,
-    "added_tokens_overrides": Refuse("the names of a model's tokens are not changed"),
+    **each(_MODEL, """
+        base_model_config model_type tokenizer_type processor_type is_falcon_derived_model is_llama_derived_model
+        is_mistral_derived_model is_qwen_derived_model
+    """),
+    **each(common.PROCESS, """
+        tokenizer_use_fast tokenizer_legacy strict device tokenizer_save_jinja_files debug hf_use_auth_token
+        dataloader_drop_last sample_packing_group_size sample_packing_bin_size multipack_real_batches sample_packing_eff_est
+        total_num_tokens total_supervised_tokens
+    """),
+    **each(Refuse("the model's own configuration is used"), "model_config overrides_of_model_config"),
+    **each(common.NOT_TRAINED, """
+        gptq peft peft_layer_replication peft_trainable_token_indices relora relora_steps unfrozen_parameters fp8 qat
+        quantization pretraining_dataset use_pose
+    """),
+    **each(Read(), """
+        special_tokens bnb_config_kwargs adapter lora_target_modules lora_target_linear micro_batch_size batch_size optimizer
+        bfloat16 float16 plugins rl datasets test_datasets chat_template chat_template_jinja eot_tokens
+    """),
+    **kept("load_in_8bit load_in_4bit lora_r lora_alpha early_stopping_patience train_on_inputs"),
+    **each(common.MEMORY, """
+        low_cpu_mem_usage max_memory gpu_memory_limit lora_on_cpu embeddings_skip_upcast gc_steps activation_offloading
+        tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp layer_offloading experimental_skip_move_to_device
+        selective_checkpointing streaming eval_sample_packing pad_to_sequence_len batch_flattening
+    """),
+    **each(common.GPUS, """
+        device_map qlora_sharded_model_loading ddp world_size ddp_bucket_cap_mb ddp_broadcast_buffers accelerator_config
+        fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size sequence_parallel_degree use_ray
+        dp_shard_size dp_replicate_size expert_parallel_size context_parallel_strategy ray_num_workers resources_per_worker
+    """),
+    **each(Refuse("one learning rate for all adapters"), "loraplus_lr_ratio lr_groups"),
+    **each(common.KERNELS, """
+        peft_autocast_adapter_dtype lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attention
+        attn_implementation sdp_attention xformers_attention eager_attention flex_attention sage_attention
+        flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp unsloth_cross_entropy_loss
+        unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope liger_rope liger_rms_norm
+        liger_glu_activation liger_swiglu liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy
+        cut_cross_entropy liger_rms_norm_gated use_kernels use_scattermoe use_sonicmoe experts_implementation
+        fused_attn_kernel gemma4_hybrid_attn_impl flex_attn_compile_kwargs flash_optimum use_glm_dsa_kernels use_dsv4_kernels
+    """),
+    **each(common.STEPS, """
+        evals_per_epoch saves_per_epoch eval_table_size eval_max_new_tokens eval_table_max_new_tokens save_first_step
+        do_causal_lm_eval eval_causal_lm_metrics do_bench_eval
+    """),
+    **each(common.TRACKERS, """
+        wandb_project wandb_entity wandb_watch wandb_name wandb_run_id wandb_mode wandb_log_model use_wandb
+        mlflow_tracking_uri mlflow_experiment_name use_mlflow use_comet comet_project_name use_swanlab use_otel_metrics
+        otel_metrics_host otel_metrics_port use_tensorboard use_trackio
+    """),
+    **each(common.DATASET_CACHE, """
+        dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset
+    """),
+    **each(Refuse("every layer gets an adapter"), "peft_layers_to_transform lora_layers_to_transform peft_layers_pattern"),
+    **each(common.UPLOAD, "merge_lora merge_method push_dataset_to_hub"),
+    **each(Refuse("embeddings are not trained"), "embedding_lr embedding_lr_scale"),
+    **each(Ignore("a run that diverges is stopped"), "loss_watchdog_threshold loss_watchdog_patience"),
+    **each(Refuse(OTHER_METHODS["rm"]), "reward_model process_reward_model"),
+    **each(common.EVERY_STEP, "profiler_steps profiler_steps_start include_tkps"),
+    **each(Refuse("all rows are read"), "dataset_shard_num dataset_shard_idx"),
+    "base_model": Keep("model_name_or_path"), "revision_of_model": Keep("model_revision"),
+    "tokenizer_config": Refuse("the model's own tokenizer is used"), "trust_remote_code": common.REMOTE_CODE,
+    "freeze_mm_modules": Ignore("only the language model trains"), "overrides_of_model_kwargs": _OWN_LOADER,
+    "tokens": common.NEW_TOKENS, "added_tokens_overrides": Refuse("the names of a model's tokens are not changed"),
     "resize_token_embeddings_to_32x": Refuse("the vocabulary keeps its size"),
     "fix_untrained_tokens": Refuse("embeddings are not changed"),
-    "load_in_8bit": Keep("load_in_8bit"), "load_in_4bit": Keep("load_in_4bit"),
-    "bnb_config_kwargs": Read(),
     "model_quantization_config": Refuse("the model is loaded as it is stored, or in 16 bit", ("Mxfp4Config",)),
     "model_quantization_config_kwargs": Refuse("the model is loaded as it is stored, or in 16 bit", ({"dequantize": True},)),
     "llama4_linearized_experts": Refuse("experts are not taken apart into linear layers"),
     "quantize_moe_experts": Ignore("experts are quantised with the other layers"),
-    "low_cpu_mem_usage": MEMORY, "max_memory": MEMORY, "gpu_memory_limit": MEMORY, "device": PROCESS, "device_map": GPUS,
-    "lora_on_cpu": MEMORY, "embeddings_skip_upcast": MEMORY,
-    # -- adapter
-    "adapter": Read(), "lora_r": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"), "lora_dropout": Keep("lora_dropout", float),
-    "lora_target_modules": Read(), "lora_target_linear": Read(),
-    "lora_target_parameters": Refuse("adapters are on linear layers"),
-    "lora_model_dir": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
-    "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
-    "lora_fan_in_fan_out": Ignore("layers are linear: PEFT turns it off"),
-    "peft_use_dora": Keep("use_dora"), "peft_use_rslora": Keep("use_rslora"),
-    "peft_layers_to_transform": Refuse("every layer gets an adapter"),
-    "lora_layers_to_transform": Refuse("every layer gets an adapter"),
-    "peft_layers_pattern": Refuse("every layer gets an adapter"), "peft": NOT_TRAINED,
-    "peft_init_lora_weights": Refuse("adapters start from PEFT's default", (True,)), "peft_layer_replication": NOT_TRAINED,
-    "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
-    "peft_trainable_token_indices": NOT_TRAINED, "peft_autocast_adapter_dtype": KERNELS,
-    "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "relora": NOT_TRAINED, "relora_steps": NOT_TRAINED,
-    "unfrozen_parameters": NOT_TRAINED, "merge_lora": UPLOAD, "merge_method": UPLOAD, "qlora_sharded_model_loading": GPUS,
-    "lora_mlp_kernel": KERNELS, "lora_qkv_kernel": KERNELS, "lora_o_kernel": KERNELS, "lora_embedding_kernel": KERNELS,
-    # -- training
-    "micro_batch_size": Read(), "batch_size": Read(), "eval_batch_size": Keep("per_device_eval_batch_size"),
-    "num_epochs": Keep("num_train_epochs", float),
-    "optimizer": Read(), "lr_scheduler": Keep("lr_scheduler_type"), "learning_rate": Keep("learning_rate", float),
-    "cosine_min_lr_ratio": Refuse("the cosine ends at zero"), "cosine_constant_lr_ratio": Refuse("changes the schedule"),
-    "lr_quadratic_warmup": Refuse("the warmup is linear"),
-    "lr_groups": Refuse("one learning rate for all adapters"), "embedding_lr": Refuse("embeddings are not trained"),
-    "embedding_lr_scale": Refuse("embeddings are not trained"),
-    "evals_per_epoch": STEPS, "saves_per_epoch": STEPS, "eval_table_size": STEPS, "eval_max_new_tokens": STEPS,
-    "eval_table_max_new_tokens": STEPS,
-    "save_first_step": STEPS, "do_causal_lm_eval": STEPS, "eval_causal_lm_metrics": STEPS, "do_bench_eval": STEPS,
-    "gc_steps": MEMORY,
-    "early_stopping_patience": Keep("early_stopping_patience"),
-    "loss_watchdog_threshold": Ignore("a run that diverges is stopped"),
-    "loss_watchdog_patience": Ignore("a run that diverges is stopped"),
-    "bfloat16": Read(), "float16": Read(), "fp8": NOT_TRAINED, "float32": Refuse("set dtype=float32", lifted_by="dtype"),
-    "activation_offloading": MEMORY,
-    "flash_attention": KERNELS, "attn_implementation": KERNELS, "sdp_attention": KERNELS, "xformers_attention": KERNELS,
-    "eager_attention": KERNELS, "flex_attention": KERNELS, "sage_attention": KERNELS,
-    "flash_attn_cross_entropy": KERNELS, "flash_attn_rms_norm": KERNELS, "flash_attn_fuse_qkv": KERNELS,
-    "flash_attn_fuse_mlp": KERNELS, "s2_attention": Refuse("attention is not shifted"),
-    "unsloth_cross_entropy_loss": KERNELS, "unsloth_lora_mlp": KERNELS, "unsloth_lora_qkv": KERNELS, "unsloth_lora_o": KERNELS,
-    "unsloth_rms_norm": KERNELS, "unsloth_rope": KERNELS,
-    "plugins": Read(), "liger_rope": KERNELS, "liger_rms_norm": KERNELS, "liger_glu_activation": KERNELS,
-    "liger_swiglu": KERNELS, "liger_layer_norm": KERNELS, "liger_fused_linear_cross_entropy": KERNELS,
-    "liger_cross_entropy": KERNELS, "cut_cross_entropy": KERNELS, "liger_rms_norm_gated": KERNELS,
-    "use_kernels": KERNELS, "use_scattermoe": KERNELS, "use_sonicmoe": KERNELS, "experts_implementation": KERNELS,
-    "fused_attn_kernel": KERNELS, "gemma4_hybrid_attn_impl": KERNELS, "flex_attn_compile_kwargs": KERNELS,
-    "flash_optimum": KERNELS, "use_glm_dsa_kernels": KERNELS, "use_dsv4_kernels": KERNELS, "tiled_mlp": MEMORY,
-    "tiled_mlp_num_shards": MEMORY, "tiled_mlp_use_original_mlp": MEMORY, "layer_offloading": MEMORY,
-    "experimental_skip_move_to_device": MEMORY, "selective_checkpointing": MEMORY,
+    "lora_dropout": Keep("lora_dropout", float), "lora_target_parameters": Refuse("adapters are on linear layers"),
+    "lora_model_dir": common.OTHER_ADAPTER, "lora_modules_to_save": common.WHOLE_MODULES,
+    "lora_fan_in_fan_out": Ignore("layers are linear: PEFT turns it off"), "peft_use_dora": Keep("use_dora"),
+    "peft_use_rslora": Keep("use_rslora"), "peft_init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
+    "loraplus_lr_embedding": Ignore("of LoRA+, which is not used"), "eval_batch_size": Keep("per_device_eval_batch_size"),
+    "num_epochs": Keep("num_train_epochs", float), "lr_scheduler": Keep("lr_scheduler_type"),
+    "learning_rate": Keep("learning_rate", float), "cosine_min_lr_ratio": Refuse("the cosine ends at zero"),
+    "cosine_constant_lr_ratio": Refuse("changes the schedule"), "lr_quadratic_warmup": Refuse("the warmup is linear"),
+    "float32": Refuse("set dtype=float32", lifted_by="dtype"), "s2_attention": Refuse("attention is not shifted"),
     "tokenizer_use_mistral_common": Ignore("the model's own tokenizer and chat template are used"),
-    "tokenizer_save_jinja_files": PROCESS,
-    "rl": Read(), **dict.fromkeys(PAIR_KEYS, Read()), "reward_model": Refuse(OTHER_METHODS["rm"]),
-    "process_reward_model": Refuse(OTHER_METHODS["rm"]), "qat": NOT_TRAINED, "quantization": NOT_TRAINED,
-    "debug": PROCESS, "ddp": GPUS, "world_size": GPUS, "ddp_bucket_cap_mb": GPUS, "ddp_broadcast_buffers": GPUS,
-    "accelerator_config": GPUS, "fsdp_version": GPUS, "fsdp_final_state_dict_type": GPUS,
-    "tensor_parallel_size": GPUS, "context_parallel_size": GPUS, "sequence_parallel_degree": GPUS, "use_ray": GPUS,
-    "dp_shard_size": GPUS, "dp_replicate_size": GPUS, "expert_parallel_size": GPUS, "context_parallel_strategy": GPUS,
-    "ray_num_workers": GPUS, "resources_per_worker": GPUS,
-    "wandb_project": TRACKERS, "wandb_entity": TRACKERS, "wandb_watch": TRACKERS, "wandb_name": TRACKERS,
-    "wandb_run_id": TRACKERS, "wandb_mode": TRACKERS, "wandb_log_model": TRACKERS, "use_wandb": TRACKERS,
-    "mlflow_tracking_uri": TRACKERS, "mlflow_experiment_name": TRACKERS, "use_mlflow": TRACKERS, "use_comet": TRACKERS,
-    "comet_project_name": TRACKERS, "use_swanlab": TRACKERS, **dict.fromkeys(_SWANLAB, TRACKERS), "use_otel_metrics": TRACKERS,
-    "otel_metrics_host": TRACKERS, "otel_metrics_port": TRACKERS, "use_tensorboard": TRACKERS, "use_trackio": TRACKERS,
-    "profiler_steps": EVERY_STEP, "profiler_steps_start": EVERY_STEP, "include_tkps": EVERY_STEP,
-    "generate_samples": Ignore("see sample_answers"), "hf_use_auth_token": PROCESS, "push_dataset_to_hub": UPLOAD,
-    "hub_token": SECRET,
+    **dict.fromkeys(PAIR_KEYS, Read()), **dict.fromkeys(_SWANLAB, common.TRACKERS),
+    "generate_samples": Ignore("see sample_answers"), "hub_token": common.SECRET,
     "auto_resume_from_checkpoints": Ignore("`finetune resume RUN` continues"),
-    # -- data
-    "datasets": Read(), "test_datasets": Read(), "pretraining_dataset": NOT_TRAINED, "dataset_prepared_path": DATASET_CACHE,
-    "dataset_processes": DATASET_CACHE, "dataset_num_proc": DATASET_CACHE,
-    "dataset_keep_in_memory": DATASET_CACHE, "dataset_shard_num": Refuse("all rows are read"),
-    "dataset_shard_idx": Refuse("all rows are read"), "skip_prepare_dataset": DATASET_CACHE,
     "shuffle_merged_datasets": Refuse("rows are shuffled", (True,)),
-    "dataset_exact_deduplication": Refuse("equal rows are kept; remove them from the file"), "streaming": MEMORY,
-    "dataloader_drop_last": PROCESS,
+    "dataset_exact_deduplication": Refuse("equal rows are kept; remove them from the file"),
     "val_set_size": Keep("dataset.test_split_size", lambda size: int(size) if size >= 1 else float(size)),
     "sequence_len": Keep("max_length"), "min_sample_len": Refuse("short rows are kept"),
-    "excess_length_strategy": Keep("excess_length"),
-    "sample_packing": Keep("packing"),
-    "eval_sample_packing": MEMORY, "pad_to_sequence_len": MEMORY, "batch_flattening": MEMORY,
-    "sample_packing_group_size": PROCESS, "sample_packing_bin_size": PROCESS, "multipack_real_batches": PROCESS,
-    "sample_packing_eff_est": PROCESS, "sample_packing_sequentially": Refuse("rows are packed by length"),
-    "curriculum_sampling": Refuse("rows are shuffled"), "total_num_tokens": PROCESS, "total_supervised_tokens": PROCESS,
-    "train_on_inputs": Keep("train_on_inputs"), "chat_template": Read(), "chat_template_jinja": Read(),
-    "eot_tokens": Read(),
-    "default_system_message": Refuse("no system prompt is added to rows"), "use_pose": NOT_TRAINED,
+    "excess_length_strategy": Keep("excess_length"), "sample_packing": Keep("packing"),
+    "sample_packing_sequentially": Refuse("rows are packed by length"), "curriculum_sampling": Refuse("rows are shuffled"),
+    "default_system_message": Refuse("no system prompt is added to rows"),
 }  # fmt: skip
 
 #: `sequence_len` and the batch are Axolotl's schema, the warmup its trainer, the rest TrainingArguments'.
@@ -226,7 +194,7 @@ def finish(config: ConfigReader) -> None:
         if other_plugins:
             config.refuse("plugins", f"{', '.join(other_plugins)} may change what is learnt")
         else:
-            config.ignore("plugins", KERNELS.reason)
+            config.ignore("plugins", common.KERNELS.reason)
     method = read_rl(config)
     if not config.is_replaced("dataset.path", ("datasets", "test_datasets")):
         _datasets(config, model, method)
@@ -442,6 +410,6 @@ def _conversation(entry: dict[str, Any]) -> tuple[str, dict[str, str], str]:
 
 TOOL = Tool(
     "Axolotl",
-    frozenset({"datasets", "adapter", "val_set_size", "pretraining_dataset", "lora_target_linear", "dataset_prepared_path"}),
+    "datasets adapter val_set_size pretraining_dataset lora_target_linear dataset_prepared_path",
     KEYS, DEFAULTS, finish,
 )  # fmt: skip

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.preferences import LABEL_SMOOTHING, NO_WEIGHTING, read_loss, read_method, read_preferences
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule
-from finetune.recipe.foreign.shared import KERNELS, MEMORY, own_template_note
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, each
+from finetune.recipe.foreign.shared import own_template_note
 
-_OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
 PAIR_KEYS: dict[str, Rule] = {
+    **each(common.MEMORY, "precompute_ref_log_probs dpo_padding_free"),
+    **each(common.OTHER_METHOD, "vllm kto_desirable_weight kto_undesirable_weight simpo_gamma cpo_alpha"),
     "rl_beta": Keep("beta", float), "trl": Read(), "dpo_loss_type": Read(), "dpo_loss_weights": Refuse("one loss", ([1.0],)),
-    "dpo_label_smoothing": LABEL_SMOOTHING, "dpo_use_weighting": NO_WEIGHTING, "precompute_ref_log_probs": MEMORY,
-    "dpo_use_liger_kernel": KERNELS, "dpo_padding_free": MEMORY, "vllm": _OTHER_METHOD, "kto_desirable_weight": _OTHER_METHOD,
-    "max_prompt_len": Ignore("pairs have no limit of their own for prompts, as there"), "kto_undesirable_weight": _OTHER_METHOD,
-    "orpo_alpha": Refuse("there it is beta where rl_beta is absent; set rl_beta"), "simpo_gamma": _OTHER_METHOD,
-    "cpo_alpha": _OTHER_METHOD,
+    "dpo_label_smoothing": LABEL_SMOOTHING, "dpo_use_weighting": NO_WEIGHTING, "dpo_use_liger_kernel": common.KERNELS,
+    "max_prompt_len": Ignore("pairs have no limit of their own for prompts, as there"),
+    "orpo_alpha": Refuse("there it is beta where rl_beta is absent; set rl_beta"),
 }  # fmt: skip
 _KTO_KEYS: dict[str, Rule] = {
     "kto_desirable_weight": Keep("desirable_weight", float), "kto_undesirable_weight": Keep("undesirable_weight", float),
-    "dpo_loss_type": _OTHER_METHOD, "dpo_loss_weights": _OTHER_METHOD, "dpo_label_smoothing": _OTHER_METHOD,
+    "dpo_loss_type": common.OTHER_METHOD, "dpo_loss_weights": common.OTHER_METHOD, "dpo_label_smoothing": common.OTHER_METHOD,
 }  # fmt: skip
 
 #: What Axolotl's types of text in a fixed template call the columns.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import parse_json, read_json
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.preferences import (
     LABEL_SMOOTHING,
     NO_WEIGHTING,
@@ -15,19 +16,10 @@ from finetune.recipe.foreign.preferences import (
     read_method,
     read_preferences,
 )
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
 from finetune.recipe.foreign.shared import (
-    DATASET_CACHE,
     DIFFERENT_DATASETS,
-    GENERATION,
-    GPUS,
-    KERNELS,
     LARGEST_FILE,
-    MEMORY,
-    NOT_TRAINED,
-    PROCESS,
-    SECRET,
-    TRACKERS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     first_columns,
@@ -36,11 +28,10 @@ from finetune.recipe.foreign.shared import (
     read_targets,
     read_template,
     read_training_arguments,
-)  # fmt: skip
+)
 
 _IMAGES = Ignore("for images, video or sound")
 _EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
-_OTHER_METHOD = Ignore("of a method that this configuration doesn't use")
 
 _OTHER_METHODS_KEYS = (
     "oft_block_size", "oft_rank", "oft_target", "module_dropout", "galore_target", "galore_rank", "galore_scale",
@@ -54,7 +45,6 @@ _OTHER_METHODS_KEYS = (
 )  # fmt: skip
 
 _OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
-_NEW_TOKENS = Refuse("in a recipe it is new_tokens=[..], whose rows alone are trained", lifted_by="new_tokens")
 _KTO_ONLY = Ignore("of stage kto")
 _PAIR_KEYS: dict[str, Rule] = {
     "kto_chosen_weight": _KTO_ONLY, "kto_rejected_weight": _KTO_ONLY,
@@ -72,70 +62,63 @@ _KTO_KEYS: dict[str, Rule] = {
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    # -- model
-    "model_name_or_path": Keep("model_name_or_path"),
+    **kept("model_name_or_path lora_alpha lora_dropout use_rslora use_dora"),
+    **each(common.PROCESS, """
+        use_fast_tokenizer print_param_status create_new_adapter eval_on_each_dataset ray_run_name ray_storage_path
+        ray_init_kwargs
+    """),
+    **each(common.MEMORY, """
+        low_cpu_mem_usage use_unsloth_gc disable_gradient_checkpointing use_reentrant_gc offload_folder streaming buffer_size
+    """),
+    **each(common.KERNELS, "flash_attn use_unsloth enable_liger_kernel use_v1_kernels upcast_layernorm upcast_lmhead_output"),
+    **each(common.NEW_TOKENS, "resize_vocab add_tokens add_special_tokens new_special_tokens_config"),
+    **each(common.NOT_TRAINED, """
+        mixture_of_depths train_from_scratch fp8 use_galore use_apollo use_badam use_adam_mini use_muon use_dft_loss
+        use_asft_loss use_eaft_loss use_llama_pro use_mca use_kt freeze_language_model
+    """),
+    **each(common.GENERATION, """
+        infer_backend infer_dtype use_kv_cache eval_num_beams max_new_tokens max_length temperature top_p top_k do_sample
+        num_beams repetition_penalty
+    """),
+    **each(Read(), """
+        quantization_bit stage finetuning_type lora_target dataset dataset_dir eval_dataset max_samples template packing
+        neat_packing enable_thinking media_dir
+    """),
+    **each(common.GPUS, "quantization_device_map ray_num_workers resources_per_worker placement_strategy"),
+    **each(common.OTHER_METHOD, """
+        fp8_backend loraplus_lr_embedding pissa_iter pissa_convert freeze_trainable_layers freeze_trainable_modules
+    """),
+    **each(_IMAGES, """
+        freeze_vision_tower freeze_multi_modal_projector image_resolution video_resolution image_max_pixels image_min_pixels
+        video_max_pixels video_min_pixels video_fps video_maxlen audio_sampling_rate
+    """),
+    **each(common.TRACKERS, "use_swanlab swanlab_project swanlab_run_name swanlab_mode"),
+    **each(common.DATASET_CACHE, """
+        overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system
+    """),
+    **each(common.SECRET, "hf_hub_token ms_hub_token om_hub_token"),
     "model_revision": Keep("model_revision", lambda name: None if name == "main" else name),
-    "adapter_name_or_path": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
-    "cache_dir": Ignore("set HF_HOME"), "use_fast_tokenizer": PROCESS, "low_cpu_mem_usage": MEMORY, "flash_attn": KERNELS,
-    "use_unsloth": KERNELS, "enable_liger_kernel": KERNELS, "use_v1_kernels": KERNELS, "use_unsloth_gc": MEMORY,
-    "disable_gradient_checkpointing": MEMORY, "use_reentrant_gc": MEMORY, "offload_folder": MEMORY,
-    "resize_vocab": _NEW_TOKENS, "add_tokens": _NEW_TOKENS,
-    "add_special_tokens": _NEW_TOKENS,
-    "new_special_tokens_config": _NEW_TOKENS,
+    "adapter_name_or_path": common.OTHER_ADAPTER, "trust_remote_code": common.REMOTE_CODE, "cache_dir": Ignore("set HF_HOME"),
     "split_special_tokens": Refuse("special tokens are kept whole"), "rope_scaling": Refuse("positions are not rescaled"),
-    "shift_attn": Refuse("attention is not shifted"), "mixture_of_depths": NOT_TRAINED, "train_from_scratch": NOT_TRAINED,
-    "moe_aux_loss_coef": Refuse("the router's loss is not added"), "upcast_layernorm": KERNELS, "upcast_lmhead_output": KERNELS,
-    "hf_hub_token": SECRET, "ms_hub_token": SECRET, "om_hub_token": SECRET, "print_param_status": PROCESS,
-    "infer_backend": GENERATION, "infer_dtype": GENERATION, "use_kv_cache": GENERATION,
-    "quantization_bit": Read(),
+    "shift_attn": Refuse("attention is not shifted"), "moe_aux_loss_coef": Refuse("the router's loss is not added"),
     "quantization_method": Refuse("only bitsandbytes quantises while loading", ("bnb", "bitsandbytes")),
     "quantization_type": Refuse("4 bits are NF4", ("nf4",)),
-    "double_quantization": Refuse("4 bits are quantised twice", (True,)),
-    "quantization_device_map": GPUS, "fp8": NOT_TRAINED, "fp8_backend": _OTHER_METHOD,
-    # -- method
-    "stage": Read(), "finetuning_type": Read(), "lora_rank": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"),
-    "lora_dropout": Keep("lora_dropout"),
-    "lora_target": Read(), "use_rslora": Keep("use_rslora"), "use_dora": Keep("use_dora"), "create_new_adapter": PROCESS,
-    "additional_target": Refuse("whole modules are not trained beside adapters"),
-    "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
-    "loraplus_lr_embedding": _OTHER_METHOD, "pissa_init": Refuse("adapters start from zero, not from PiSSA"),
-    "pissa_iter": _OTHER_METHOD,
-    "pissa_convert": _OTHER_METHOD, "use_galore": NOT_TRAINED, "use_apollo": NOT_TRAINED, "use_badam": NOT_TRAINED,
-    "use_adam_mini": NOT_TRAINED,
-    "use_muon": NOT_TRAINED, "use_dft_loss": NOT_TRAINED, "use_asft_loss": NOT_TRAINED, "use_eaft_loss": NOT_TRAINED,
-    "use_llama_pro": NOT_TRAINED,
-    "use_mca": NOT_TRAINED, "use_kt": NOT_TRAINED, **dict.fromkeys(_OTHER_METHODS_KEYS, _OTHER_METHOD),
-    "freeze_trainable_layers": _OTHER_METHOD, "freeze_trainable_modules": _OTHER_METHOD,
-    "freeze_vision_tower": _IMAGES, "freeze_multi_modal_projector": _IMAGES, "freeze_language_model": NOT_TRAINED,
-    **dict.fromkeys(_PAIR_KEYS, Read()),
+    "double_quantization": Refuse("4 bits are quantised twice", (True,)), "lora_rank": Keep("lora_r"),
+    "additional_target": common.WHOLE_MODULES, "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
+    "pissa_init": Refuse("adapters start from zero, not from PiSSA"),
+    **dict.fromkeys(_OTHER_METHODS_KEYS, common.OTHER_METHOD), **dict.fromkeys(_PAIR_KEYS, Read()),
     "disable_shuffling": Refuse("rows are shuffled"), "early_stopping_steps": Keep("early_stopping_patience"),
     "compute_accuracy": Ignore("`finetune eval` scores"),
     "include_effective_tokens_per_second": Ignore("tokens per second are always shown"),
-    "use_swanlab": TRACKERS, "swanlab_project": TRACKERS, "swanlab_run_name": TRACKERS, "swanlab_mode": TRACKERS,
-    # -- data
-    "dataset": Read(), "dataset_dir": Read(), "eval_dataset": Read(),
     "val_size": Keep("dataset.test_split_size", lambda size: int(size) if size >= 1 else float(size)),
-    "max_samples": Read(), "template": Read(), "cutoff_len": Keep("max_length"), "train_on_prompt": Keep("train_on_inputs"),
-    "mask_history": Refuse("every answer of a conversation is learnt"), "packing": Read(), "neat_packing": Read(),
+    "cutoff_len": Keep("max_length"), "train_on_prompt": Keep("train_on_inputs"),
+    "mask_history": Refuse("every answer of a conversation is learnt"),
     "tool_format": Refuse("tool calls are written by the model's own template"),
-    "default_system": Refuse("no system prompt is added to rows"),
-    "enable_thinking": Read(), "streaming": MEMORY, "buffer_size": MEMORY,
-    "mix_strategy": Refuse("datasets are joined", ("concat",)), "interleave_probs": Refuse("datasets are joined"),
-    "overwrite_cache": DATASET_CACHE, "preprocessing_batch_size": DATASET_CACHE, "preprocessing_num_workers": DATASET_CACHE,
+    "default_system": Refuse("no system prompt is added to rows"), "mix_strategy": Refuse("datasets are joined", ("concat",)),
+    "interleave_probs": Refuse("datasets are joined"),
     "tokenized_path": Refuse("rows tokenised by LLaMA-Factory are not read", lifted_by="dataset.path"),
-    "data_shared_file_system": DATASET_CACHE,
-    "ignore_pad_token_for_loss": Refuse("padding is never learnt", (True,)), "eval_num_beams": GENERATION,
-    "eval_on_each_dataset": PROCESS,
-    "image_resolution": _IMAGES, "video_resolution": _IMAGES,
-    "media_dir": Read(), "image_max_pixels": _IMAGES, "image_min_pixels": _IMAGES, "video_max_pixels": _IMAGES,
-    "video_min_pixels": _IMAGES,
-    "video_fps": _IMAGES, "video_maxlen": _IMAGES, "audio_sampling_rate": _IMAGES,
-    "max_new_tokens": GENERATION, "max_length": GENERATION, "temperature": GENERATION, "top_p": GENERATION,
-    "top_k": GENERATION, "do_sample": GENERATION,
-    "num_beams": GENERATION, "repetition_penalty": GENERATION, "ray_run_name": PROCESS, "ray_storage_path": PROCESS,
-    "ray_num_workers": GPUS, **dict.fromkeys(("export_dir", "export_size", "export_device", "export_legacy_format"), _EXPORT),
-    "resources_per_worker": GPUS, "placement_strategy": GPUS, "ray_init_kwargs": PROCESS,
+    "ignore_pad_token_for_loss": Refuse("padding is never learnt", (True,)),
+    **dict.fromkeys(("export_dir", "export_size", "export_device", "export_legacy_format"), _EXPORT),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -395,9 +378,6 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
 
 TOOL = Tool(
     "LLaMA-Factory",
-    frozenset({"finetuning_type", "stage", "template", "dataset_dir", "quantization_bit"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    interpolates=True,
-)
+    "finetuning_type stage template dataset_dir quantization_bit",
+    KEYS, DEFAULTS, finish, interpolates=True,
+)  # fmt: skip

@@ -5,61 +5,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.llama_factory import count_rows
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
-from finetune.recipe.foreign.shared import (
-    DIFFERENT_DATASETS,
-    EVERY_STEP,
-    GENERATION,
-    GPUS,
-    KERNELS,
-    MEMORY,
-    NOT_TRAINED,
-    PREFERENCE,
-    PROCESS,
-    STEPS,
-    merge_datasets,
-    read_dtype,
-    read_steps,
-    read_targets,
-)
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
+from finetune.recipe.foreign.shared import DIFFERENT_DATASETS, merge_datasets, read_dtype, read_steps, read_targets
 from finetune.recipe.yaml import parse
 
 _P, _Q = "peft_config.", "quant_config."
 _EXPORT = Ignore("for exporting: `finetune merge` writes the model")
 
 KEYS: dict[str, Rule] = {
+    **each(common.KERNELS, "flash_attn kernel_config.* kernel_config quant_config.compute_dtype"),
+    **each(common.GPUS, "dist_config.* dist_config dp_size cp_size cp_mode mp_replicate_size mp_shard_size dist_timeout"),
+    **each(Read(), """
+        peft_config.name peft_config.target_modules quant_config.quantization_bit train_dataset micro_batch_size
+        global_batch_size max_steps bf16
+    """),
+    **each(_EXPORT, """
+        peft_config.export_dir peft_config.export_size peft_config.export_hub_model_id peft_config.infer_dtype
+        peft_config.export_legacy_format
+    """),
+    **kept("output_dir seed save_steps save_total_limit"),
+    **kept("learning_rate num_train_epochs max_grad_norm", float),
+    **each(common.PREFERENCE, "pref_loss pref_beta pref_ftx simpo_gamma dpo_label_smoothing ld_alpha"),
+    **each(common.PROCESS, "batching_workers full_determinism save_ckpt_as_hf"),
+    **each(common.GENERATION, "sample_backend max_new_tokens"),
     "model": Keep("model_name_or_path"), "model_class": Refuse("finetune trains causal language models", ("llm",)),
     "custom_chat_template": Refuse("save the template as a file", lifted_by="chat_template"),
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
-    "flash_attn": KERNELS, "kernel_config.*": KERNELS, "kernel_config": KERNELS, "dist_config.*": GPUS, "dist_config": GPUS,
+    "trust_remote_code": common.REMOTE_CODE,
     "init_config.name": Refuse("the model is loaded as it is", ("init_on_rank0", "init_on_meta", "init_on_default")),
-    "init_config.*": Refuse("the model is loaded as it is"),
-    f"{_P}name": Read(), f"{_P}r": Keep("lora_r"), f"{_P}lora_alpha": Keep("lora_alpha", float),
-    f"{_P}lora_dropout": Keep("lora_dropout", float), f"{_P}target_modules": Read(),
-    f"{_P}use_rslora": Keep("use_rslora"), f"{_P}use_dora": Keep("use_dora"),
-    f"{_P}modules_to_save": Refuse("whole modules are not trained beside adapters"),
-    f"{_P}adapter_name_or_path": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
-    f"{_P}export_dir": _EXPORT, f"{_P}export_size": _EXPORT, f"{_P}export_hub_model_id": _EXPORT, f"{_P}infer_dtype": _EXPORT,
-    f"{_P}export_legacy_format": _EXPORT, f"{_P}*": NOT_TRAINED,
-    f"{_Q}name": Refuse("only bitsandbytes quantises while loading", ("bnb", "auto")), f"{_Q}quantization_bit": Read(),
-    f"{_Q}compute_dtype": KERNELS, f"{_Q}double_quantization": Refuse("4 bits are quantised twice", (True,)),
+    "init_config.*": Refuse("the model is loaded as it is"), f"{_P}r": Keep("lora_r"),
+    f"{_P}lora_alpha": Keep("lora_alpha", float), f"{_P}lora_dropout": Keep("lora_dropout", float),
+    f"{_P}use_rslora": Keep("use_rslora"), f"{_P}use_dora": Keep("use_dora"), f"{_P}modules_to_save": common.WHOLE_MODULES,
+    f"{_P}adapter_name_or_path": common.OTHER_ADAPTER, f"{_P}*": common.NOT_TRAINED,
+    f"{_Q}name": Refuse("only bitsandbytes quantises while loading", ("bnb", "auto")),
+    f"{_Q}double_quantization": Refuse("4 bits are quantised twice", (True,)),
     f"{_Q}quantization_type": Refuse("4 bits are NF4", ("nf4",)),
-    "train_dataset": Read(), "eval_dataset": Ignore("is not read there, either; set dataset.eval_path"),
-    "output_dir": Keep("output_dir"), "micro_batch_size": Read(), "global_batch_size": Read(),
-    "cutoff_len": Keep("max_length"), "learning_rate": Keep("learning_rate", float),
-    "num_train_epochs": Keep("num_train_epochs", float), "max_steps": Read(), "max_grad_norm": Keep("max_grad_norm", float),
-    "bf16": Read(), "batching_strategy": Refuse("a step is a number of rows", ("normal", "padding_free")),
-    "batching_workers": PROCESS, "enable_activation_checkpointing": MEMORY, "dp_size": GPUS, "cp_size": GPUS,
-    "cp_mode": GPUS, "mp_replicate_size": GPUS, "mp_shard_size": GPUS, "dist_timeout": GPUS,
+    "eval_dataset": Ignore("is not read there, either; set dataset.eval_path"), "cutoff_len": Keep("max_length"),
+    "batching_strategy": Refuse("a step is a number of rows", ("normal", "padding_free")),
+    "enable_activation_checkpointing": common.MEMORY,
     "optim_config.*": Refuse("finetune trains with AdamW; remove the section", lifted_by="optim"),
-    "lr_scheduler_config.*": Refuse("changes the schedule", lifted_by="lr_scheduler_type"), "seed": Keep("seed"),
-    "full_determinism": PROCESS,
-    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues", ("auto",)),
-    "save_steps": Keep("save_steps"), "save_epochs": STEPS, "save_ckpt_as_hf": PROCESS,
-    "save_total_limit": Keep("save_total_limit"), "logging_steps": EVERY_STEP,
-    "pref_loss": PREFERENCE, "pref_beta": PREFERENCE, "pref_ftx": PREFERENCE, "simpo_gamma": PREFERENCE,
-    "dpo_label_smoothing": PREFERENCE, "ld_alpha": PREFERENCE, "sample_backend": GENERATION, "max_new_tokens": GENERATION,
+    "lr_scheduler_config.*": Refuse("changes the schedule", lifted_by="lr_scheduler_type"),
+    "resume_from_checkpoint": common.FROM_CHECKPOINT, "save_epochs": common.STEPS, "logging_steps": common.EVERY_STEP,
 }  # fmt: skip
 
 #: The schedule and the weight decay are those of `torch.optim.AdamW` without a scheduler, which v1 uses.
@@ -158,10 +145,6 @@ def _dataset_settings(name: str, entry: Any, folder: Path) -> dict[str, Any] | s
 
 TOOL = Tool(
     "LLaMA-Factory v1",
-    frozenset({"peft_config.name", "train_dataset", "dist_config.name"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-    interpolates=True,
-)
+    "peft_config.name train_dataset dist_config.name",
+    KEYS, DEFAULTS, finish, nested=True, interpolates=True,
+)  # fmt: skip

@@ -5,37 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import EVERY_STEP, MEMORY, TRACKERS, first_columns, read_batch
+from finetune.recipe.foreign import common
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each
+from finetune.recipe.foreign.shared import first_columns, read_batch
 
 #: mlx-lm doesn't clip gradients: a norm that no gradient reaches.
 _NO_CLIPPING = 1e9
 _EVALUATION = Ignore("all held-out rows are evaluated")
 
 KEYS: dict[str, Rule] = {
-    "model": Keep("model_name_or_path"), "train": Read(), "fine_tune_type": Read(),
+    **each(Read(), """
+        train fine_tune_type optimizer optimizer_config.* data num_layers lora_layers batch_size grad_accumulation_steps iters
+        lr_schedule.* lora_parameters.keys lora_parameters.scale lora_parameters.alpha mask_prompt
+    """),
+    **each(Ignore("`finetune eval` scores"), "test hf_dataset.test_split"),
+    **each(common.MEMORY, "grad_checkpoint clear_cache_threshold"),
+    **each(common.TRACKERS, "wandb report_to project_name"),
+    **each(Keep("dataset.path"), "hf_dataset.path hf_dataset.name"),
+    "model": Keep("model_name_or_path"),
     "training_mode": Refuse("of mlx files those of supervised training are read", ("normal",)),
-    "train_mode": Refuse("of mlx files those of supervised training are read", ("sft",)),
-    "optimizer": Read(), "optimizer_config.*": Read(), "data": Read(), "seed": Keep("seed"),
-    "num_layers": Read(), "lora_layers": Read(),
-    "batch_size": Read(), "grad_accumulation_steps": Read(), "iters": Read(), "learning_rate": Keep("learning_rate", float),
-    "lr_schedule.*": Read(),
-    "val_batches": _EVALUATION, "steps_per_report": EVERY_STEP, "steps_per_eval": Keep("eval_steps"),
-    "save_every": Keep("save_steps"),
-    "adapter_path": Keep("output_dir"), "adapter_file": Ignore("the adapter is in the run directory"),
-    "resume_adapter_file": Refuse("in a recipe it is adapter=FOLDER, without the rank and layers, which it has"),
-    "test": Ignore("`finetune eval` scores"), "test_batches": _EVALUATION, "max_seq_length": Keep("max_length"),
-    "grad_checkpoint": MEMORY,
-    "lora_parameters.keys": Read(), "lora_parameters.rank": Keep("lora_r"),
-    "lora_parameters.dropout": Keep("lora_dropout", float),
-    "lora_parameters.scale": Read(), "lora_parameters.alpha": Read(),
-    "mask_prompt": Read(),
-    "wandb": TRACKERS, "report_to": TRACKERS, "project_name": TRACKERS, "config": Ignore("of mlx-lm's command line"),
-    "hf_dataset.path": Keep("dataset.path"), "hf_dataset.name": Keep("dataset.path"),
+    "train_mode": Refuse("of mlx files those of supervised training are read", ("sft",)), "seed": Keep("seed"),
+    "learning_rate": Keep("learning_rate", float), "val_batches": _EVALUATION, "steps_per_report": common.EVERY_STEP,
+    "steps_per_eval": Keep("eval_steps"), "save_every": Keep("save_steps"), "adapter_path": Keep("output_dir"),
+    "adapter_file": Ignore("the adapter is in the run directory"), "resume_adapter_file": common.OTHER_ADAPTER,
+    "test_batches": _EVALUATION, "max_seq_length": Keep("max_length"), "lora_parameters.rank": Keep("lora_r"),
+    "lora_parameters.dropout": Keep("lora_dropout", float), "config": Ignore("of mlx-lm's command line"),
     "hf_dataset.train_split": Keep("dataset.split"), "hf_dataset.valid_split": Keep("dataset.eval_split"),
     **{f"hf_dataset.{name}_feature": Read() for name in ("prompt", "completion", "chat", "text")},
-    "hf_dataset.config.name": Keep("dataset.name"), "hf_dataset.test_split": Ignore("`finetune eval` scores"),
-    "hf_dataset": Refuse("a list of datasets is not read", lifted_by="dataset.path"), "clear_cache_threshold": MEMORY,
+    "hf_dataset.config.name": Keep("dataset.name"),
+    "hf_dataset": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -199,11 +197,4 @@ def _rows(config: ConfigReader) -> None:
         config.share(key, f"dataset.columns {columns}")
 
 
-TOOL = Tool(
-    "mlx-lm",
-    frozenset({"lora_parameters.rank", "lora_parameters.keys", "fine_tune_type", "iters"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-)
+TOOL = Tool("mlx-lm", "lora_parameters.rank lora_parameters.keys fine_tune_type iters", KEYS, DEFAULTS, finish, nested=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Refuse, Rule, is_off
-from finetune.recipe.foreign.shared import PREFERENCE
 from finetune.settings.methods import METHODS
 
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
@@ -48,7 +48,7 @@ def read_preferences(config: ConfigReader, rules: dict[str, Rule], method: str) 
         if key in config.values and losses:
             config.apply(key, rule)
         else:
-            config.ignore(key, PREFERENCE.reason)
+            config.ignore(key, common.PREFERENCE.reason)
     if losses:
         config.assume("beta", 0.1)
         config.assume("loss_type", losses[0])

@@ -45,6 +45,16 @@ class Read:
 Rule = Keep | Ignore | Refuse | Read
 
 
+def each(rule: Rule, keys: str) -> dict[str, Rule]:
+    """The same rule for each of `keys`, which white space separates."""
+    return dict.fromkeys(keys.split(), rule)
+
+
+def kept(keys: str, convert: Callable[[Any], Any] | None = None) -> dict[str, Rule]:
+    """Keys, separated by white space, that are carried over to the setting of the same name."""
+    return {key: Keep(key, convert) if convert else Keep(key) for key in keys.split()}
+
+
 @dataclass(frozen=True)
 class KeyReport:
     """One key of the file and its outcome."""
@@ -58,10 +68,11 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool's configuration: how it is recognised, its keys, its defaults (our names), and keys that combine."""
+    """Another tool's configuration: keys by which it is recognised, separated by white space; all its keys, its defaults (our
+    names), and keys that combine."""
 
     name: str
-    markers: frozenset[str]
+    markers: str
     keys: dict[str, Rule]
     defaults: dict[str, Any]
     finish: Callable[[ConfigReader], None]

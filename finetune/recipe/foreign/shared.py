@@ -7,56 +7,44 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import parse_json
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, as_list, is_off
-
-MEMORY = Ignore("does not change what is learnt: the plan chooses what fits the GPU")
-KERNELS = Ignore("kernels do not change what is learnt: the plan chooses the GPU's fastest")
-EVERY_STEP = Ignore("every step is logged")
-STEPS = Ignore("the plan chooses how often; set eval_steps or save_steps")
-TRACKERS = Ignore("set report_to to log to wandb, tensorboard or trackio")
-UPLOAD = Ignore("nothing is uploaded: `finetune merge` writes the model")
-GPUS = Ignore("for several GPUs: set launch.num_processes and launch.strategy")
-PROCESS = Ignore("concerns the other tool's own process")
-DATASET_CACHE = Ignore("tokenised rows are cached by finetune")
-GENERATION = Ignore("for generation, not for training")
-PREFERENCE = Ignore("for preference training, which this is not")
-NOT_TRAINED = Refuse("this is not trained by finetune")
-SECRET = Refuse("secrets don't belong in a file: `hf auth login`, or set HF_TOKEN")
+from finetune.recipe.foreign import common
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Read, Refuse, Rule, as_list, each, is_off, kept
 
 #: transformers' TrainingArguments that mean the same in every tool that has them.
 TRAINING_ARGUMENTS: dict[str, Rule] = {
-    "output_dir": Keep("output_dir"), "seed": Keep("seed"), "learning_rate": Keep("learning_rate", float),
-    "num_train_epochs": Keep("num_train_epochs", float), "max_steps": Read(), "lr_scheduler_type": Keep("lr_scheduler_type"),
-    "warmup_ratio": Read(), "warmup_steps": Read(), "weight_decay": Keep("weight_decay", float),
-    "max_grad_norm": Keep("max_grad_norm", float), "optim": Read(),
-    "per_device_train_batch_size": Read(), "gradient_accumulation_steps": Read(),
-    "per_device_eval_batch_size": Keep("per_device_eval_batch_size"), "dataloader_num_workers": Keep("dataloader_num_workers"),
-    "eval_steps": Read(), "save_steps": Read(), "eval_strategy": Read(), "evaluation_strategy": Read(), "save_strategy": Read(),
-    "save_total_limit": Keep("save_total_limit"), "report_to": Read(), "bf16": Read(), "fp16": Read(), "pure_bf16": Read(),
-    "gradient_checkpointing": MEMORY, "gradient_checkpointing_kwargs": MEMORY, "torch_compile": KERNELS,
-    "torch_compile_backend": KERNELS, "torch_compile_mode": KERNELS, "tf32": KERNELS, "use_liger_kernel": KERNELS,
-    "logging_steps": EVERY_STEP, "logging_strategy": EVERY_STEP, "logging_first_step": EVERY_STEP, "logging_dir": EVERY_STEP,
-    "disable_tqdm": EVERY_STEP, "log_level": EVERY_STEP, "include_num_input_tokens_seen": EVERY_STEP,
-    "include_tokens_per_second": EVERY_STEP, "plot_loss": Ignore("the page draws the loss"), "run_name": TRACKERS,
+    **kept("output_dir seed lr_scheduler_type per_device_eval_batch_size dataloader_num_workers save_total_limit"),
+    **kept("learning_rate num_train_epochs weight_decay max_grad_norm", float),
+    **each(Read(), """
+        max_steps warmup_ratio warmup_steps optim per_device_train_batch_size gradient_accumulation_steps eval_steps
+        save_steps eval_strategy evaluation_strategy save_strategy report_to bf16 fp16 pure_bf16 do_train do_predict
+    """),
+    **each(common.MEMORY, """
+        gradient_checkpointing gradient_checkpointing_kwargs eval_accumulation_steps auto_find_batch_size
+    """),
+    **each(common.KERNELS, "torch_compile torch_compile_backend torch_compile_mode tf32 use_liger_kernel"),
+    **each(common.EVERY_STEP, """
+        logging_steps logging_strategy logging_first_step logging_dir disable_tqdm log_level include_num_input_tokens_seen
+        include_tokens_per_second
+    """),
+    **each(common.GPUS, "ddp_timeout ddp_find_unused_parameters ddp_backend local_rank deepspeed fsdp fsdp_config"),
+    **each(common.PROCESS, """
+        dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers remove_unused_columns
+        length_column_name full_determinism
+    """),
+    **each(common.UPLOAD, "push_to_hub hub_model_id hub_strategy hub_private_repo"),
+    **each(Ignore("the held-out loss is the measure"), "metric_for_best_model greater_is_better"),
+    **each(common.GENERATION, "predict_with_generate per_device_predict_batch_size"),
+    "plot_loss": Ignore("the page draws the loss"), "run_name": common.TRACKERS,
     "overwrite_output_dir": Ignore("a name that is taken gets -2; nothing is overwritten"),
     "save_only_model": Ignore("checkpoints can always be resumed"),
     "save_safetensors": Ignore("safetensors are always written"),
-    "do_train": Read(), "do_eval": Ignore("held-out rows are evaluated where there are some"),
-    "do_predict": Read(), "predict_with_generate": GENERATION, "per_device_predict_batch_size": GENERATION,
-    "ddp_timeout": GPUS, "ddp_find_unused_parameters": GPUS, "ddp_backend": GPUS, "local_rank": GPUS, "deepspeed": GPUS,
-    "fsdp": GPUS, "fsdp_config": GPUS, "dataloader_pin_memory": PROCESS, "dataloader_prefetch_factor": PROCESS,
-    "dataloader_persistent_workers": PROCESS, "remove_unused_columns": PROCESS,
-    "group_by_length": Ignore("changes the order of rows only"),
-    "length_column_name": PROCESS, "data_seed": Ignore("seed is the seed of everything random"), "full_determinism": PROCESS,
-    "push_to_hub": UPLOAD, "hub_model_id": UPLOAD, "hub_strategy": UPLOAD, "hub_private_repo": UPLOAD, "hub_token": SECRET,
-    "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues", ("auto",)),
-    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"),
-    "metric_for_best_model": Ignore("the held-out loss is the measure"),
-    "greater_is_better": Ignore("the held-out loss is the measure"),
-    "eval_on_start": STEPS, "eval_delay": STEPS, "eval_accumulation_steps": MEMORY, "auto_find_batch_size": MEMORY,
-    "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
-    "label_smoothing_factor": Refuse("label smoothing changes the loss"), "lr_scheduler_kwargs": Refuse("changes the schedule"),
-    "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
+    "do_eval": Ignore("held-out rows are evaluated where there are some"),
+    "group_by_length": Ignore("changes the order of rows only"), "data_seed": Ignore("seed is the seed of everything random"),
+    "hub_token": common.SECRET, "resume_from_checkpoint": common.FROM_CHECKPOINT,
+    "load_best_model_at_end": Ignore("see `finetune recipes keys` for what is kept of a run"), "eval_on_start": common.STEPS,
+    "eval_delay": common.STEPS, "neftune_noise_alpha": Refuse("NEFTune's noise is not trained with here"),
+    "label_smoothing_factor": Refuse("label smoothing changes the loss"),
+    "lr_scheduler_kwargs": Refuse("changes the schedule"), "adam_beta1": Refuse("finetune's AdamW has beta1 0.9", (0.9,)),
     "adam_beta2": Refuse("finetune's AdamW has beta2 0.999", (0.999,)),
     "adam_epsilon": Refuse("finetune's AdamW has epsilon 1e-8", (1e-8,)), "optim_args": Refuse("changes the optimizer"),
     "average_tokens_across_devices": Ignore("losses are averaged over all trained tokens of a step"),
@@ -69,9 +57,9 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_training_arguments(config: ConfigReader, micro_batch: int = 8) -> None:
+def read_training_arguments(config: ConfigReader) -> None:
     """The TrainingArguments that combine with others."""
-    read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", micro_batch)
+    read_batch(config, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     read_optimizer(config, "optim")
     read_schedule(config)
 
@@ -93,7 +81,7 @@ def _purpose(config: ConfigReader) -> None:
         key = "do_train" if "do_train" in config.values else "do_predict"
         config.refuse(key, "this file evaluates or predicts, it does not train; do_train=true trains with its settings")
     config.ignore("do_train", "`finetune run` trains")
-    config.ignore("do_predict", GENERATION.reason)
+    config.ignore("do_predict", common.GENERATION.reason)
 
 
 def read_batch(config: ConfigReader, micro_key: str, steps_key: str, micro_batch: int = 1, accumulation: int = 1) -> None:
@@ -147,9 +135,9 @@ def read_intervals(config: ConfigReader) -> None:
             if isinstance(interval, int) and strategy in (None, "steps"):
                 config.keep(f"{event}_steps", f"{event}_steps", interval)
             else:
-                config.ignore(f"{event}_steps", STEPS.reason)
+                config.ignore(f"{event}_steps", common.STEPS.reason)
         for name in strategy_keys:
-            config.ignore(name, f"{event}_steps counts" if strategy == "steps" else STEPS.reason)
+            config.ignore(name, f"{event}_steps counts" if strategy == "steps" else common.STEPS.reason)
 
 
 def read_dtype(config: ConfigReader) -> None:
@@ -287,9 +275,7 @@ def read_template(config: ConfigReader, key: str, model: str) -> None:
         config.ignore(key, f"the model's own chat template is used, which {name} is", note)
     else:
         config.refuse(
-            key,
-            f"not the template of {model}, judging by its name; chat_template=null uses the model's own",
-            "chat_template",
+            key, f"not the template of {model}, judging by its name; chat_template=null uses the model's own", "chat_template"
         )
 
 

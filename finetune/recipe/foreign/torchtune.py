@@ -5,68 +5,52 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import (
-    EVERY_STEP,
-    GPUS,
-    KERNELS,
-    MEMORY,
-    NOT_TRAINED,
-    PROCESS,
-    STEPS,
-    read_batch,
-    read_dtype,
-)  # fmt: skip
+from finetune.recipe.foreign import common
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
+from finetune.recipe.foreign.shared import read_batch, read_dtype
 
 _READ_FROM_MODEL = Ignore("is read from the model")
 
 _IMAGES = Refuse("is of a model of images and text; rows are text here")
 
 KEYS: dict[str, Rule] = {
-    "output_dir": Keep("output_dir"), "model._component_": Read(), "model.lora_attn_modules": Read(),
-    "model.apply_lora_to_mlp": Read(),
+    **kept("output_dir dataset.split seed dtype"),
+    **each(Read(), """
+        model._component_ model.lora_attn_modules model.apply_lora_to_mlp checkpointer.checkpoint_dir dataset._component_
+        dataset.source dataset.data_files dataset.conversation_column dataset.conversation_style dataset.column_map.*
+        dataset.column batch_size gradient_accumulation_steps optimizer._component_ lr_scheduler._component_
+        max_steps_per_epoch
+    """),
+    **each(_READ_FROM_MODEL, "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.* checkpointer.*"),
+    **each(common.PROCESS, "save_adapter_weights_only should_load_recipe_state collate_fn device dataloader.*"),
+    **each(common.MEMORY, """
+        batch_size_val optimizer_in_bwd enable_activation_checkpointing enable_activation_offloading low_cpu_ram
+        fsdp_cpu_offload custom_sharded_layers data_parallel_shard_dim data_parallel_replicate_dim tensor_parallel_dim
+    """),
+    **each(common.EVERY_STEP, "metric_logger.* log_every_n_steps log_peak_memory_stats log_level profiler.*"),
+    **each(common.NOT_TRAINED, "teacher_model.* kd_ratio kd_loss.* quantizer.* teacher_checkpointer.*"),
+    **each(_IMAGES, "model.image_size model.encoder_trainable model.decoder_trainable model.fusion_trainable"),
+    **each(common.KERNELS, "optimizer.fused loss.* compile"),
     "model.apply_lora_to_output": Refuse("the output layer gets no adapter"), "model.lora_rank": Keep("lora_r"),
-    "model.lora_alpha": Keep("lora_alpha"),
-    "model.lora_dropout": Keep("lora_dropout", float), "model.use_dora": Keep("use_dora"),
-    "model.quantize_base": Keep("load_in_4bit"),
-    "tokenizer._component_": _READ_FROM_MODEL, "tokenizer.path": _READ_FROM_MODEL, "tokenizer.merges_file": _READ_FROM_MODEL,
+    "model.lora_alpha": Keep("lora_alpha"), "model.lora_dropout": Keep("lora_dropout", float),
+    "model.use_dora": Keep("use_dora"), "model.quantize_base": Keep("load_in_4bit"),
     "tokenizer.max_seq_len": Keep("max_length"),  # without it rows are not cut, see finish
     "tokenizer.prompt_template": Refuse("the model's own chat template is used", lifted_by="chat_template"),
-    "tokenizer.*": _READ_FROM_MODEL,
-    "checkpointer.checkpoint_dir": Read(),
-    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"), "checkpointer.*": _READ_FROM_MODEL,
+    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"),
     "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues"),
-    "save_adapter_weights_only": PROCESS,
-    "should_load_recipe_state": PROCESS, "dataset._component_": Read(), "dataset.source": Read(), "dataset.data_files": Read(),
-    "dataset.split": Keep("dataset.split"),
     "dataset.packed": Keep("packing"), "dataset.train_on_input": Keep("train_on_inputs"),
-    "dataset.conversation_column": Read(), "dataset.conversation_style": Read(),
-    "dataset.column_map.*": Read(), "dataset.column": Read(),
     "dataset.*": Refuse("changes what rows look like", lifted_by="dataset.path"),
     "dataset_val.*": Ignore("set dataset.eval_path"),
-    "run_val_every_n_steps": Ignore("the plan chooses how often; set eval_steps"), "batch_size_val": MEMORY,
-    "seed": Keep("seed"), "shuffle": Refuse("rows are shuffled", (True,)), "batch_size": Read(),
-    "gradient_accumulation_steps": Read(), "collate_fn": PROCESS,
-    "optimizer._component_": Read(), "optimizer.lr": Keep("learning_rate", float),
-    "optimizer.weight_decay": Keep("weight_decay", float), "optimizer.fused": KERNELS,
-    "optimizer.*": Refuse("finetune's AdamW has PyTorch's betas and epsilon"), "optimizer_in_bwd": MEMORY,
-    "lr_scheduler._component_": Read(), "lr_scheduler.num_warmup_steps": Keep("warmup_steps"),
-    "lr_scheduler.*": Refuse("changes the schedule"),
+    "run_val_every_n_steps": Ignore("the plan chooses how often; set eval_steps"),
+    "shuffle": Refuse("rows are shuffled", (True,)), "optimizer.lr": Keep("learning_rate", float),
+    "optimizer.weight_decay": Keep("weight_decay", float),
+    "optimizer.*": Refuse("finetune's AdamW has PyTorch's betas and epsilon"),
+    "lr_scheduler.num_warmup_steps": Keep("warmup_steps"), "lr_scheduler.*": Refuse("changes the schedule"),
     "loss._component_": Refuse("the loss is the cross entropy", tuple(f"torchtune.modules.loss.{name}" for name in (
-        "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")) + ("torch.nn.CrossEntropyLoss",)), "loss.*": KERNELS,
-    "epochs": Keep("num_train_epochs", float), "max_steps_per_epoch": Read(), "clip_grad_norm": Keep("max_grad_norm", float),
-    "compile": KERNELS,
-    "metric_logger.*": EVERY_STEP, "log_every_n_steps": EVERY_STEP, "log_peak_memory_stats": EVERY_STEP,
-    "log_level": EVERY_STEP, "profiler.*": EVERY_STEP,
-    "save_every_n_steps": Keep("save_steps"), "device": PROCESS, "dtype": Keep("dtype"),
-    "enable_activation_checkpointing": MEMORY, "enable_activation_offloading": MEMORY,
-    "low_cpu_ram": MEMORY, "fsdp_cpu_offload": MEMORY, "custom_sharded_layers": MEMORY, "data_parallel_shard_dim": MEMORY,
-    "data_parallel_replicate_dim": MEMORY,
-    "tensor_parallel_dim": MEMORY, "teacher_model.*": NOT_TRAINED, "kd_ratio": NOT_TRAINED, "kd_loss.*": NOT_TRAINED,
-    "quantizer.*": NOT_TRAINED, "teacher_checkpointer.*": NOT_TRAINED, "fsdp.*": GPUS, "dataloader.*": PROCESS,
-    "tensor_parallel_plan.*": GPUS, "save_every_n_epochs": STEPS, "model.image_size": _IMAGES,
-    "model.encoder_trainable": _IMAGES, "model.decoder_trainable": _IMAGES, "model.fusion_trainable": _IMAGES,
-    "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
+        "CEWithChunkedOutputLoss", "LinearCrossEntropyLoss")) + ("torch.nn.CrossEntropyLoss",)),
+    "epochs": Keep("num_train_epochs", float), "clip_grad_norm": Keep("max_grad_norm", float),
+    "save_every_n_steps": Keep("save_steps"), "fsdp.*": common.GPUS, "tensor_parallel_plan.*": common.GPUS,
+    "save_every_n_epochs": common.STEPS, "datasets": Refuse("a list of datasets is not read", lifted_by="dataset.path"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -184,4 +168,4 @@ def _dataset(config: ConfigReader) -> None:
         config.keys_by_setting["dataset.path"] = key
 
 
-TOOL = Tool("torchtune", frozenset({"*._component_"}), KEYS, DEFAULTS, finish, nested=True, interpolates=True)
+TOOL = Tool("torchtune", "*._component_", KEYS, DEFAULTS, finish, nested=True, interpolates=True)

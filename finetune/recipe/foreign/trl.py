@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.recipe.foreign import common
 from finetune.recipe.foreign.preferences import (
     LABEL_SMOOTHING,
     NO_WEIGHTING,
@@ -12,21 +13,16 @@ from finetune.recipe.foreign.preferences import (
     read_loss,
     read_preferences,
 )
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import (
-    DATASET_CACHE,
     DIFFERENT_DATASETS,
-    KERNELS,
-    MEMORY,
-    PROCESS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
-    UPLOAD,
     assume_peft_targets,
     merge_datasets,
     read_targets,
     read_training_arguments,
-)  # fmt: skip
+)
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
@@ -41,7 +37,7 @@ _PAIR_KEYS: dict[str, Rule] = {
     "sync_ref_model": OTHER_REFERENCE, "f_divergence_type": Refuse("the divergence is the reverse KL", ("reverse_kl",)),
     "rpo_alpha": Refuse("adds SFT's loss, a mean over the tokens of a micro-batch", lifted_by="sft_weight"),
     "max_prompt_length": Read(), "disable_dropout": Read(),
-    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), MEMORY),
+    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), common.MEMORY),
     **dict.fromkeys(
         ("ref_model_mixup_alpha", "ref_model_sync_steps", "f_alpha_divergence_coef", "discopop_tau"),
         Ignore("belongs to a key that this file doesn't use"),
@@ -58,41 +54,34 @@ _ONLY_SFT = ("assistant_only_loss", "completion_only_loss", "dataset_text_field"
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    "model_name_or_path": Keep("model_name_or_path"),
+    **kept("model_name_or_path dtype lora_r lora_alpha use_rslora use_dora load_in_4bit load_in_8bit max_length packing"),
+    **each(common.KERNELS, "attn_implementation use_flash_attention_2 use_liger ignore_bias_buffers"),
+    **each(Read(), """
+        use_peft lora_target_modules tokenizer_name_or_path dataset_name dataset_test_split dataset_text_field dataset_kwargs
+        dataset_mixture dataset_mixer dataset_splits completion_only_loss assistant_only_loss loss_type
+    """),
+    **each(common.MEMORY, """
+        bnb_4bit_quant_storage dataset_streaming eval_packing padding_free pad_to_multiple_of activation_offloading
+        gradient_checkpointing_use_reentrant
+    """),
+    **each(Keep("dtype"), "dtype torch_dtype"),
+    **each(Keep("max_length"), "max_length max_seq_length"),
     "model_revision": Keep("model_revision", lambda name: None if name == "main" else name),
-    "dtype": Keep("dtype"), "torch_dtype": Keep("dtype"), "attn_implementation": KERNELS,
-    "model_init_kwargs": Refuse("the model is loaded by finetune"),
-    "trust_remote_code": Ignore("models that transformers knows need no code of the hub; else set it here with model_revision"),
-    "use_peft": Read(), "lora_r": Keep("lora_r"), "lora_alpha": Keep("lora_alpha"), "lora_dropout": Keep("lora_dropout", float),
-    "lora_target_modules": Read(), "lora_task_type": Ignore("is what finetune does"), "use_rslora": Keep("use_rslora"),
-    "use_dora": Keep("use_dora"),
-    "lora_modules_to_save": Refuse("whole modules are not trained beside adapters"),
-    "lora_target_parameters": Refuse("adapters are on linear layers"),
-    "load_in_4bit": Keep("load_in_4bit"), "load_in_8bit": Keep("load_in_8bit"),
+    "model_init_kwargs": Refuse("the model is loaded by finetune"), "trust_remote_code": common.REMOTE_CODE,
+    "lora_dropout": Keep("lora_dropout", float), "lora_task_type": Ignore("is what finetune does"),
+    "lora_modules_to_save": common.WHOLE_MODULES, "lora_target_parameters": Refuse("adapters are on linear layers"),
     "bnb_4bit_quant_type": Refuse("4 bits are NF4", ("nf4",)),
     "use_bnb_nested_quant": Ignore("4 bits are always quantised twice, which saves 0.4 bits a weight"),
-    "bnb_4bit_quant_storage": MEMORY,
-    "tokenizer_name_or_path": Read(), "dataset_name": Read(), "dataset_config": Keep("dataset.name"),
-    "dataset_train_split": Keep("dataset.split"),
-    "dataset_test_split": Read(),
-    "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_streaming": MEMORY,
-    "dataset_text_field": Read(), "dataset_num_proc": DATASET_CACHE,
-    "dataset_kwargs": Read(), "dataset_mixture": Read(), "dataset_mixer": Read(), "dataset_splits": Read(),
-    "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), "use_flash_attention_2": KERNELS,
-    **dict.fromkeys(_PAIR_KEYS, Read()), **dict.fromkeys(_REWARDS, Refuse(OTHER_METHODS["grpo"])),
-    **dict.fromkeys(_KTO_KEYS, Read()),
+    "dataset_config": Keep("dataset.name"), "dataset_train_split": Keep("dataset.split"),
+    "datasets": Refuse("one dataset is read", lifted_by="dataset.path"), "dataset_num_proc": common.DATASET_CACHE,
+    "chat_template": Refuse("save the template as a file", lifted_by="chat_template"), **dict.fromkeys(_PAIR_KEYS, Read()),
+    **dict.fromkeys(_REWARDS, Refuse(OTHER_METHODS["grpo"])), **dict.fromkeys(_KTO_KEYS, Read()),
     "simpo_gamma": Refuse(OTHER_METHODS["simpo"]), "cpo_alpha": Refuse(OTHER_METHODS["cpo"]),
-    "hub_model_revision": UPLOAD, "env": PROCESS, "max_length": Keep("max_length"),
-    "max_seq_length": Keep("max_length"),
-    "truncation_mode": Refuse("the start is kept", ("keep_start",)), "packing": Keep("packing"), "eval_packing": MEMORY,
-    "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "padding_free": MEMORY, "pad_to_multiple_of": MEMORY,
-    "pad_token": Ignore("padding is never learnt"),
+    "hub_model_revision": common.UPLOAD, "env": common.PROCESS,
+    "truncation_mode": Refuse("the start is kept", ("keep_start",)),
+    "packing_strategy": Refuse("rows are packed whole", ("bfd", "ffd")), "pad_token": Ignore("padding is never learnt"),
     "eos_token": Refuse("the model's own EOS is used"), "chat_template_path": Keep("chat_template"),
-    "completion_only_loss": Read(), "assistant_only_loss": Read(),
-    "loss_type": Read(), "activation_offloading": MEMORY,
-    "shuffle_dataset": Ignore("rows are shuffled anyway"),
-    "router_aux_loss_coef": Refuse("the router's loss is not added"), "use_liger": KERNELS, "ignore_bias_buffers": KERNELS,
-    "gradient_checkpointing_use_reentrant": MEMORY,
+    "shuffle_dataset": Ignore("rows are shuffled anyway"), "router_aux_loss_coef": Refuse("the router's loss is not added"),
 }  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -257,22 +246,7 @@ def has_only_its_keys(values: dict[str, Any]) -> bool:
 
 TOOL = Tool(
     "TRL",
-    frozenset(
-        {
-            "use_peft",
-            "dataset_name",
-            "dataset_text_field",
-            "lora_task_type",
-            "assistant_only_loss",
-            "dataset_mixture",
-            "dataset_mixer",
-            "dataset_train_split",
-            "chat_template_path",
-            "completion_only_loss",
-            "use_bnb_nested_quant",
-        }
-    ),
-    KEYS,
-    DEFAULTS,
-    finish,
-)
+    "use_peft dataset_name dataset_text_field lora_task_type assistant_only_loss dataset_mixture dataset_mixer "
+    "dataset_train_split chat_template_path completion_only_loss use_bnb_nested_quant",
+    KEYS, DEFAULTS, finish,
+)  # fmt: skip

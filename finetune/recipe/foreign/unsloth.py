@@ -5,17 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list
-from finetune.recipe.foreign.shared import (
-    MEMORY,
-    STEPS,
-    TRACKERS,
-    TRAINING_DEFAULTS,
-    UPLOAD,
-    read_batch,
-    read_optimizer,
-    read_targets,
-)  # fmt: skip
+from finetune.recipe.foreign import common
+from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each
+from finetune.recipe.foreign.shared import TRAINING_DEFAULTS, read_batch, read_optimizer, read_targets
 
 _TEXT = Ignore("for images or sound; rows are text here")
 _T, _L = "training.", "lora."
@@ -23,35 +15,31 @@ _T, _L = "training.", "lora."
 _LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 KEYS: dict[str, Rule] = {
-    "model": Keep("model_name_or_path"),
-    "data.dataset": Keep("dataset.path"), "data.format_type": Read(), "data.subset": Keep("dataset.name"),
-    "data.split": Keep("dataset.split"),
-    "data.train_split": Keep("dataset.split"), "data.eval_split": Keep("dataset.eval_split"), "data.local_datasets": Read(),
-    f"{_T}training_type": Read(), f"{_T}max_seq_length": Keep("max_length"), f"{_T}load_in_4bit": Keep("load_in_4bit"),
-    f"{_T}output_dir": Keep("output_dir"), f"{_T}num_epochs": Read(),
-    f"{_T}learning_rate": Keep("learning_rate", float),
-    f"{_T}batch_size": Read(), f"{_T}gradient_accumulation_steps": Read(), f"{_T}warmup_steps": Read(),
-    f"{_T}warmup_ratio": Read(),
-    f"{_T}max_steps": Read(), f"{_T}save_steps": Keep("save_steps"), f"{_T}eval_steps": Read(),
-    f"{_T}weight_decay": Keep("weight_decay", float),
-    f"{_T}random_seed": Keep("seed"), f"{_T}packing": Keep("packing"),
-    f"{_T}train_on_completions": Keep("train_on_inputs", lambda on: not on),
-    f"{_T}gradient_checkpointing": MEMORY, f"{_T}optim": Read(), f"{_T}lr_scheduler_type": Keep("lr_scheduler_type"),
+    **each(Read(), """
+        data.format_type data.local_datasets training.training_type training.num_epochs training.batch_size
+        training.gradient_accumulation_steps training.warmup_steps training.warmup_ratio training.max_steps
+        training.eval_steps training.optim lora.target_modules lora.finetune_vision_layers data.local_dataset
+    """),
+    **each(Refuse("name the layers in lora.target_modules", (True,)), """
+        lora.finetune_attention_modules lora.finetune_mlp_modules
+    """),
+    **each(Keep("dataset.split"), "data.split data.train_split"),
+    **each(Refuse(_TEXT.reason), "lora.vision_all_linear audio_input audio_type"),
+    "model": Keep("model_name_or_path"), "data.dataset": Keep("dataset.path"), "data.subset": Keep("dataset.name"),
+    "data.eval_split": Keep("dataset.eval_split"), f"{_T}max_seq_length": Keep("max_length"),
+    f"{_T}load_in_4bit": Keep("load_in_4bit"), f"{_T}output_dir": Keep("output_dir"),
+    f"{_T}learning_rate": Keep("learning_rate", float), f"{_T}save_steps": Keep("save_steps"),
+    f"{_T}weight_decay": Keep("weight_decay", float), f"{_T}random_seed": Keep("seed"), f"{_T}packing": Keep("packing"),
+    f"{_T}train_on_completions": Keep("train_on_inputs", lambda on: not on), f"{_T}gradient_checkpointing": common.MEMORY,
+    f"{_T}lr_scheduler_type": Keep("lr_scheduler_type"),
     f"{_T}trust_remote_code": Ignore("models that transformers knows need no code of the hub"),
-    f"{_T}max_grad_norm": Keep("max_grad_norm", float),
-    f"{_L}lora_r": Keep("lora_r"), f"{_L}lora_alpha": Keep("lora_alpha"), f"{_L}lora_dropout": Keep("lora_dropout", float),
-    f"{_L}target_modules": Read(),
-    f"{_L}use_rslora": Keep("use_rslora"), f"{_L}use_dora": Keep("use_dora"),
-    f"{_L}use_loftq": Refuse("adapters start from zero, not from LoftQ"),
+    f"{_T}max_grad_norm": Keep("max_grad_norm", float), f"{_L}lora_r": Keep("lora_r"), f"{_L}lora_alpha": Keep("lora_alpha"),
+    f"{_L}lora_dropout": Keep("lora_dropout", float), f"{_L}use_rslora": Keep("use_rslora"),
+    f"{_L}use_dora": Keep("use_dora"), f"{_L}use_loftq": Refuse("adapters start from zero, not from LoftQ"),
     f"{_L}init_lora_weights": Refuse("adapters start from PEFT's default", (True,)),
-    f"{_L}vision_all_linear": Refuse(_TEXT.reason),
-    f"{_L}finetune_vision_layers": Read(),
     f"{_L}finetune_language_layers": Refuse("layers of the language model are trained", (True,)),
-    f"{_L}finetune_attention_modules": Refuse("name the layers in lora.target_modules", (True,)),
-    f"{_L}finetune_mlp_modules": Refuse("name the layers in lora.target_modules", (True,)),
-    "audio_input": Refuse(_TEXT.reason), "audio_type": Refuse(_TEXT.reason), "is_embedding": Refuse("answers are trained"),
-    "data.local_dataset": Read(), "logging.*": TRACKERS,
-    "inference.*": Ignore("for generation, not for training"), "export.*": UPLOAD,
+    "is_embedding": Refuse("answers are trained"), "logging.*": common.TRACKERS,
+    "inference.*": Ignore("for generation, not for training"), "export.*": common.UPLOAD,
 }  # fmt: skip
 
 #: Defaults of `unsloth train --config`, and of the trainer where that has no key. The Studio's page has others for two.
@@ -118,14 +106,11 @@ def _steps(config: ConfigReader) -> None:
         config.ignore(f"{_T}warmup_steps", "warmup_ratio is set")
     elif f"{_T}warmup_steps" in config.values:
         config.keep(f"{_T}warmup_steps", "warmup_steps", config.value(f"{_T}warmup_steps"))
-    config.ignore(f"{_T}eval_steps", STEPS.reason)
+    config.ignore(f"{_T}eval_steps", common.STEPS.reason)
 
 
 TOOL = Tool(
     "Unsloth Studio",
-    frozenset({"training.training_type", "training.max_seq_length", "training.num_epochs", "lora.finetune_mlp_modules"}),
-    KEYS,
-    DEFAULTS,
-    finish,
-    nested=True,
-)
+    "training.training_type training.max_seq_length training.num_epochs lora.finetune_mlp_modules",
+    KEYS, DEFAULTS, finish, nested=True,
+)  # fmt: skip
