@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
 from finetune.data.checks import BadRow
 from finetune.data.pictures.source import require_pillow
@@ -19,6 +21,7 @@ from finetune.errors import ModelError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from finetune.data.pictures.columns import PictureSizes
     from finetune.data.pictures.source import PictureSource
     from finetune.data.template import Rendered, Span
     from finetune.settings import Recipe
@@ -82,6 +85,12 @@ class PictureProcessor:
                 if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
             )
         return self._value_counts[width, height]
+
+    def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
+        """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""
+        pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
+        counts = [self.value_count(*self.size(width, height)) for width, height in pairs]
+        return np.bincount(sizes.rows, counts, rows).astype(np.int64)
 
 
 class _Moved:
