@@ -67,7 +67,7 @@ def plan_recipe(
     reasons |= vision_reasons
 
     def completed(plan: Plan) -> Plan:
-        for note in (renamed, *read.notes):
+        for note in (renamed, *read.notes, _picture_note(plan)):
             plan = plan.with_note(note)
         cost = read_cost(plan.settings, read.held_out, on_cpu=plan.card.is_cpu) if read.held_out else None
         every_reason = with_quote({**plan.reasons, **reasons}, plan.settings, cost)
@@ -75,6 +75,15 @@ def plan_recipe(
 
     shown = (lambda plan: show(completed(plan))) if show else None
     return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
+
+
+def _picture_note(plan: Plan) -> str:
+    """What the largest step has: tokens and pictures; empty for text."""
+    if plan.data is None or not plan.data.picture_tokens:
+        return ""
+    tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
+    rows = plan.settings.per_device_train_batch_size * plan.settings.gradient_accumulation_steps
+    return f"the largest step is planned with {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
@@ -134,6 +143,18 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
 def without_rows(_recipe: Recipe) -> RowsRead:
     """No statistics: the plan assumes rows of max_length."""
     return RowsRead()
+
+
+def rows_with_pictures(pictures: tuple[tuple[int, int], ...]) -> Callable[[Recipe], RowsRead]:
+    """In place of rows: a plan for rows of max_length, each with pictures of these sizes."""
+
+    def read(recipe: Recipe) -> RowsRead:
+        from finetune.data.pictures.model_pictures import picture_prompt
+
+        prompt = picture_prompt(recipe, pictures)
+        return RowsRead(DataStatistics(0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts))
+
+    return read
 
 
 def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
@@ -219,8 +240,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     """The pictures of the training row and of the held-out row that take most pixel values; nothing without any."""
     if not any(split.stored.have_pictures for split in selected.splits):
         return {}
-    largest = [split.largest_pictures(selected.encoded.encoder.picture_processor) for split in selected.splits]
-    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else ()}
+    processor = selected.encoded.encoder.picture_processor
+    largest = [split.largest_pictures(processor) for split in selected.splits]
+    tokens = tuple(processor.token_count(*size) for size in largest[0])
+    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens}
 
 
 def statistics_of_lengths(

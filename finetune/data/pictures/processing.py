@@ -75,6 +75,10 @@ class PictureProcessor:
             self._texts[size] = picture_texts(self.processor, [blank(*size)])[0]
         return self._texts[size]
 
+    def token_count(self, width: int, height: int) -> int:
+        """Tokens of a picture of this size."""
+        return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
+
     def value_count(self, width: int, height: int) -> int:
         """Pixel values that the model gets of a scaled picture of this size."""
         if (width, height) not in self._value_counts:

@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.pictures.limits import MAX_ASPECT, MAX_FILE_BYTES, MAX_PIXELS, MIN_SIDE
+from finetune.data.pictures.limits import MAX_FILE_BYTES, size_problem, too_many_pixels
 from finetune.errors import PackagesError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _opened(content: bytes) -> Image:
             image = Image.open(BytesIO(content), formats=_FORMATS)
     except Image.DecompressionBombError as error:
         count = re.search(r"\d+", str(error))
-        raise BadPicture(_too_many_pixels(int(count[0]) if count else None)) from None
+        raise BadPicture(f"has {too_many_pixels(int(count[0]) if count else None)}") from None
     except UnidentifiedImageError:
         raise BadPicture(f"is not a picture in one of the formats {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
@@ -138,13 +138,8 @@ def _opened(content: bytes) -> Image:
 
 
 def _check_header(image: Image) -> None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise BadPicture(_too_many_pixels(width * height, f"{width:,} x {height:,} pixels, "))
-    if min(width, height) < MIN_SIDE:
-        raise BadPicture(f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}")
-    if max(width, height) >= MAX_ASPECT * min(width, height):
-        raise BadPicture(f"has {width:,} x {height:,} pixels, a side {MAX_ASPECT} times as long as the other or more")
+    if problem := size_problem(*image.size):
+        raise BadPicture(problem)
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
     try:
@@ -153,11 +148,6 @@ def _check_header(image: Image) -> None:
         raise BadPicture(_damage(error)) from None
     if is_animated:
         raise BadPicture("is animated or has several pages; a picture has one")
-
-
-def _too_many_pixels(pixels: int | None, size: str = "") -> str:
-    count = f"{size}{pixels / 1e6:,.0f} megapixels" if pixels else "too many pixels"
-    return f"has {count}; the limit is {MAX_PIXELS // 10**6} megapixels"
 
 
 def _load(image: Image) -> None:
