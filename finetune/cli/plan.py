@@ -101,7 +101,7 @@ def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
     if not match or not 1 <= count <= _MOST_PICTURES:
         raise CommandError(
             f"--images {text[:40]} is not a picture's width and height in pixels",
-            f"Type for example  --images 1024x768  or, for three in each row,  --images 1024x768x3  (at most {_MOST_PICTURES}).",
+            "Type for example  --images 1024x768  or, for three in each row,  --images 1024x768x3.",
         )
     if problem := size_problem(width, height):
         raise CommandError(f"--images {text}: a picture that {problem}", "Runs refuse such pictures, too.")

@@ -43,6 +43,8 @@ def choose_basics(
     """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
     choices = choices.choose("dtype", *_dtype(card))
     choices = choices.choose("vision", False, "no row has a picture")
+    has_pictures = choices.value("vision") is True
+    choices = choices.choose("max_pixels", None, "pictures keep their size" if has_pictures else "no row has a picture")
     choices = choose_packing(choices, card, config, data, unpacked)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)

@@ -21,6 +21,7 @@ from finetune.errors import ModelError, RecipeError
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe
+from finetune.settings.vision import pixel_limit
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
@@ -42,7 +43,9 @@ class PicturePrompt:
 
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
     """A message of pictures of these sizes and one character. Raises RecipeError where nothing here knows the processor."""
-    return _prompt(settings.model_name_or_path, settings.model_revision, settings.chat_template, settings.max_pixels, pictures)
+    return _prompt(
+        settings.model_name_or_path, settings.model_revision, settings.chat_template, pixel_limit(settings), pictures
+    )
 
 
 @lru_cache(16)
@@ -79,7 +82,7 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
             facts["processor_class"], facts["image_processor_type"], tokenizer, facts["settings"],
             **facts.get("processor_settings", {}),
         ),
-        recipe.max_pixels,
+        pixel_limit(recipe),
     )  # fmt: skip
     texts = [processor.text_of(*size) for size in pictures]
     text = "".join(facts["mark"].replace(processor.processor.image_token, text) for text in texts)

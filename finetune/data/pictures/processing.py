@@ -17,6 +17,7 @@ from finetune.data.checks import BadRow
 from finetune.data.pictures.source import require_pillow
 from finetune.data.report import printable
 from finetune.errors import ModelError
+from finetune.settings.vision import pixel_limit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -132,7 +133,7 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
             f"the rows have pictures, and the processor of {name} can't be used: {printable(reason, 200)}",
             "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
         ) from None
-    return PictureProcessor(processor, recipe.max_pixels)
+    return PictureProcessor(processor, pixel_limit(recipe))
 
 
 @cache
