@@ -86,6 +86,11 @@ class DataStatistics:
         return self.lengths[-1] if self.lengths else None
 
     @property
+    def most_pixels(self) -> int | None:
+        """Pixels of the largest picture that was planned for; None without any."""
+        return max((width * height for width, height in (*self.pictures, *self.eval_pictures)), default=None)
+
+    @property
     def pictures_summary(self) -> str:
         """The pictures of the row with most pixels, and their tokens: `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
         kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))

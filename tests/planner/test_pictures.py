@@ -64,13 +64,13 @@ def test_pictures_that_no_run_takes_are_refused(text, reason):
 def test_the_planner_scales_pictures_down_just_where_they_do_not_fit_and_says_what_that_costs():
     plans = {
         gpu: plan_recipe(
-            recipe("Qwen/Qwen3-VL-2B-Instruct", effective_batch_size=1), find_card(gpu), rows_with_pictures(((3072, 3072),))
+            recipe("Qwen/Qwen3-VL-2B-Instruct", effective_batch_size=1), find_card(gpu), rows_with_pictures(((3072, 3072),) * 3)
         )
         for gpu in ("rtx-4060", "h100-80gb")
     }
     assert {plan.verdict for plan in plans.values()} == {Verdict.FITS}
     small, large = plans.values()
-    assert large.settings.max_pixels is None and large.data.picture_tokens == (96 * 96,)
+    assert large.settings.max_pixels is None and large.data.picture_tokens == (96 * 96,) * 3
     assert small.settings.max_pixels < 3072 * 3072 and "9,216 tokens a picture -> " in small.reasons["max_pixels"]
     assert small.forecast.peak_high_bytes <= small.budget_bytes
     assert any(f"{small.data.picture_tokens[0]:,} tokens" in note for note in small.forecast.notes)

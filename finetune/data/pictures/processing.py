@@ -39,6 +39,10 @@ class PictureProcessor:
         self._texts: dict[tuple[int, int], str] = {}
         self._value_counts: dict[tuple[int, int], int] = {}
 
+    def limit(self, pixels: int | None) -> None:
+        """Scale down pictures of more pixels, too; None leaves the limit as it is."""
+        self.max_pixels = min((limit for limit in (self.max_pixels, pixels) if limit), default=None)
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
         if self.max_pixels is None or width * height <= self.max_pixels:

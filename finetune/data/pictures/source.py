@@ -22,6 +22,8 @@ from finetune.errors import PackagesError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from finetune.data.pictures.references import PictureReference
+
 #: Formats that are opened. EPS, which starts Ghostscript, and other documents are not among them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
@@ -89,6 +91,16 @@ def checked_size(content: bytes) -> tuple[int, int]:
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
         _load(image)
         return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def checked_picture(reference: PictureReference) -> PictureSource:
+    """A picture whose bytes came with a request. Raises ValueError for one that can't be used, PackagesError."""
+    content = reference.content or b""
+    try:
+        width, height = checked_size(content)
+    except BadPicture as error:
+        raise ValueError(f"{reference.field}: a picture {error}") from None
+    return PictureSource(None, content, digest_of(content), width, height)
 
 
 def open_picture(source: PictureSource) -> Image:
