@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.torch import with_values, without_modes
-from finetune.data.pictures.model_pictures import Sizes, picture_prompt
 from finetune.data.pictures.processing import PictureProcessor, blank
+from finetune.memory.picture_prompt import Sizes, picture_prompt
 
 if TYPE_CHECKING:
     from finetune.settings import Settings

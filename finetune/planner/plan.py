@@ -350,7 +350,7 @@ class Plan:
         # a run from before there were any goes on without
         before = {
             "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
-            "offloaded_layers": 0, "vision": False,
+            "offloaded_layers": 0, "vision": False, "max_pixels": None,
         }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})

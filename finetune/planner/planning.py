@@ -82,19 +82,19 @@ def plan_recipe(
     plan = planned(recipe, read, reasons)
     if plan.verdict == Verdict.FITS or recipe.max_pixels != AUTO or not (read.statistics and read.statistics.pictures):
         return plan
-    for smaller, smaller_read in _with_smaller_pictures(recipe, rows, read.statistics):
+    for smaller, smaller_read, tokens in _with_smaller_pictures(recipe, rows, read.statistics):
         if plan_if_fits(smaller, card, smaller_read.statistics):
-            before, after = (max(rows.picture_tokens) for rows in (read.statistics, smaller_read.statistics))
-            reason = f"{before:,} tokens a picture -> {after:,}, with less detail: at their full size, pictures do not fit here"
+            cost = f"{max(read.statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
+            reason = f"{cost}: at their full size, pictures do not fit here"
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
     return plan
 
 
 def _with_smaller_pictures(
     recipe: Recipe, rows: Callable[[Recipe], RowsRead], statistics: DataStatistics
-) -> Iterator[tuple[Recipe, RowsRead]]:
-    """The recipe with a half, a quarter, ... of the largest picture's pixels, and its rows; none where a model scales every
-    picture to one size. The rows are read as they are at last, if none was taken."""
+) -> Iterator[tuple[Recipe, RowsRead, tuple[int, ...]]]:
+    """The recipe with a half, a quarter, ... of the largest picture's pixels, its rows, and the tokens of their pictures; none
+    where a model scales every picture to one size. At last, if none was taken, the rows are read as they are."""
     largest = max(width * height for width, height in statistics.pictures)
     for part in (2, 4, 8, 16):
         if largest // part < LEAST_PIXELS:
@@ -103,7 +103,7 @@ def _with_smaller_pictures(
         read = rows(smaller)
         if read.statistics is None or sum(read.statistics.picture_tokens) >= sum(statistics.picture_tokens):
             break
-        yield smaller, read
+        yield smaller, read, read.statistics.picture_tokens
     rows(recipe)
 
 
@@ -179,7 +179,7 @@ def rows_with_pictures(pictures: tuple[tuple[int, int], ...]) -> Callable[[Recip
     """In place of rows: a plan for rows of max_length, each with pictures of these sizes."""
 
     def read(recipe: Recipe) -> RowsRead:
-        from finetune.data.pictures.model_pictures import picture_prompt
+        from finetune.memory.picture_prompt import picture_prompt
 
         prompt = picture_prompt(recipe, pictures)
         return RowsRead(DataStatistics(0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts))

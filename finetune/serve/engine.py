@@ -158,13 +158,14 @@ class Engine:
                 return
             call_stream = self._call_stream(request, prompt.start, send)
             stop_filter = StopFilter(request.stops, call_stream.add if call_stream else send)
+            more: dict[str, Any] = {"with_calls": True} if call_stream else {}
+            more |= {"constraint": prompt.constraint} if prompt.constraint else {}
+            more |= {"pictures": prompt.pictures} if prompt.pictures else {}
             try:
                 streamed = self.models.stream(
                     request.model, prompt.ids, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
                     stopped=lambda: stop_filter.is_stopped or cancelled.is_set(),
-                    **({"with_calls": True} if call_stream else {}),
-                    **({"constraint": prompt.constraint} if prompt.constraint else {}),
-                    **({"pictures": prompt.pictures} if prompt.pictures else {}),
+                    **more,
                 )  # fmt: skip
                 stop_filter.finish()
                 reason = _reason(streamed, stop_filter.is_stopped, max_new_tokens)

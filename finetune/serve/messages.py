@@ -68,7 +68,7 @@ class Message(BaseModel):
             raise ValueError(f"a message of the {self.role} has no tool_calls")
         if self.picture_parts and self.role != "user":
             raise ValueError(f"a message of the {self.role} has a picture; only the user's have some")
-        if self.picture_parts and any(PICTURE_MARK in part.text for part in self.content if isinstance(part, _Part)):
+        if self.picture_parts and any(PICTURE_MARK in part.text for part in self.content or () if isinstance(part, _Part)):
             raise ValueError("the text has the character U+FFFC, which stands for a picture; remove it")
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a message of a tool needs the tool_call_id of the call that it answers")

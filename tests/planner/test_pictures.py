@@ -4,8 +4,8 @@ import pytest
 
 from finetune.card import find_card
 from finetune.cli.plan import _picture_sizes
-from finetune.data.pictures.model_pictures import picture_prompt
 from finetune.errors import CommandError, ModelError
+from finetune.memory.picture_prompt import picture_prompt
 from finetune.model.transformers_config import load_config
 from finetune.planner.plan import Verdict
 from finetune.planner.planning import plan_recipe, rows_with_pictures
