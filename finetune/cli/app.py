@@ -172,6 +172,9 @@ def plan(
     largest: Annotated[
         str | None, typer.Option(help="Find the largest max_length, lora_r, per_device_train_batch_size or model that fits.")
     ] = None,
+    images: Annotated[
+        str | None, typer.Option(help="Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three.")
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the base's held-out loss in 16 bit, int8 and NF4.")
     ] = False,
@@ -186,12 +189,14 @@ def plan(
 
     Example:  finetune plan 8b-3090 --largest max_length
 
+    Example:  finetune plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024
+
     Example:  finetune plan tiny-cpu --measure
     """
     from finetune.cli.plan import show_plan
 
     raise typer.Exit(show_plan(
-        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, largest=largest, measure=measure,
+        recipe, overrides or [], model=model, data=data, gpu=gpu, free=free, largest=largest, images=images, measure=measure,
         as_json=json, alone=bool(process.obj),
     ))  # fmt: skip
 

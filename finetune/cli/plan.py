@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of
+from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Verdict
@@ -24,15 +26,18 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
+_IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
+#: Pictures of a row that are planned without data.
+_MOST_PICTURES = 64
 _COLOURS = {"ok": "green", "warn": "yellow"}
 
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
-    largest: str | None = None, measure: bool = False, as_json: bool, alone: bool = False,
+    largest: str | None = None, images: str | None = None, measure: bool = False, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
     """Print the plan of a recipe, or that with the `largest` value of a setting. `measure`: first what quantising costs.
-    `alone`: the process does nothing else.
+    `images`: pictures of each row, as `1024x1024x2`, in place of data. `alone`: the process does nothing else.
 
     Returns the exit code.
     """
@@ -46,12 +51,15 @@ def show_plan(
     from finetune.card import find_card
     from finetune.cli.quantisation import measure_recipe
     from finetune.planner.largest import plan_largest
-    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, without_rows
+    from finetune.planner.planning import encode_rows, plan_recipe, read_rows, rows_with_pictures, without_rows
 
     without = recipe.dataset.path == NO_DATASET
+    if images is not None and not without:
+        raise CommandError("--images is for a plan without data; the rows of this recipe say what pictures they have", "")
     typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
     with show_progress(quiet=as_json) as progress:
-        rows = without_rows if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
+        unread = rows_with_pictures(_picture_sizes(images)) if images is not None else without_rows
+        rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
         cost = measure_recipe(recipe, card, rows, progress) if measure else None
@@ -84,6 +92,20 @@ def show_plan(
     arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    """The sizes in `1024x768` or, for three such pictures, `1024x768x3`. Raises CommandError."""
+    match = _IMAGES.fullmatch(text.strip())
+    width, height, count = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
+    if not match or not 1 <= count <= _MOST_PICTURES:
+        raise CommandError(
+            f"--images {text[:40]} is not a picture's width and height in pixels",
+            "Type for example  --images 1024x768  or, for three in each row,  --images 1024x768x3.",
+        )
+    if problem := size_problem(width, height):
+        raise CommandError(f"--images {text}: a picture that {problem}", "Runs refuse such pictures, too.")
+    return ((width, height),) * count
 
 
 def _with_note(plan: Plan, *, without: bool) -> Plan:

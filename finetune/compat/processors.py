@@ -52,6 +52,17 @@ def processor_of(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any
     return silent(*[parts.get(name) for name in silent.get_attributes()], **settings)
 
 
+def processor_from_settings(
+    processor_class: str, image_processor_type: str, tokenizer: Any, image_settings: dict[str, Any], **settings: Any
+) -> Any:
+    """A processor of the classes with these names, with Pillow's image processing and without video or sound."""
+    import transformers
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    images = getattr(transformers, f"{image_processor_type}Pil")(**image_settings)
+    return processor_of(processor_class_from_name(processor_class), images, tokenizer, **settings)
+
+
 def save_processor(processor: Any, folder: str) -> None:
     """Write what `load_processor` reads, beside the tokenizer's files; the class's own way needs every part."""
     processor.image_processor.save_pretrained(folder)

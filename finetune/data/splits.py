@@ -110,10 +110,10 @@ class LimitedSplit:
     def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
         """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
         sizes = self.stored.picture_sizes.of_rows(np.logical_or.reduce(self.passes))
-        fitted = [processor.size(int(width), int(height)) for width, height in zip(sizes.widths, sizes.heights, strict=True)]
-        values = np.bincount(sizes.rows, [processor.value_count(*size) for size in fitted]) if fitted else np.zeros(0)
-        row = int(values.argmax()) if len(values) else -1
-        return tuple(size for size, owner in zip(fitted, sizes.rows, strict=True) if owner == row)
+        values = processor.values_by_row(sizes, len(self.stored.row_numbers))
+        largest = sizes.rows == values.argmax() if len(values) else sizes.rows < 0
+        pairs = zip(sizes.widths[largest].tolist(), sizes.heights[largest].tolist(), strict=True)
+        return tuple(processor.size(width, height) for width, height in pairs)
 
     @property
     def total_tokens(self) -> int:

@@ -12,6 +12,7 @@ from finetune.data.new_tokens import add_tokens
 from finetune.data.report import first_line, printable
 from finetune.errors import ModelError, RecipeError
 from finetune.settings import Recipe
+from finetune.settings.vision import pixel_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ class ModelPictures:
         """All that decides the tokens of a picture beside the tokenizer, as JSON values."""
         from finetune.data.pictures.processing import processor_identity
 
-        return [self._recipe.max_pixels, *processor_identity(self._path)]
+        return [pixel_limit(self._recipe), *processor_identity(self._path)]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
         """Raises ModelError for one that can't be used."""

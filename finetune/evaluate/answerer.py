@@ -92,7 +92,10 @@ class Answerer:
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
+        self._tensors = None
+        if pictures:
+            self.encoder.picture_processor.limit(self.plan.data.most_pixels if self.plan.data else None)
+            self._tensors = PictureTensors(self.encoder.picture_processor)
         self.plain = is_plain(run)
 
     def load(self, adapter: Path | None) -> Any:

@@ -218,7 +218,8 @@ def _run(
     if settings.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
     tracker.recording.begin("micro-batch")
-    batches = [*_waiting_inputs(settings, batch, tracker), _inputs(settings, batch, tracker)]
+    tracker.phase = "forward"
+    batches = [_inputs(settings, batch, tracker) for _ in range(_batches_at_once(settings))]
     with step_context(settings, "cpu"):
         loss = _forward(method, model, batch, batches[-1], tracker, "forward")
         tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
@@ -245,6 +246,7 @@ def _run(
         if semantics is not None:
             semantics.trained_tokens = held_out.trained_tokens
         with torch.no_grad():
+            tracker.phase = "eval"
             _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
@@ -256,7 +258,7 @@ def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: 
 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
     """The batch that TRL's collator puts on the GPU."""
-    tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+    tracker.part, tracker.layer = "activations", None
     if settings.vision is True:
         return picture_inputs(settings, batch.rows, batch.tokens, batch.pictures)
     shape = (batch.rows, batch.tokens)
@@ -272,12 +274,9 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
     return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
 
 
-def _waiting_inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> list[dict[str, Any]]:
-    """The other micro-batches of the step, which the trainer puts on the GPU before the first: of text they are small, and left
-    out."""
-    if settings.vision is not True:
-        return []
-    return [_inputs(settings, batch, tracker) for _ in range(settings.gradient_accumulation_steps - 1)]
+def _batches_at_once(settings: Settings) -> int:
+    """Micro-batches that the trainer puts on the GPU before a step: all of it. Those of text are small; one is counted."""
+    return settings.gradient_accumulation_steps if settings.vision is True else 1
 
 
 def _forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,13 @@ class LongestEarly(Sampler[int]):
     The second longest starts step 1: weights and activations. The longest ends step 2, where the optimizer's states and, with
     gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
     are swapped with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
-    the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps.
+    the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps. `pixel_values`: of
+    each row's pictures; the row with most is in step 2, too.
     """
 
-    def __init__(self, lengths: list[int], seed: int, batch: int, steps: int) -> None:
+    def __init__(self, lengths: list[int], seed: int, batch: int, steps: int, pixel_values: Sequence[int] = ()) -> None:
         self._lengths, self._seed, self._batch, self._steps, self._epoch = lengths, seed, batch, steps, 0
+        self._pixel_values = pixel_values
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the order."""
@@ -65,9 +67,7 @@ class LongestEarly(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(len(self._lengths), generator=generator).tolist()
-        indices = self._longest_indices()
-        longest = heapq.nlargest(len(indices), range(len(order)), key=self._lengths.__getitem__)
-        for row, index in zip(longest, indices, strict=True):
+        for index, row in self._early_rows().items():
             other = order.index(row)
             order[index], order[other] = row, order[index]
         starts = range(0, len(order), self._batch)
@@ -76,6 +76,18 @@ class LongestEarly(Sampler[int]):
     def _sorted(self, rows: list[int], start: int) -> list[int]:
         """A step's rows by length: those of the first step from the longest down, others up."""
         return sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
+
+    def _early_rows(self) -> dict[int, int]:
+        """Index in this epoch -> the row that stands there: the longest ones, and that with most pixel values."""
+        indices = self._longest_indices()
+        longest = heapq.nlargest(len(indices), range(len(self)), key=self._lengths.__getitem__)
+        early = dict(zip(indices, longest, strict=True))
+        if not early or not any(self._pixel_values):
+            return early
+        largest = max(range(len(self)), key=self._pixel_values.__getitem__)
+        if largest not in early.values():  # beside the longest one, if need be in place of the second longest
+            early[indices[0] - 1 if indices[0] else 1] = largest
+        return early
 
     def _longest_indices(self) -> tuple[int, ...]:
         """Indices of the longest rows in this epoch, the longest first."""

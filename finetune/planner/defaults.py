@@ -29,6 +29,8 @@ USUAL_BATCH = 16
 LENGTH_STEP = 64
 #: max_length when neither the recipe nor the data gives one.
 USUAL_LENGTH = 2048
+#: Tokens of text beside pictures, when the rows have not been read.
+TEXT_BESIDE = 512
 #: Tokens of a tile of an MLP, and the longest row that is computed without tiles: two of them.
 TILE, LONG_ROW = 4096, 8192
 #: About this many evaluations and checkpoints in a run.
@@ -41,6 +43,8 @@ def choose_basics(
     """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
     choices = choices.choose("dtype", *_dtype(card))
     choices = choices.choose("vision", False, "no row has a picture")
+    has_pictures = choices.value("vision") is True
+    choices = choices.choose("max_pixels", None, "pictures keep their size" if has_pictures else "no row has a picture")
     choices = choose_packing(choices, card, config, data, unpacked)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
@@ -115,14 +119,26 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
             length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
-        length = min(USUAL_LENGTH, limit or USUAL_LENGTH)
-        why = "the model's limit" if length < USUAL_LENGTH else "the default length"
+        usual = max(USUAL_LENGTH, _with_text(sum(data.picture_tokens)) if data is not None else 0)
+        length = min(usual, limit or usual)
+        why = (
+            "the model's limit"
+            if length < usual
+            else "the pictures and their text"
+            if usual > USUAL_LENGTH
+            else "the default length"
+        )
         why += "; the rows have not been read, so every row is assumed this long"
     choices = choices.choose("max_length", length, why)
     if limit and choices.value("max_length") > limit:
         above = f"; above the {limit:,} positions the model was trained for"
         choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
     return choices
+
+
+def _with_text(picture_tokens: int) -> int:
+    """A max_length for pictures of so many tokens, and TEXT_BESIDE of text."""
+    return -(-(picture_tokens + TEXT_BESIDE) // LENGTH_STEP) * LENGTH_STEP
 
 
 def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
@@ -135,7 +151,7 @@ def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
 def _usual_batch(choices: Choices, unit: int, parts: int, data: DataStatistics | None) -> tuple[int, str]:
     if parts == 2:
         return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
-    if data is not None and data.rows < USUAL_BATCH:
+    if data is not None and 0 < data.rows < USUAL_BATCH:
         batch = max(unit, 2 ** int(math.log2(max(1, data.rows))))
         return math.ceil(batch / unit) * unit, f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
     if choices.value("packing") is True and data is not None:
@@ -150,7 +166,7 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     """Evaluation and checkpoint steps from the run's optimizer steps; None when the rows are unknown."""
     every = max(1, math.ceil(steps / CADENCE)) if steps else 100
     about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
-    evaluates = data is None or data.eval_rows > 0
+    evaluates = data is None or not data.rows or data.eval_rows > 0
     if choices.recipe.early_stopping_patience and not evaluates:
         raise RecipeError(
             "early_stopping_patience needs held-out rows", "Set dataset.eval_path=FILE or dataset.test_split_size=0.1."
@@ -164,7 +180,7 @@ def total_steps(choices: Choices, micro: int, accumulation: int, data: DataStati
     recipe = choices.recipe
     if recipe.max_steps is not None:
         return recipe.max_steps
-    if data is None:
+    if data is None or not data.rows:
         return None
     sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") is True else data.rows
     micro_batches = math.ceil(math.ceil(sequences / recipe.launch.num_processes) / micro)

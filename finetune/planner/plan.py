@@ -78,11 +78,27 @@ class DataStatistics:
     longest_mismatched: int = 0  # the longest prompt and the longest answer together; 0: not known
     pictures: tuple[tuple[int, int], ...] = ()  # width and height of those of the row with most pixels, after max_pixels
     eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
+    picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
+
+    @property
+    def most_pixels(self) -> int | None:
+        """Pixels of the largest picture that was planned for; None without any."""
+        return max((width * height for width, height in (*self.pictures, *self.eval_pictures)), default=None)
+
+    @property
+    def pictures_summary(self) -> str:
+        """The pictures of the row with most pixels, and their tokens: `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
+        kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))
+        parts = []
+        for ((width, height), tokens), count in kinds.items():
+            several = (f"{count} pictures", " each") if count > 1 else ("1 picture", "")
+            parts.append(f"{several[0]} of {width:,} x {height:,}, {tokens:,} tokens{several[1]}")
+        return " and ".join(parts)
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
@@ -334,7 +350,7 @@ class Plan:
         # a run from before there were any goes on without
         before = {
             "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
-            "offloaded_layers": 0, "vision": False,
+            "offloaded_layers": 0, "vision": False, "max_pixels": None,
         }  # fmt: skip
         settings = {**before, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ from finetune.errors import DataError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.model.configuration import named_model, read_config, vocabulary_size
 from finetune.planner.base_adapter import inherit_settings
-from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
-from finetune.planner.planner import make_plan
+from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics, Verdict
+from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.quantisation_cost import held_out_sequences, read_cost, with_quote
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from finetune.planner.quantisation_cost import Sequences
 
 Encode = Callable[[Recipe], "EncodedRows"]
+#: The planner never chooses a max_pixels below this: 256 x 256.
+LEAST_PIXELS = 2**16
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,52 @@ def plan_recipe(
     recipe, vision_reasons = with_vision(recipe, has_pictures=bool(read.statistics and read.statistics.pictures))
     reasons |= vision_reasons
 
-    def completed(plan: Plan) -> Plan:
-        for note in (renamed, *read.notes):
-            plan = plan.with_note(note)
-        cost = read_cost(plan.settings, read.held_out, on_cpu=plan.card.is_cpu) if read.held_out else None
-        every_reason = with_quote({**plan.reasons, **reasons}, plan.settings, cost)
-        return dataclasses.replace(plan, reasons=every_reason, data_problem=read.problem)
+    def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
+        def completed(plan: Plan) -> Plan:
+            for note in (renamed, *read.notes, _picture_note(plan)):
+                plan = plan.with_note(note)
+            cost = read_cost(plan.settings, read.held_out, on_cpu=plan.card.is_cpu) if read.held_out else None
+            every_reason = with_quote({**plan.reasons, **reasons}, plan.settings, cost)
+            return dataclasses.replace(plan, reasons=every_reason, data_problem=read.problem)
 
-    shown = (lambda plan: show(completed(plan))) if show else None
-    return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
+        shown = (lambda plan: show(completed(plan))) if show else None
+        return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
+
+    plan = planned(recipe, read, reasons)
+    if plan.verdict == Verdict.FITS or recipe.max_pixels != AUTO or not (read.statistics and read.statistics.pictures):
+        return plan
+    for smaller, smaller_read, tokens in _with_smaller_pictures(recipe, rows, read.statistics):
+        if plan_if_fits(smaller, card, smaller_read.statistics):
+            cost = f"{max(read.statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
+            reason = f"{cost}: at their full size, pictures do not fit here"
+            return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
+    return plan
+
+
+def _with_smaller_pictures(
+    recipe: Recipe, rows: Callable[[Recipe], RowsRead], statistics: DataStatistics
+) -> Iterator[tuple[Recipe, RowsRead, tuple[int, ...]]]:
+    """The recipe with a half, a quarter, ... of the largest picture's pixels, its rows, and the tokens of their pictures; none
+    where a model scales every picture to one size. At last, if none was taken, the rows are read as they are."""
+    largest = max(width * height for width, height in statistics.pictures)
+    for part in (2, 4, 8, 16):
+        if largest // part < LEAST_PIXELS:
+            break
+        smaller = resolved(recipe, max_pixels=largest // part)
+        read = rows(smaller)
+        if read.statistics is None or sum(read.statistics.picture_tokens) >= sum(statistics.picture_tokens):
+            break
+        yield smaller, read, read.statistics.picture_tokens
+    rows(recipe)
+
+
+def _picture_note(plan: Plan) -> str:
+    """What the largest step has: tokens and pictures; empty for text."""
+    if plan.data is None or not plan.data.picture_tokens:
+        return ""
+    tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
+    rows = plan.settings.per_device_train_batch_size * plan.settings.gradient_accumulation_steps
+    return f"the largest step is planned with {rows:,} row(s) of {tokens:,} tokens, each with {plan.data.pictures_summary}"
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
@@ -134,6 +173,18 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
 def without_rows(_recipe: Recipe) -> RowsRead:
     """No statistics: the plan assumes rows of max_length."""
     return RowsRead()
+
+
+def rows_with_pictures(pictures: tuple[tuple[int, int], ...]) -> Callable[[Recipe], RowsRead]:
+    """In place of rows: a plan for rows of max_length, each with pictures of these sizes."""
+
+    def read(recipe: Recipe) -> RowsRead:
+        from finetune.memory.picture_prompt import picture_prompt
+
+        prompt = picture_prompt(recipe, pictures)
+        return RowsRead(DataStatistics(0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts))
+
+    return read
 
 
 def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
@@ -219,8 +270,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     """The pictures of the training row and of the held-out row that take most pixel values; nothing without any."""
     if not any(split.stored.have_pictures for split in selected.splits):
         return {}
-    largest = [split.largest_pictures(selected.encoded.encoder.picture_processor) for split in selected.splits]
-    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else ()}
+    processor = selected.encoded.encoder.picture_processor
+    largest = [split.largest_pictures(processor) for split in selected.splits]
+    tokens = tuple(processor.token_count(*size) for size in largest[0])
+    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens}
 
 
 def statistics_of_lengths(

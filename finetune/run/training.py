@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
+from finetune.data.pictures.columns import sizes_of
 from finetune.distributed import ranks
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
@@ -90,10 +91,10 @@ class RunTrainer(SFTTrainer):
         self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
         super().__init__(**arguments)
         self.data_collator = self.method.collator(self.data_collator) or self.data_collator
-        processor = picture_processor_of(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
-        if processor:
-            self.data_collator = PictureCollator(self.data_collator, processor)
-        self.samples = Samples(plan, run, self.processing_class, processor)
+        self._processor = picture_processor_of(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
+        if self._processor:
+            self.data_collator = PictureCollator(self.data_collator, self._processor)
+        self.samples = Samples(plan, run, self.processing_class, self._processor)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Run one micro-batch with the plan's saved-activation hooks, and count its tokens."""
@@ -147,8 +148,14 @@ class RunTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
-        lengths = row_lengths(rows)
-        return LongestEarly(lengths, self.args.seed, self.plan.settings.effective_batch_size, self.plan.total_steps or 0)
+        batch, steps = self.plan.settings.effective_batch_size, self.plan.total_steps or 0
+        return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, self._pixel_values(rows))
+
+    def _pixel_values(self, rows: Any) -> Sequence[int]:
+        if self._processor is None:
+            return ()
+        sizes = sizes_of([rows.with_format("arrow")[:]])
+        return self._processor.values_by_row(sizes, len(rows)).tolist()
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate the loss, as a phase with its own memory peak; of a sweep's arm also of each row, for its sweep."""

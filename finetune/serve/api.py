@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: Characters of a call's arguments in one event.
 _ARGUMENTS_PIECE = 64
 _BODY_BYTES = 4 * 2**20
+#: Of a model that reads pictures, whose bytes are in the body.
+_PICTURE_BODY_BYTES = 24 * 2**20
 _BYTES_A_CHARACTER = 4  # in UTF-8
 #: Seconds in which a body has to arrive.
 _BODY_S = 30.0
@@ -78,7 +80,7 @@ def build(engine: Engine, token: str) -> FastAPI:
 
     @guarded.post("/chat/completions")
     async def answer(request: Request) -> Response:
-        chat_request = read_request(await _body(request, min(_BODY_BYTES, engine.max_characters * _BYTES_A_CHARACTER + 2**18)))
+        chat_request = read_request(await _body(request, *_body_limits(engine)))
         response, pieces = _ChatResponse(chat_request), await engine.answer(chat_request)
         if chat_request.stream:
             return StreamingResponse(response.events(pieces), media_type="text/event-stream")
@@ -97,14 +99,21 @@ def _model(name: str, created: int) -> dict[str, Any]:
     return Model(id=name, created=created, object="model", owned_by="finetune").model_dump(mode="json")
 
 
-async def _body(request: Request, max_bytes: int) -> Any:
+def _body_limits(engine: Engine) -> tuple[int, int]:
+    """Bytes of a body that is parsed, and of one that is read."""
+    if any(map(engine.models.reads_pictures, engine.models.names)):
+        return _PICTURE_BODY_BYTES, _PICTURE_BODY_BYTES
+    return min(_BODY_BYTES, engine.max_characters * _BYTES_A_CHARACTER + 2**18), _BODY_BYTES
+
+
+async def _body(request: Request, max_bytes: int, most_read: int) -> Any:
     """The JSON body. Raises RequestError if it is too large or not JSON; a body over `max_bytes` is read, but not parsed."""
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(_BODY_S):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > _BODY_BYTES:
+                if size > most_read:
                     raise RequestError("The body is too large.", status=413)
                 if size <= max_bytes:
                     body += chunk

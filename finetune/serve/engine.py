@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.data.pictures.source import PictureSource, checked_picture
 from finetune.errors import CommandError, DataError
 from finetune.evaluate.call_stream import CallStream
 from finetune.serve.requests import ChatRequest, RequestError
@@ -35,11 +36,12 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Tokens of a prompt, the beginning of the answer that they have, and what constrains the answer."""
+    """Tokens of a prompt, the beginning of the answer that they have, what constrains the answer, and the pictures."""
 
     ids: list[int]
     start: str = ""
     constraint: Any = None
+    pictures: tuple[PictureSource, ...] = ()
 
 
 #: What an answer consists of: pieces of text, the list of its calls, and its end.
@@ -81,7 +83,8 @@ class Engine:
             message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
             raise RequestError(message, param="messages", code="context_length_exceeded")
         self._tokenising += 1
-        pool = self._long_tokeniser if characters > _LONG_CHARACTERS else self._tokeniser
+        is_long = characters > _LONG_CHARACTERS or request.has_pictures
+        pool = self._long_tokeniser if is_long else self._tokeniser
         try:  # in a thread: the event loop serves the other clients meanwhile
             prompt = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, request)
         finally:
@@ -111,6 +114,8 @@ class Engine:
             if (schema := request.schema_of_answer) is not None:
                 ids, constraint = self.models.constrained_prompt(request.model, request.conversation, schema)
                 return _Prompt(ids, constraint=constraint)
+            if request.has_pictures:
+                return self._picture_prompt(request)
             if not request.offered_tools:
                 return _Prompt(self.models.prompt_ids(request.model, request.conversation))
             return _Prompt(
@@ -121,6 +126,18 @@ class Engine:
         except DataError as error:
             param = "messages" if request.schema_of_answer is None else "response_format"
             raise RequestError(" ".join(error.problems), param=param, code="invalid_value") from None
+
+    def _picture_prompt(self, request: ChatRequest) -> _Prompt:
+        """The prompt of a request with pictures, each of which is decoded once here. Raises RequestError."""
+        if not self.models.reads_pictures(request.model):
+            raise RequestError(f"{request.model} was trained on text; it reads no pictures.", param="messages",
+                               code="unsupported_parameter")  # fmt: skip
+        try:
+            pictures = tuple(checked_picture(reference) for reference in request.pictures)
+        except ValueError as error:
+            raise RequestError(f"{error}.", param="messages", code="invalid_value") from None
+        ids = self.models.prompt_ids(request.model, request.conversation, request.offered_tools, pictures)
+        return _Prompt(ids, pictures=pictures)
 
     def _call_stream(self, request: ChatRequest, start: str, send: Callable[[str], None]) -> CallStream | None:
         """Reads the calls of an answer to a request with tools."""
@@ -141,12 +158,14 @@ class Engine:
                 return
             call_stream = self._call_stream(request, prompt.start, send)
             stop_filter = StopFilter(request.stops, call_stream.add if call_stream else send)
+            more: dict[str, Any] = {"with_calls": True} if call_stream else {}
+            more |= {"constraint": prompt.constraint} if prompt.constraint else {}
+            more |= {"pictures": prompt.pictures} if prompt.pictures else {}
             try:
                 streamed = self.models.stream(
                     request.model, prompt.ids, max_new_tokens=max_new_tokens, sampling=request.sampling, say=stop_filter.add,
                     stopped=lambda: stop_filter.is_stopped or cancelled.is_set(),
-                    **({"with_calls": True} if call_stream else {}),
-                    **({"constraint": prompt.constraint} if prompt.constraint else {}),
+                    **more,
                 )  # fmt: skip
                 stop_filter.finish()
                 reason = _reason(streamed, stop_filter.is_stopped, max_new_tokens)

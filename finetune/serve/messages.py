@@ -7,15 +7,33 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from finetune.data.checks import BadRow
+from finetune.data.pictures.references import PICTURE_MARK, PictureReference, picture_reference
 from finetune.data.tool_calls import name_replies, read_calls
 
 MAX_TOOLS = 128  # as OpenAI's interface
+#: Pictures of a request, and characters of the data: address of one.
+MAX_PICTURES, MAX_PICTURE_CHARACTERS = 16, 12 * 2**20
 _NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 
 
 class _Part(BaseModel):
     type: Literal["text"]
     text: str
+
+
+class _Address(BaseModel):
+    url: str = Field(max_length=MAX_PICTURE_CHARACTERS)
+
+    @model_validator(mode="after")
+    def _check(self) -> _Address:
+        if not self.url[:5].lower() == "data:":  # a path would read this machine's files, an address its network
+            raise ValueError("a picture must be a data: address; nothing is fetched for a request")
+        return self
+
+
+class _PicturePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: _Address
 
 
 class _CallFunction(BaseModel):
@@ -37,7 +55,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | list[Annotated[_Part | _PicturePart, Field(discriminator="type")]] | None = None
     tool_calls: list[_Call] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
     name: str | None = Field(None, max_length=256)
@@ -48,6 +66,10 @@ class Message(BaseModel):
             raise ValueError("content is missing")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of the {self.role} has no tool_calls")
+        if self.picture_parts and self.role != "user":
+            raise ValueError(f"a message of the {self.role} has a picture; only the user's have some")
+        if self.picture_parts and any(PICTURE_MARK in part.text for part in self.content or () if isinstance(part, _Part)):
+            raise ValueError("the text has the character U+FFFC, which stands for a picture; remove it")
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a message of a tool needs the tool_call_id of the call that it answers")
         return self
@@ -55,7 +77,14 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         """Its text, empty without one."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text if isinstance(part, _Part) else PICTURE_MARK for part in self.content or ())
+
+    @property
+    def picture_parts(self) -> list[_PicturePart]:
+        """Its pictures, in order."""
+        return [] if isinstance(self.content, str) else [part for part in self.content or () if isinstance(part, _PicturePart)]
 
     @property
     def characters(self) -> int:
@@ -65,6 +94,7 @@ class Message(BaseModel):
     def as_message(self, path: str = "message") -> dict[str, Any]:
         """Role, text and calls in the form of the training data. Raises ValueError for arguments that are no JSON object."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        message |= {"pictures": len(self.picture_parts)} if self.picture_parts else {}
         if self.role == "tool":
             message |= {"tool_call_id": self.tool_call_id}
             message |= {"name": self.name} if self.name else {}
@@ -91,6 +121,21 @@ def as_conversation(messages: list[Message]) -> list[dict[str, Any]]:
     converted = [message.as_message(f"messages.{index}") for index, message in enumerate(messages)]
     name_replies(converted)
     return converted
+
+
+def pictures_of(messages: list[Message]) -> list[PictureReference]:
+    """The pictures of all messages, in order. Raises ValueError for too many, and for a data: address without one."""
+    addresses = [
+        (part.image_url.url, f"messages.{index}.content")
+        for index, message in enumerate(messages)
+        for part in message.picture_parts
+    ]
+    if len(addresses) > MAX_PICTURES:
+        raise ValueError(f"messages: {len(addresses)} pictures; a request has at most {MAX_PICTURES}")
+    try:
+        return [picture_reference(url, field) for url, field in addresses]
+    except BadRow as error:
+        raise ValueError(f"{error.field}: a picture {error.reason}") from None
 
 
 class _Function(BaseModel):

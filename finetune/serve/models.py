@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,12 @@ from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:
     from finetune.data.answer_reader import AnswerReader
+    from finetune.data.pictures.source import PictureSource
     from finetune.run.directory import RunDirectory
 
 BASE = "base"
 #: Settings that must be equal for adapters to share one base model in memory.
-_BASE_SETTINGS = ("model_revision", *SWITCHES, "dtype", "new_tokens", "trained_embedding_rows")
+_BASE_SETTINGS = ("model_revision", *SWITCHES, "dtype", "vision", "new_tokens", "trained_embedding_rows")
 
 
 def runs_by_name(runs: list[RunDirectory]) -> dict[str, RunDirectory]:
@@ -75,9 +76,16 @@ class Models:
         """`base` and the runs."""
         return list(self._adapters)
 
-    def prompt_ids(self, name: str, messages: list[dict[str, Any]]) -> list[int]:
+    def prompt_ids(
+        self, name: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = (),
+        pictures: Sequence[PictureSource] = (),
+    ) -> list[int]:  # fmt: skip
         """Tokens of a conversation with that run's chat template. Raises DataError if the template refuses it."""
-        return self._answerers[name].prompt_ids(messages)
+        return self._answerers[name].prompt_ids(messages, tools, pictures)
+
+    def reads_pictures(self, name: str) -> bool:
+        """Whether that model was loaded with its vision tower."""
+        return self._answerers[name].plan.settings.vision is True
 
     def prompt_with_tools(
         self, name: str, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...], force: str | None
@@ -101,13 +109,13 @@ class Models:
 
     def stream(
         self, name: str, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool], with_calls: bool = False, constraint: Any = None,
+        stopped: Callable[[], bool], with_calls: bool = False, constraint: Any = None, pictures: Sequence[PictureSource] = (),
     ) -> Streamed:  # fmt: skip
-        """The answer of that model to a tokenised prompt."""
+        """The answer of that model to a tokenised prompt with its pictures."""
         with self._using(name):
             return self._answerers[name].stream(
                 question, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped, with_calls=with_calls,
-                constraint=constraint,
+                constraint=constraint, pictures=pictures,
             )  # fmt: skip
 
     @contextlib.contextmanager

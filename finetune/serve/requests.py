@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.model.generate import Sampling
-from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation
+from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation, pictures_of
+
+if TYPE_CHECKING:
+    from finetune.data.pictures.references import PictureReference
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
@@ -71,6 +74,16 @@ class ChatRequest(BaseModel):
         return as_conversation(self.messages)
 
     @property
+    def pictures(self) -> list[PictureReference]:
+        """The pictures of its messages, in order. Raises ValueError for one that can't be read."""
+        return pictures_of(self.messages)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a message has a picture."""
+        return any(message.picture_parts for message in self.messages)
+
+    @property
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools that the model may call."""
         return () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools or ())
@@ -123,15 +136,19 @@ def read_request(body: Any) -> ChatRequest:
         message = first_error["msg"].removeprefix("Value error, ")
         if first_error["loc"][:1] == ("messages",) and first_error["loc"][2:3] == ("content",):
             name = ".".join(str(part) for part in first_error["loc"][:3])
-            raise RequestError(
-                f"{name}: only text, as a string or as parts of type text", param=name, code="invalid_value"
-            ) from None
+            forms = "only text and pictures, as a string or as parts of type text and image_url"
+            reason = next((f"{other['msg']}" for other in error.errors() if "image_url" in other["loc"]), forms)
+            message = reason.removeprefix("Value error, ")
+            raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
         raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):
             continue
         raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
     _check_tools(request)
+    if request.has_pictures and (request.schema_of_answer is not None or request.forced_tool is not None):
+        name = "response_format" if request.schema_of_answer is not None else "tool_choice"
+        raise RequestError(f"{name} and pictures can't be used together here.", param=name, code="unsupported_parameter")
     if len(request.stops) > _MAX_STOPS:
         raise RequestError(f"stop: at most {_MAX_STOPS} texts", param="stop", code="invalid_value")
     if not all(request.stops):

@@ -12,7 +12,7 @@ from finetune.settings.schema import Recipe, unresolved
 
 #: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
-    "method": "sft", "vision": False,
+    "method": "sft", "vision": False, "max_pixels": None,
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
     "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,

@@ -235,8 +235,10 @@ class Recipe(_Strict):
         TOKENS | RESULT,
         "Rows longer than max_length: drop, truncate, chunk (plain text into several; usual for pretrain), or raise an error.",
     )
-    max_pixels: Annotated[int, Field(ge=1024, le=2**26)] | None = _data(
-        None, TOKENS | COST | RESULT, "Larger pictures are scaled down to so many pixels, before the model's own processor."
+    max_pixels: AutoOr[Annotated[int, Field(ge=1024, le=2**26)] | None] = _data(
+        AUTO,
+        TOKENS | COST | RESULT,
+        "Larger pictures are scaled down to so many pixels, before the model's own processor; auto: if they don't fit.",
     )
     train_on_inputs: bool = _data(False, TOKENS | RESULT, "Train on prompts, too; by default only on answers.")
     chat_template: str | None = _data(

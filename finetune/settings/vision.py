@@ -59,6 +59,11 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
     return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == _AUTO else {})
 
 
+def pixel_limit(recipe: Recipe) -> int | None:
+    """`max_pixels`; None where the planner has not chosen it, or there is no limit."""
+    return None if recipe.max_pixels == _AUTO else recipe.max_pixels
+
+
 def vision_problems(recipe: Recipe) -> Iterator[str]:
     """What can't go together with pictures, one line each."""
     if recipe.vision is False and recipe.train_vision != "none":

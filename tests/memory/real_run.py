@@ -207,15 +207,20 @@ def weights_seen(tracker: RealTracker):
 
 @contextmanager
 def waiting_pictures_apart(tracker: RealTracker):
-    """Inside, a batch with pictures counts once its step begins: on a GPU the next one waits in host memory."""
+    """Inside, a batch with pictures counts once its step begins: on a GPU the next one waits in host memory, where the
+    pictures' values are counted, too."""
     from finetune.run.picture_collator import PictureCollator
     from finetune.run.training import RunTrainer
 
-    collate, compute = PictureCollator.__call__, RunTrainer.compute_loss
+    compute = RunTrainer.compute_loss
 
-    def on_host(self, rows):
-        with tracker.making_host_memory():
-            return collate(self, rows)
+    def on_host(method):
+        @wraps(method)
+        def made_on_host(self, rows):
+            with tracker.making_host_memory():
+                return method(self, rows)
+
+        return made_on_host
 
     def arriving(self, model, inputs, *arguments, **named):
         for value in inputs.values():
@@ -224,7 +229,8 @@ def waiting_pictures_apart(tracker: RealTracker):
         return compute(self, model, inputs, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PictureCollator, "__call__", on_host)
+        patch.setattr(PictureCollator, "__call__", on_host(PictureCollator.__call__))
+        patch.setattr(RunTrainer, "_pixel_values", on_host(RunTrainer._pixel_values))
         patch.setattr(RunTrainer, "compute_loss", arriving)
         yield
 

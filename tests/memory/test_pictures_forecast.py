@@ -28,7 +28,10 @@ TECHNIQUES = {
     "tower-recomputed": {"train_vision": "all", "activation_checkpointing": True},
     "scaled": {"max_pixels": 4096},
 }
-USUAL = {("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4")}
+USUAL = {
+    ("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"), ("llava_next", "tower-nf4"),
+    ("idefics3", "recomputed"),
+}  # fmt: skip
 CASES = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)
     for kind in KINDS

@@ -41,6 +41,24 @@ def test_a_run_of_one_step_has_the_longest_row_in_it():
     assert orders(list(range(40)), steps=1)[0][0] == 39
 
 
+@pytest.mark.parametrize("rows", [5, 7, 8, 9, 40])
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_the_row_with_most_pixels_is_in_the_first_two_steps_beside_the_longest(rows, batch):
+    for seed in range(20):
+        drawn = random.Random(seed)
+        lengths, pixels = drawn.sample(range(1000), rows), drawn.sample(range(1000), rows)
+        order = list(LongestEarly(lengths, seed, batch, 1000, pixels))
+        longest, largest = lengths.index(max(lengths)), pixels.index(max(pixels))
+        assert sorted(order) == list(range(rows)) and {longest, largest} <= set(order[: 2 * batch])
+        assert longest in order[batch : 2 * batch]
+
+
+def test_a_run_of_one_step_has_the_row_with_most_pixels_too():
+    pixels = [0] * 40
+    pixels[7] = 9
+    assert {39, 7} <= set(list(LongestEarly(list(range(40)), 3, BATCH, 1, pixels))[:BATCH])
+
+
 def test_the_order_is_a_function_of_the_seed_and_differs_by_epoch():
     lengths = list(range(40))
     assert orders(lengths) == orders(lengths) != orders(lengths, seed=4)

@@ -96,3 +96,20 @@ def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
     lengths = [encode_rows(recipe(model, tmp_path, max_pixels=size)).select(recipe(model, tmp_path), None).lengths.max()
                for size in (None, 4096)]  # fmt: skip
     assert lengths[1] < lengths[0]
+
+
+@pytest.mark.slow
+def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer(model, tmp_path):
+    sizes = [(28, 28)] * 12 + [(112, 112)] + [(28, 28)] * 2
+    settings = recipe(model, tmp_path)
+    path = Path(save_picture_rows(tmp_path / "rows", sizes))
+    rows = path.read_text().splitlines(keepends=True)
+    longer = [rows[number].replace("Which number", "Which number " * 60) for number in (3, 5)]
+    path.write_text("".join([*rows, *longer]))
+    trainer = Worker(create_run(prepare(settings)))._build()[0]
+    order = list(trainer._get_train_sampler())
+    pictures = [row["pictures"][0]["width"] for row in trainer.train_dataset]
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    step = order[2:4]  # of two rows
+    assert max(pictures) == 112 == max(pictures[index] for index in step)
+    assert max(lengths) == max(lengths[index] for index in step) and pictures[lengths.index(max(lengths))] == 28

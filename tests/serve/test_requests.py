@@ -238,7 +238,23 @@ def test_of_the_offloaded_layers_only_two_are_counted_on_a_card(two_runs):
     assert [_offloaded_bytes(model, count) for count in (2, 3, 5)] == [0, matrices, 3 * matrices]
 
 
-def test_content_with_an_image_is_refused_as_what_it_is():
-    image = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(RequestError, match="messages.0.content: only text"):
-        read_request({"model": "base", "messages": [{"role": "user", "content": [image]}]})
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, "must be a data: address"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "must be a data: address"),
+        ({"type": "input_audio", "input_audio": {"data": ""}}, "only text and pictures"),
+    ],
+)  # fmt: skip
+def test_a_request_names_no_file_and_no_address_for_a_picture(part, reason):
+    with pytest.raises(RequestError, match=rf"messages.0.content: .*{reason}"):
+        read_request({"model": "base", "messages": [{"role": "user", "content": [part]}]})
+
+
+def test_pictures_of_a_request_are_counted_and_only_the_users():
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    request = read_request({"model": "base", "messages": [{"role": "user", "content": [picture] * 17}]})
+    with pytest.raises(ValueError, match="17 pictures; a request has at most 16"):
+        _ = request.pictures
+    with pytest.raises(RequestError, match="only the user's"):
+        read_request({"model": "base", "messages": [{"role": "system", "content": [picture]}]})

@@ -8,3 +8,20 @@ MAX_FILE_BYTES = 256 * 2**20
 MIN_SIDE = 4
 #: Longer side over shorter side, from which a picture is refused: Qwen2-VL's resize raises above it.
 MAX_ASPECT = 200
+
+
+def size_problem(width: int, height: int) -> str | None:
+    """Why a picture of this size is refused, as a sentence after its name; None if it is not."""
+    if width * height > MAX_PIXELS:
+        return f"has {width:,} x {height:,} pixels, {too_many_pixels(width * height)}"
+    if min(width, height) < MIN_SIDE:
+        return f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}"
+    if max(width, height) >= MAX_ASPECT * min(width, height):
+        return f"has {width:,} x {height:,} pixels, a side {MAX_ASPECT} times as long as the other or more"
+    return None
+
+
+def too_many_pixels(pixels: int | None) -> str:
+    """The pixels, and the limit that they are above; None: not known."""
+    count = f"{pixels / 1e6:,.0f} megapixels" if pixels else "too many pixels"
+    return f"{count}; the limit is {MAX_PIXELS // 10**6} megapixels"

@@ -10,15 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
 from finetune.data.checks import BadRow
 from finetune.data.pictures.source import require_pillow
 from finetune.data.report import printable
 from finetune.errors import ModelError
+from finetune.settings.vision import pixel_limit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from finetune.data.pictures.columns import PictureSizes
     from finetune.data.pictures.source import PictureSource
     from finetune.data.template import Rendered, Span
     from finetune.settings import Recipe
@@ -34,6 +38,10 @@ class PictureProcessor:
         self.processor, self.max_pixels = processor, max_pixels
         self._texts: dict[tuple[int, int], str] = {}
         self._value_counts: dict[tuple[int, int], int] = {}
+
+    def limit(self, pixels: int | None) -> None:
+        """Scale down pictures of more pixels, too; None leaves the limit as it is."""
+        self.max_pixels = min((limit for limit in (self.max_pixels, pixels) if limit), default=None)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
@@ -72,6 +80,10 @@ class PictureProcessor:
             self._texts[size] = picture_texts(self.processor, [blank(*size)])[0]
         return self._texts[size]
 
+    def token_count(self, width: int, height: int) -> int:
+        """Tokens of a picture of this size."""
+        return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
+
     def value_count(self, width: int, height: int) -> int:
         """Pixel values that the model gets of a scaled picture of this size."""
         if (width, height) not in self._value_counts:
@@ -82,6 +94,12 @@ class PictureProcessor:
                 if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
             )
         return self._value_counts[width, height]
+
+    def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
+        """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""
+        pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
+        counts = [self.value_count(*self.size(width, height)) for width, height in pairs]
+        return np.bincount(sizes.rows, counts, rows).astype(np.int64)
 
 
 class _Moved:
@@ -119,7 +137,7 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
             f"the rows have pictures, and the processor of {name} can't be used: {printable(reason, 200)}",
             "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
         ) from None
-    return PictureProcessor(processor, recipe.max_pixels)
+    return PictureProcessor(processor, pixel_limit(recipe))
 
 
 @cache

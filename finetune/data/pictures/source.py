@@ -16,11 +16,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.pictures.limits import MAX_ASPECT, MAX_FILE_BYTES, MAX_PIXELS, MIN_SIDE
+from finetune.data.pictures.limits import MAX_FILE_BYTES, size_problem, too_many_pixels
 from finetune.errors import PackagesError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from finetune.data.pictures.references import PictureReference
 
 #: Formats that are opened. EPS, which starts Ghostscript, and other documents are not among them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -91,6 +93,16 @@ def checked_size(content: bytes) -> tuple[int, int]:
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
+def checked_picture(reference: PictureReference) -> PictureSource:
+    """A picture whose bytes came with a request. Raises ValueError for one that can't be used, PackagesError."""
+    content = reference.content or b""
+    try:
+        width, height = checked_size(content)
+    except BadPicture as error:
+        raise ValueError(f"{reference.field}: a picture {error}") from None
+    return PictureSource(None, content, digest_of(content), width, height)
+
+
 def open_picture(source: PictureSource) -> Image:
     """The picture in RGB: turned as EXIF says, alpha flattened on white, other modes converted. Raises BadPicture."""
     with _opened(source.read()) as image:
@@ -128,7 +140,7 @@ def _opened(content: bytes) -> Image:
             image = Image.open(BytesIO(content), formats=_FORMATS)
     except Image.DecompressionBombError as error:
         count = re.search(r"\d+", str(error))
-        raise BadPicture(_too_many_pixels(int(count[0]) if count else None)) from None
+        raise BadPicture(f"has {too_many_pixels(int(count[0]) if count else None)}") from None
     except UnidentifiedImageError:
         raise BadPicture(f"is not a picture in one of the formats {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
@@ -138,13 +150,8 @@ def _opened(content: bytes) -> Image:
 
 
 def _check_header(image: Image) -> None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise BadPicture(_too_many_pixels(width * height, f"{width:,} x {height:,} pixels, "))
-    if min(width, height) < MIN_SIDE:
-        raise BadPicture(f"has {width} x {height} pixels; the shorter side must have {MIN_SIDE}")
-    if max(width, height) >= MAX_ASPECT * min(width, height):
-        raise BadPicture(f"has {width:,} x {height:,} pixels, a side {MAX_ASPECT} times as long as the other or more")
+    if problem := size_problem(*image.size):
+        raise BadPicture(problem)
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
     try:
@@ -153,11 +160,6 @@ def _check_header(image: Image) -> None:
         raise BadPicture(_damage(error)) from None
     if is_animated:
         raise BadPicture("is animated or has several pages; a picture has one")
-
-
-def _too_many_pixels(pixels: int | None, size: str = "") -> str:
-    count = f"{size}{pixels / 1e6:,.0f} megapixels" if pixels else "too many pixels"
-    return f"has {count}; the limit is {MAX_PIXELS // 10**6} megapixels"
 
 
 def _load(image: Image) -> None:

@@ -1,0 +1,121 @@
+"""The pictures of a model before any row is read: by its own processor, or by the catalogue's facts where that is not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import finetune.model
+from finetune.bundled import model_path
+from finetune.compat.processors import processor_from_settings
+from finetune.data.pictures.placement import PICTURE_MARK
+from finetune.data.pictures.processing import PictureProcessor
+from finetune.data.pictures.source import PictureSource, require_pillow
+from finetune.data.tokenizer import ModelPictures, load_tokenizer
+from finetune.data.tokens import Encoder
+from finetune.errors import ModelError, RecipeError
+from finetune.model.configuration import read_config
+from finetune.model.transformers_config import load_config
+from finetune.settings import DatasetRecipe, Recipe
+from finetune.settings.vision import pixel_limit
+
+if TYPE_CHECKING:
+    from finetune.settings import Settings
+
+_FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
+Sizes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PicturePrompt:
+    """A prompt with pictures, as the model gets it. `token_counts`: of each picture; `sizes`: after `max_pixels`."""
+
+    ids: list[int]
+    token_types: dict[str, Any]
+    processor: PictureProcessor
+    token_counts: tuple[int, ...]
+    sizes: Sizes
+
+
+def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
+    """A message of pictures of these sizes and one character. Raises RecipeError where nothing here knows the processor."""
+    return _prompt(
+        settings.model_name_or_path, settings.model_revision, settings.chat_template, pixel_limit(settings), pictures
+    )
+
+
+@lru_cache(16)
+def _prompt(name: str, revision: str | None, template: str | None, max_pixels: int | None, pictures: Sizes) -> PicturePrompt:
+    recipe = Recipe(
+        model_name_or_path=name, model_revision=revision, chat_template=template, max_pixels=max_pixels,
+        dataset=DatasetRecipe(path="unread"),
+    )  # fmt: skip
+    try:
+        tokenizer = load_tokenizer(recipe)
+    except RecipeError:
+        return _catalogue_prompt(recipe, pictures)
+    encoder = Encoder(tokenizer, pictures=ModelPictures(recipe))
+    message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
+    message |= {"pictures": len(pictures)} if pictures else {}
+    sources = [PictureSource(None, None, "", *size) for size in pictures]
+    return _made(encoder.conversation_ids([message], pictures=sources), encoder.picture_processor, pictures)
+
+
+def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
+    """The prompt of a model whose files are not here, by the facts of its type. Raises ModelError without them."""
+    values = read_config(recipe)
+    facts = _facts().get(str(values.get("model_type")))
+    if facts is None or "vision_config" not in values:
+        raise ModelError(
+            f"{recipe.model_name_or_path}: how many tokens a picture takes is not known here: its processor is not on this "
+            "machine, nor in the catalogue",
+            f"Load it once where the hub can be reached, or plan another one: {', '.join(sorted(_facts()))}.",
+        )
+    require_pillow()
+    tokenizer = _tokenizer(tuple(facts["tokens"]), tuple(facts.get("attributes", {}).items()))
+    processor = PictureProcessor(
+        processor_from_settings(
+            facts["processor_class"], facts["image_processor_type"], tokenizer, facts["settings"],
+            **facts.get("processor_settings", {}),
+        ),
+        pixel_limit(recipe),
+    )  # fmt: skip
+    texts = [processor.text_of(*size) for size in pictures]
+    text = "".join(facts["mark"].replace(processor.processor.image_token, text) for text in texts)
+    if processor.processor.image_token not in facts["mark"]:  # the text has what is before and behind it, too
+        text = "".join(texts)
+    prompt = _made(tokenizer(f"1{text}1", add_special_tokens=False)["input_ids"], processor, pictures)
+    config = load_config(recipe)
+    ids = {tokenizer.convert_tokens_to_ids(token): getattr(config, key) for token, key in facts["tokens"].items()}
+    return PicturePrompt(
+        [ids.get(token, token) for token in prompt.ids], prompt.token_types, processor, prompt.token_counts, prompt.sizes
+    )
+
+
+def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:
+    import torch
+
+    counts = tuple(processor.token_count(*size) for size in pictures)
+    sizes = tuple(processor.size(*size) for size in pictures)
+    return PicturePrompt(ids, processor.token_types(torch.tensor([ids])), processor, counts, sizes)
+
+
+@cache
+def _facts() -> dict[str, dict[str, Any]]:
+    """Model type -> the facts of its processor."""
+    rows: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
+    return rows | {other: row for row in rows.values() for other in row.get("also", ())}
+
+
+@cache
+def _tokenizer(tokens: Sequence[str], attributes: Sequence[tuple[str, str]]) -> Any:
+    """The bundled tokenizer with a type's special tokens: which ids they have is replaced by the model's."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(attributes))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
+    return tokenizer

@@ -1,0 +1,76 @@
+"""Plans for rows with pictures without the rows: tokens by the catalogue's processors, and max_pixels where they don't fit."""
+
+import pytest
+
+from finetune.card import find_card
+from finetune.cli.plan import _picture_sizes
+from finetune.errors import CommandError, ModelError
+from finetune.memory.picture_prompt import picture_prompt
+from finetune.model.transformers_config import load_config
+from finetune.planner.plan import Verdict
+from finetune.planner.planning import plan_recipe, rows_with_pictures
+from finetune.recipe import recipe_from
+from finetune.settings.resolve import plainest
+
+pytestmark = pytest.mark.usefixtures("no_hub")
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def recipe(model, **more):
+    return recipe_from({"model_name_or_path": model, "dataset": "unread", **more})
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "tokens"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", (1024, 1024), 32 * 32), ("Qwen/Qwen3-VL-30B-A3B-Instruct", (640, 480), 20 * 15),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", (1024, 1024), 37 * 37), ("google/gemma-3-4b-it", (1024, 1024), 256),
+    ],
+)  # fmt: skip
+def test_a_picture_takes_the_tokens_of_the_models_own_rule_and_has_its_ids(model, size, tokens):
+    prompt = picture_prompt(recipe(model), (size, size))
+    config = load_config(plainest(recipe(model)))
+    image = getattr(config, "image_token_id", None) or config.image_token_index
+    around = len(prompt.processor.processor.tokenizer(prompt.processor.text_of(*size))["input_ids"]) - tokens
+    assert prompt.ids.count(image) == 2 * tokens
+    assert prompt.token_counts == (tokens + around,) * 2 and around <= 6
+
+
+def test_max_pixels_scales_the_pictures_of_a_plan():
+    prompt = picture_prompt(recipe("Qwen/Qwen3-VL-8B-Instruct", max_pixels=512 * 512), ((1024, 1024),))
+    assert (prompt.sizes, prompt.token_counts) == (((512, 512),), (256,))
+
+
+def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_are_known():
+    with pytest.raises(ModelError, match="tokens a picture takes is not known") as refused:
+        picture_prompt(recipe("google/gemma-4-E4B-it"), ((1024, 1024),))
+    assert "qwen3_vl" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("1024", "not a picture's width"), ("9x0", "shorter side"), ("9999x9999", "megapixels"), ("8x8x65", "not a picture's")],
+)
+def test_pictures_that_no_run_takes_are_refused(text, reason):
+    with pytest.raises(CommandError, match=reason):
+        _picture_sizes(text)
+
+
+@pytest.mark.slow
+def test_the_planner_scales_pictures_down_just_where_they_do_not_fit_and_says_what_that_costs():
+    plans = {
+        gpu: plan_recipe(
+            recipe("Qwen/Qwen3-VL-2B-Instruct", effective_batch_size=1), find_card(gpu), rows_with_pictures(((3072, 3072),) * 3)
+        )
+        for gpu in ("rtx-4060", "h100-80gb")
+    }
+    assert {plan.verdict for plan in plans.values()} == {Verdict.FITS}
+    small, large = plans.values()
+    assert large.settings.max_pixels is None and large.data.picture_tokens == (96 * 96,) * 3
+    assert small.settings.max_pixels < 3072 * 3072 and "9,216 tokens a picture -> " in small.reasons["max_pixels"]
+    assert small.forecast.peak_high_bytes <= small.budget_bytes
+    assert any(f"{small.data.picture_tokens[0]:,} tokens" in note for note in small.forecast.notes)
