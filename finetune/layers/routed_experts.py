@@ -1,0 +1,245 @@
+"""Forward and backward of a mixture's 4-bit experts: only those that got rows are dequantised, and little is saved.
+
+A forward dequantises a fused weight, multiplies each expert's rows and frees it; the backward pass dequantises it again. Which
+experts got rows is read once in a forward, which waits for the device; a forecast assumes that all of them did. The lean forward
+saves the output of gate and up alone: the product of a row's gradient with the down projection gives the gradient of its
+routing weight, too, since d(w * W p)/dw = g . W p = (g W) . p.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+from torch.autograd.function import once_differentiable
+
+from finetune.compat.transformers import grouped_matmul
+from finetune.layers.host_memory import is_forecast
+
+#: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
+_ALIGNED = 8
+
+
+class UsedExperts(NamedTuple):
+    """Experts that got rows, as ranges of neighbours (first, end), and where the rows of each of them end."""
+
+    ranges: tuple[tuple[int, int], ...]
+    offsets: torch.Tensor
+
+
+class ExpertStack(NamedTuple):
+    """A fused 4-bit weight of all experts, (experts, out, in) or transposed, its bias (experts, out), and its adapters."""
+
+    codes: torch.Tensor
+    state: Any
+    transposed: bool
+    bias: torch.Tensor | None = None
+    adapters: tuple[tuple[torch.Tensor, torch.Tensor, float], ...] = ()
+
+
+class Routing(NamedTuple):
+    """Rows sorted by expert: `order` is the row's position in (token, choice), `offsets` where each expert's rows end."""
+
+    experts: torch.Tensor
+    order: torch.Tensor
+    offsets: torch.Tensor
+    used: UsedExperts | None
+
+
+def used_experts(offsets: torch.Tensor) -> UsedExperts | None:
+    """The experts that got rows; None when all did, and in a forecast or a compiled graph, where nobody can know."""
+    if is_forecast(offsets) or torch.compiler.is_compiling():
+        return None
+    ends = offsets.tolist()
+    used = [end > start for start, end in pairwise([0, *ends])]
+    if all(used) or not any(used):
+        return None
+    edges = [expert for expert, (before, now) in enumerate(pairwise([False, *used, False])) if before != now]
+    ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
+    return UsedExperts(ranges, torch.cat([offsets[first:end] for first, end in ranges]))
+
+
+def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> torch.Tensor:
+    """The weights of the used experts, (used experts, ...); `used` None: of all."""
+    if used is None:
+        return dequantize_4bit(codes.data, state)
+    absmax = state.absmax
+    if state.nested:
+        absmax = dequantize_blockwise(absmax, state.state2).add_(state.offset).float()
+    experts, *shape = state.shape
+    codes, absmax = codes.data.view(experts, -1), absmax.view(experts, -1)
+    weight = torch.empty(len(used.offsets), *shape, dtype=state.dtype, device=codes.device)
+    # bitsandbytes writes into a given tensor on a card only: there in one kernel for neighbours, else each by itself
+    writes = weight.is_cuda
+    ranges = used.ranges if writes else [(expert, expert + 1) for first, end in used.ranges for expert in range(first, end)]
+    start = 0
+    for first, end in ranges:
+        part = weight[start : start + end - first]
+        values = (codes[first:end].reshape(-1, 1), absmax[first:end].reshape(-1), state.blocksize, state.quant_type)
+        if writes:
+            torch.ops.bitsandbytes.dequantize_4bit.out(*values, part.shape, state.dtype, out=part)
+        else:
+            part.copy_(torch.ops.bitsandbytes.dequantize_4bit(*values, part.shape, state.dtype))
+        start += end - first
+    return weight
+
+
+def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows of `inputs` (rows, in) times its weight, with adapters, without bias: (rows, out)."""
+    out = PackedMatmul.apply(inputs, stack, offsets, used_experts(offsets))
+    for a, b, scaling in stack.adapters:
+        out = torch.add(out, _adapter_product(inputs, a, b, offsets), alpha=scaling)
+    return out
+
+
+class PackedMatmul(torch.autograd.Function):
+    """Saves codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor, used: UsedExperts | None
+    ) -> torch.Tensor:
+        """(rows, in) -> (rows, out)."""
+        ctx.stack, ctx.used = stack, used
+        ctx.save_for_backward(offsets)
+        return _multiply(inputs, stack, offsets, used)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Gradient of the inputs."""
+        (offsets,) = ctx.saved_tensors
+        return _multiply(grad.contiguous(), ctx.stack, offsets, ctx.used, backward=True), None, None, None
+
+
+class RoutedExperts(torch.autograd.Function):
+    """sum of score * down(gate(up(x))) over each token's experts, for x (tokens, hidden). Saves what gate and up give."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, module: Any,
+        stacks: tuple[ExpertStack, ExpertStack], *_adapters: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """(tokens, hidden). `chosen`, `scores`: (tokens, experts of a token). The adapters are passed again for gradients."""
+        up, down = stacks
+        routing, top_k = _routing(chosen, up.state.shape[0]), chosen.shape[-1]
+        gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
+        out = _stack_forward(_gated(module, gate_up), down, routing)
+        out = out * _sorted_scores(scores, routing)
+        ctx.module, ctx.stacks, ctx.routing, ctx.top_k = module, stacks, routing, top_k
+        ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        ctx.save_for_backward(x if up.adapters else None, scores, gate_up)
+        return _summed(out, routing, top_k).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of x, the scores, and the adapters' a and b."""
+        x, scores, gate_up = ctx.saved_tensors
+        (up, down), routing, token = ctx.stacks, ctx.routing, ctx.routing.order // ctx.top_k
+        sorted_scores, grad_rows = _sorted_scores(scores, routing), grad[token].to(gate_up.dtype)
+        with _own_graph(grad.device.type, ctx.autocast):
+            gate_up = gate_up.detach().requires_grad_()
+            gated = _gated(ctx.module, gate_up)
+        values = gated.detach()
+        # of an adapter's product with rows times their scores: its gradient is theirs without the scores
+        d_gated, down_grads = _stack_backward(
+            grad_rows, down, routing, lambda: (values * sorted_scores).to(values.dtype), needs_dx=True
+        )
+        d_scores = (d_gated * values).sum(-1)
+        if down.bias is not None:
+            d_scores += (grad_rows * down.bias[routing.experts]).sum(-1)
+        del grad_rows, values
+        (d_gate_up,) = torch.autograd.grad(gated, gate_up, (d_gated * sorted_scores).to(gated.dtype))
+        del gated, gate_up, d_gated
+        needs_dx = ctx.needs_input_grad[0]
+        dx, up_grads = _stack_backward(d_gate_up, up, routing, lambda: x[token].to(d_gate_up.dtype), needs_dx=needs_dx)
+        d_scores = _unsorted(d_scores, routing).view(scores.shape).to(scores.dtype)
+        dx = None if dx is None else _summed(dx, routing, ctx.top_k).to(grad.dtype)
+        return dx, d_scores, None, None, None, *up_grads, *down_grads
+
+
+def _routing(chosen: torch.Tensor, experts: int) -> Routing:
+    sorted_experts, order = torch.sort(chosen.reshape(-1))
+    every = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    offsets = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
+    return Routing(sorted_experts, order, offsets, used_experts(offsets))
+
+
+def _sorted_scores(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    return scores.reshape(-1)[routing.order].unsqueeze(-1)
+
+
+def _unsorted(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Sorted rows in the order of tokens. Without atomic additions: the same result each time."""
+    position = torch.empty_like(routing.order)
+    position[routing.order] = torch.arange(len(position), device=position.device)
+    return rows[position]
+
+
+def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+    """(rows, hidden) -> (tokens, hidden)."""
+    return _unsorted(rows, routing).view(-1, top_k, rows.shape[-1]).sum(dim=1)
+
+
+def _gated(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    return module._apply_gate(gate_up) if module.has_gate else module.act_fn(gate_up)
+
+
+@contextlib.contextmanager
+def _own_graph(device: str, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
+    """Inside a backward pass: a graph as the forward pass had it, whose tensors no hook offloads or compresses."""
+    enabled, dtype = autocast
+    hooks = torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
+    with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled), hooks:
+        yield
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _multiply(
+    rows: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor, used: UsedExperts | None, *, backward: bool = False
+) -> torch.Tensor:
+    weight = dequantised(stack.codes, stack.state, used)
+    weight = weight if stack.transposed != backward else weight.transpose(-2, -1)
+    return grouped_matmul(rows, weight, offsets if used is None else used.offsets)
+
+
+def _stack_forward(rows: torch.Tensor, stack: ExpertStack, routing: Routing) -> torch.Tensor:
+    out = _multiply(rows, stack, routing.offsets, routing.used)
+    for a, b, scaling in stack.adapters:
+        out.add_(_adapter_product(rows, a, b, routing.offsets), alpha=scaling)
+    return out if stack.bias is None else out.add_(stack.bias[routing.experts])
+
+
+def _stack_backward(
+    grad: torch.Tensor, stack: ExpertStack, routing: Routing, read_rows: Callable[[], torch.Tensor], *, needs_dx: bool
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Gradients of the rows and of each adapter's a and b."""
+    dx = _multiply(grad, stack, routing.offsets, routing.used, backward=True) if needs_dx else None
+    grads = []
+    for a, b, scaling in stack.adapters:
+        with _own_graph(grad.device.type, (False, grad.dtype)):
+            inputs = [tensor.detach().requires_grad_() for tensor in (a, b, read_rows())]
+            out = _adapter_product(inputs[2], *inputs[:2], routing.offsets)
+        da, db, d_rows = torch.autograd.grad(out, inputs, grad)
+        grads += [da.mul_(scaling), db.mul_(scaling)]
+        dx = None if dx is None else dx.add_(d_rows, alpha=scaling)
+    return dx, grads
+
+
+def _adapter_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The adapter's product: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
+    experts = len(offsets)
+    a = a.to(rows.dtype).reshape(experts, -1, a.shape[-1])
+    b = b.to(rows.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    padding = -a.shape[1] % _ALIGNED
+    a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+    lora_act = grouped_matmul(rows, a.transpose(-2, -1), offsets)
+    return grouped_matmul(lora_act, b.contiguous().transpose(-2, -1), offsets)
