@@ -95,7 +95,7 @@ def lean_summary(layer: torch.nn.Module) -> str:
         elif "rotary" in _lean(module):
             lean["RoPE"] += 1
         elif "experts" in _lean(module):
-            lean["stack of 4-bit experts"] += 1
+            lean["layer of 4-bit experts"] += 1
         elif isinstance(module, LoraLayer) and id(module) not in inside:
             lean["linear layer"] += bool(_lean(module))
             before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)

@@ -1,14 +1,15 @@
 """Forward and backward of a mixture's 4-bit experts: only those that got rows are dequantised, and little is saved.
 
-A forward dequantises a fused weight, multiplies each expert's rows and frees it; the backward pass dequantises it again. Which
-experts got rows is read once in a forward, which waits for the device; a forecast assumes that all of them did. The lean forward
-saves the output of gate and up alone: the product of a row's gradient with the down projection gives the gradient of its
-routing weight, too, since d(w * W p)/dw = g . W p = (g W) . p.
+A forward pass dequantises a fused weight, multiplies each expert's rows and frees it; the backward pass dequantises it again.
+Which experts got rows is read once in a forward pass, which waits for the device; a forecast assumes that all of them did. The
+lean forward saves only what gate and up give: the product of a row's gradient with the down projection gives the gradient of
+its score, too, since d(s * W p)/ds = g . W p = (g W) . p.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -146,15 +147,14 @@ class RoutedExperts(torch.autograd.Function):
             gate_up = gate_up.detach().requires_grad_()
             gated = _gated(ctx.module, gate_up)
         values = gated.detach()
-        # of an adapter's product with rows times their scores: its gradient is theirs without the scores
-        d_gated, down_grads = _stack_backward(
-            grad_rows, down, routing, lambda: (values * sorted_scores).to(values.dtype), needs_dx=True
-        )
+        # an adapter gets the rows times their scores: then its gradients are right, and that of the rows lacks the scores
+        weighted = functools.partial(_times, values, sorted_scores)
+        d_gated, down_grads = _stack_backward(grad_rows, down, routing, weighted, needs_dx=True)
         d_scores = (d_gated * values).sum(-1)
         if down.bias is not None:
             d_scores += (grad_rows * down.bias[routing.experts]).sum(-1)
-        del grad_rows, values
-        (d_gate_up,) = torch.autograd.grad(gated, gate_up, (d_gated * sorted_scores).to(gated.dtype))
+        del grad_rows, values, weighted
+        (d_gate_up,) = torch.autograd.grad(gated, gate_up, _times(d_gated, sorted_scores))
         del gated, gate_up, d_gated
         needs_dx = ctx.needs_input_grad[0]
         dx, up_grads = _stack_backward(d_gate_up, up, routing, lambda: x[token].to(d_gate_up.dtype), needs_dx=needs_dx)
@@ -179,6 +179,10 @@ def _unsorted(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     position = torch.empty_like(routing.order)
     position[routing.order] = torch.arange(len(position), device=position.device)
     return rows[position]
+
+
+def _times(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return (rows * scores).to(rows.dtype)
 
 
 def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
