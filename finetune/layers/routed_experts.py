@@ -75,9 +75,9 @@ def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> to
     experts, *shape = state.shape
     codes, absmax = codes.data.view(experts, -1), absmax.view(experts, -1)
     weight = torch.empty(len(used.offsets), *shape, dtype=state.dtype, device=codes.device)
-    # bitsandbytes writes into a given tensor on a card only: there in one kernel for neighbours, else each by itself
-    writes = weight.is_cuda
-    ranges = used.ranges if writes else [(expert, expert + 1) for first, end in used.ranges for expert in range(first, end)]
+    # bitsandbytes writes into a given tensor on a card only; elsewhere a copy takes no more than what isn't dequantised
+    writes, largest = weight.is_cuda, experts - len(used.offsets)
+    ranges = used.ranges if writes else [part for whole in used.ranges for part in _parts(*whole, largest)]
     start = 0
     for first, end in ranges:
         part = weight[start : start + end - first]
@@ -88,6 +88,10 @@ def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> to
             part.copy_(torch.ops.bitsandbytes.dequantize_4bit(*values, part.shape, state.dtype))
         start += end - first
     return weight
+
+
+def _parts(first: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + largest, end)) for start in range(first, end, largest))
 
 
 def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
