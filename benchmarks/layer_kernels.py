@@ -92,7 +92,7 @@ def ratio_of(times: list[float], others: list[float]) -> str:
 def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
     """All variants by name."""
     if options.experts:
-        every = {"routed_experts.used_experts": lambda offsets: None}
+        every = {"routed_experts.used_experts": lambda offsets, ends: None}
         ordinary = {"experts.is_lean": lambda module: False}
         return {
             "ordinary": Variant(False), "lean": Variant(), "lean, all experts dequantised": Variant(True, every),
@@ -135,7 +135,7 @@ def lean(layer: torch.nn.Module, variant: Variant) -> Iterator[None]:
 
 
 def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """A layer with fp32 adapters on all its linear layers, and a function that runs its forward and backward."""
+    """A layer with fp32 adapters on all its linear layers, of a mixture on attention's, and a function that runs a pass."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaModel, Qwen3MoeConfig, Qwen3MoeModel
 
@@ -148,7 +148,7 @@ def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callabl
     dtype = getattr(torch, options.dtype)
     if options.experts:
         routing = {"num_experts": options.experts, "num_experts_per_tok": options.used}
-        inner = options.hidden * 3 // 8  # as in Qwen3-30B-A3B
+        inner = -(-options.hidden * 3 // 8 // 64) * 64  # as in Qwen3-30B-A3B, in whole blocks of NF4
         base: Any = Qwen3MoeModel(Qwen3MoeConfig(**sizes, **routing, moe_intermediate_size=inner)).to(options.device, dtype)
         for module in base.modules():
             if hasattr(module, "top_k"):
@@ -157,7 +157,8 @@ def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callabl
         base.to(options.device)
     else:
         base = LlamaModel(LlamaConfig(**sizes)).to(options.device, dtype)
-    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", init_lora_weights=False)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if options.experts else "all-linear"
+    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets, init_lora_weights=False)
     model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)  # type: ignore[arg-type]
     layer = model.base_model.model.layers[0].train()
     x = torch.randn(1, options.tokens, options.hidden, device=options.device, dtype=dtype, requires_grad=True)

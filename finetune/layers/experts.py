@@ -94,12 +94,23 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
 
 
 def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of `target_modules` that are layers, and those that are fused weights of experts only: PEFT's target_parameters."""
-    layers = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    """Names of `target_modules` that are layers, and those of weights that no linear layer has, of experts and of routers:
+    PEFT's target_parameters."""
+    named = [(path.rpartition(".")[2], module) for path, module in model.named_modules()]
+    routers = {name: f"{name}.weight" for name, module in named if _is_router(module)}
+    layers = {name for name, module in named if not _is_router(module)}
     fused = {name for _, module in model.named_modules() for name, _ in _expert_weights(module)} - layers
     fused_name = {name: name if name in fused else _FUSED.get(name, name) for name in names}
     parameters = {name: fused_name[name] for name in names if name not in layers and fused_name[name] in fused}
+    parameters |= {name: routers[name] for name in names if name in routers and name not in layers}
     return [name for name in names if name not in parameters], sorted(set(parameters.values()))
+
+
+def _is_router(module: torch.nn.Module) -> bool:
+    """Whether a module has the scores' weight of a mixture itself, (experts, hidden), instead of a linear layer."""
+    weight = module._parameters.get("weight")
+    experts = getattr(module, "num_experts", None)
+    return not isinstance(module, torch.nn.Linear) and weight is not None and weight.dim() == 2 and len(weight) == experts
 
 
 def adapts_experts(model: Any) -> bool:

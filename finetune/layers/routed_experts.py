@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from finetune.compat.transformers import grouped_matmul
 from finetune.layers.host_memory import is_forecast
 
+#: Share of the experts from which on a CPU dequantises them all.
+_WORTH_COPYING = 0.75
 #: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
 _ALIGNED = 8
 
@@ -44,21 +46,34 @@ class ExpertStack(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Rows sorted by expert: `order` is the row's position in (token, choice), `offsets` where each expert's rows end."""
+    """Rows sorted by expert: `order` is the row's position in (token, choice), `offsets` where each expert's rows end, which
+    `ends` says on the host. All are saved for backward, so that a recomputed layer has its own."""
 
     experts: torch.Tensor
     order: torch.Tensor
     offsets: torch.Tensor
-    used: UsedExperts | None
+    ends: torch.Tensor | None
+
+    @property
+    def used(self) -> UsedExperts | None:
+        """The experts that got rows."""
+        return used_experts(self.offsets, self.ends)
 
 
-def used_experts(offsets: torch.Tensor) -> UsedExperts | None:
-    """The experts that got rows; None when all did, and in a forecast or a compiled graph, where nobody can know."""
-    if is_forecast(offsets) or torch.compiler.is_compiling():
+def read_ends(offsets: torch.Tensor) -> torch.Tensor | None:
+    """Where each expert's rows end, on the host; None in a forecast and in a compiled graph, where nobody can know."""
+    return None if is_forecast(offsets) or torch.compiler.is_compiling() else offsets.cpu()
+
+
+def used_experts(offsets: torch.Tensor, host_ends: torch.Tensor | None) -> UsedExperts | None:
+    """The experts that got rows; None when all did, or nobody knows."""
+    if host_ends is None:
         return None
-    ends = offsets.tolist()
+    ends = host_ends.tolist()
     used = [end > start for start, end in pairwise([0, *ends])]
-    if all(used) or not any(used):
+    # bitsandbytes writes into a given tensor on a card only; elsewhere copies would take longer than a few experts more
+    worth = len(used) if offsets.is_cuda else len(used) * _WORTH_COPYING
+    if not 0 < sum(used) < worth:
         return None
     edges = [expert for expert, (before, now) in enumerate(pairwise([False, *used, False])) if before != now]
     ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
@@ -75,7 +90,7 @@ def dequantised(codes: torch.Tensor, state: Any, used: UsedExperts | None) -> to
     experts, *shape = state.shape
     codes, absmax = codes.data.view(experts, -1), absmax.view(experts, -1)
     weight = torch.empty(len(used.offsets), *shape, dtype=state.dtype, device=codes.device)
-    # bitsandbytes writes into a given tensor on a card only; elsewhere a copy takes no more than what isn't dequantised
+    # a copy takes no more than what isn't dequantised
     writes, largest = weight.is_cuda, experts - len(used.offsets)
     ranges = used.ranges if writes else [part for whole in used.ranges for part in _parts(*whole, largest)]
     start = 0
@@ -96,7 +111,7 @@ def _parts(first: int, end: int, largest: int) -> Iterator[tuple[int, int]]:
 
 def product(inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
     """Each expert's rows of `inputs` (rows, in) times its weight, with adapters, without bias: (rows, out)."""
-    out = PackedMatmul.apply(inputs, stack, offsets, used_experts(offsets))
+    out = PackedMatmul.apply(inputs, stack, offsets)
     for a, b, scaling in stack.adapters:
         out = torch.add(out, _adapter_product(inputs, a, b, offsets), alpha=scaling)
     return out
@@ -106,19 +121,19 @@ class PackedMatmul(torch.autograd.Function):
     """Saves codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor, used: UsedExperts | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, stack: ExpertStack, offsets: torch.Tensor) -> torch.Tensor:
         """(rows, in) -> (rows, out)."""
-        ctx.stack, ctx.used = stack, used
-        ctx.save_for_backward(offsets)
-        return _multiply(inputs, stack, offsets, used)
+        ends = read_ends(offsets)
+        ctx.stack = stack
+        ctx.save_for_backward(offsets, ends)
+        return _multiply(inputs, stack, offsets, used_experts(offsets, ends))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """Gradient of the inputs."""
-        (offsets,) = ctx.saved_tensors
-        return _multiply(grad.contiguous(), ctx.stack, offsets, ctx.used, backward=True), None, None, None
+        offsets, ends = ctx.saved_tensors
+        used = used_experts(offsets, ends)
+        return _multiply(grad.contiguous(), ctx.stack, offsets, used, backward=True), None, None
 
 
 class RoutedExperts(torch.autograd.Function):
@@ -135,17 +150,18 @@ class RoutedExperts(torch.autograd.Function):
         gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
         out = _stack_forward(_gated(module, gate_up), down, routing)
         out = out * _sorted_scores(scores, routing)
-        ctx.module, ctx.stacks, ctx.routing, ctx.top_k = module, stacks, routing, top_k
+        ctx.module, ctx.stacks, ctx.top_k = module, stacks, top_k
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        ctx.save_for_backward(x if up.adapters else None, scores, gate_up)
+        ctx.save_for_backward(x if up.adapters else None, scores, gate_up, *routing)
         return _summed(out, routing, top_k).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x, the scores, and the adapters' a and b."""
-        x, scores, gate_up = ctx.saved_tensors
-        (up, down), routing, token = ctx.stacks, ctx.routing, ctx.routing.order // ctx.top_k
+        x, scores, gate_up, *routed = ctx.saved_tensors
+        (up, down), routing = ctx.stacks, Routing(*routed)
+        token = routing.order // ctx.top_k
         sorted_scores, grad_rows = _sorted_scores(scores, routing), grad[token].to(gate_up.dtype)
         with _own_graph(grad.device.type, ctx.autocast):
             gate_up = gate_up.detach().requires_grad_()
@@ -171,7 +187,7 @@ def _routing(chosen: torch.Tensor, experts: int) -> Routing:
     sorted_experts, order = torch.sort(chosen.reshape(-1))
     every = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
-    return Routing(sorted_experts, order, offsets, used_experts(offsets))
+    return Routing(sorted_experts, order, offsets, read_ends(offsets))
 
 
 def _sorted_scores(scores: torch.Tensor, routing: Routing) -> torch.Tensor:

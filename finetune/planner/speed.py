@@ -113,7 +113,7 @@ SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
 #: times its score, back in the tokens' order, added up, each read and written in 16 bit; backward: the gradients gathered, put
 #: back and added up. The router's scores of a token, for each expert: softmax and top-k in fp32.
 ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
-#: Rows of a tile of a grouped product (CUTLASS, torch/aten/src/ATen/native/cuda/GroupMM.cu): half of each expert's last is empty.
+#: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
 GROUPED_TILE_ROWS = 128
 #: Host time of a layer with experts against a dense one, by kernels (benchmarks/layer_kernels.py).
 EXPERTS_DISPATCH = 1.55
