@@ -182,7 +182,7 @@ def test_lean_experts_save_the_output_of_gate_and_up_and_their_input(folders):
     assert "1 layer of 4-bit experts" in lean_summary(model.get_base_model().model.layers[0])
     before = saved_elements(adapted(folders["gpt_oss"], targets=["q_proj"]))
     rows = 32 * 4
-    routing = 8 * 2 * rows + 4 * 2 * 32  # sorted experts and order, where each one's rows end, twice
+    routing = 8 * 2 * rows + 4 * 32  # sorted experts and order, and where each one's rows end
     assert saved_elements(model) == 4 * (rows * 2 * 128 + 32 * 4) + routing
     assert before > 3 * saved_elements(model)
 
