@@ -1,8 +1,11 @@
-"""Kernels and time of a decoder layer's forward and backward: ordinary, lean, and with each further kernel on or off.
+"""Kernels, bytes and time of a decoder layer's forward and backward: ordinary, lean, and with each further kernel on or off.
 
     python benchmarks/layer_kernels.py                              # fp32 on one thread of the processor, a small layer
     python benchmarks/layer_kernels.py --dtype bfloat16 --hidden 768 --tokens 512
     python benchmarks/layer_kernels.py --device cuda --dtype bfloat16 --hidden 4096 --tokens 2048    # on a card
+    python benchmarks/layer_kernels.py --experts 128 --used 8 --tokens 16    # a mixture's layer, its experts in NF4
+
+Kernels are operators that compute something, bytes those of the tensors that they read and write.
 
 Variants take turns; a ratio is the geometric mean of the turns' ratios to `lean`, with its 95 % interval. What is
 off in finetune/layers/lean_functions.py stays off until a card has shown a gain here. `adapters cast once` is not built: the
@@ -19,17 +22,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.interleaved_runs import ratio_text  # noqa: E402
 from finetune.layers import lean_functions as functions  # noqa: E402
 from finetune.layers import lean_layers  # noqa: E402
+from finetune.layers.experts import pack_experts  # noqa: E402
 from finetune.layers.rotary import rotary_forward  # noqa: E402
 
 #: Operators that compute nothing: views, and memory that is taken but not written.
@@ -42,29 +48,39 @@ FREE = {
 PASSES = 3
 
 
+class Variant(NamedTuple):
+    """Whether the layer is lean, and what of finetune.layers is patched."""
+
+    lean: bool = True
+    patches: dict[str, Any] = {}
+
+
 def main() -> None:
     """Measure all variants in turn and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    for name, default in (("hidden", 256), ("tokens", 128), ("rank", 16), ("turns", 40)):
+    for name, default in (("hidden", 256), ("tokens", 128), ("rank", 16), ("turns", 40), ("experts", 0), ("used", 8)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     layer, once = decoder_layer(options)
     variants = variants_for(options)
-    kernels = {name: kernels_of(patches, layer, once) for name, patches in variants.items()}
+    counts = {name: counted(variant, layer, once) for name, variant in variants.items()}
     took: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(options.turns):
         for name in sorted(variants, reverse=turn % 2 == 1):
             with lean(layer, variants[name]):
                 took[name].append(seconds(once, options.device))
     size = f"hidden {options.hidden}, {options.tokens} tokens, rank {options.rank}"
-    print(f"a Llama layer, {size}, {options.dtype}, {options.device}")
+    kind = f"a mixture's layer, {options.used} of {options.experts} experts a token," if options.experts else "a Llama layer,"
+    print(f"{kind} {size}, {options.dtype}, {options.device}")
     for name, times in took.items():
-        ratio = ratio_of(times, took["lean"])
-        print(f"{name}: {kernels[name]} kernels, {1000 * statistics.median(times):.2f} ms, / lean {ratio}")
-    print(f"RoPE alone, lean / the model's own: {rotary_alone(options, layer)}")
+        ratio, count = ratio_of(times, took["lean"]), counts[name]
+        milliseconds = 1000 * statistics.median(times)
+        print(f"{name}: {count.kernels} kernels, {count.moved / 1e6:.1f} MB, {milliseconds:.2f} ms, / lean {ratio}")
+    if not options.experts:
+        print(f"RoPE alone, lean / the model's own: {rotary_alone(options, layer)}")
 
 
 def ratio_of(times: list[float], others: list[float]) -> str:
@@ -73,14 +89,22 @@ def ratio_of(times: list[float], others: list[float]) -> str:
     return ratio_text(statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
-def variants_for(options: argparse.Namespace) -> dict[str, Any]:
-    """What is patched in each variant; None for ordinary layers."""
+def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
+    """All variants by name."""
+    if options.experts:
+        every = {"routed_experts.used_experts": lambda offsets, ends: None}
+        ordinary = {"experts.is_lean": lambda module: False}
+        return {
+            "ordinary": Variant(False), "lean": Variant(), "lean, all experts dequantised": Variant(True, every),
+            "lean but for experts": Variant(True, ordinary),
+            "lean but for experts, all dequantised": Variant(True, every | ordinary),
+        }  # fmt: skip
     off = {"lean_layers.rotary_forward": lambda module: None}
-    variants: dict[str, Any] = {"ordinary": None, "lean": {}, "lean, the model's own RoPE": off}
+    variants = {"ordinary": Variant(False), "lean": Variant(), "lean, the model's own RoPE": Variant(True, off)}
     if options.dtype != "float32":
-        variants["lean, adapters cast once"] = {"lean_functions._cast": cached_casts()}
+        variants["lean, adapters cast once"] = Variant(True, {"lean_functions._cast": cached_casts()})
     if options.device == "cuda":
-        variants["lean, fused norm"] = {"lean_functions.FUSED_NORM": True}
+        variants["lean, fused norm"] = Variant(True, {"lean_functions.FUSED_NORM": True})
     return variants
 
 
@@ -98,32 +122,43 @@ def cached_casts() -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def lean(layer: torch.nn.Module, changes: dict[str, Any] | None) -> Iterator[None]:
+def lean(layer: torch.nn.Module, variant: Variant) -> Iterator[None]:
     """Inside, the layer is of this variant."""
     with contextlib.ExitStack() as stack:
-        for name, value in (changes or {}).items():
-            stack.enter_context(mock.patch(f"finetune.model.{name}", value))
-        if changes is None:
-            lean_layers.undo_lean([layer])
-        else:
+        for name, value in variant.patches.items():
+            stack.enter_context(mock.patch(f"finetune.layers.{name}", value))
+        if variant.lean:
             lean_layers.make_lean([layer])
+        else:
+            lean_layers.undo_lean([layer])
         yield
 
 
 def decoder_layer(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """A Llama layer with fp32 adapters on all its linear layers, and a function that runs its forward and backward."""
+    """A layer with fp32 adapters on all its linear layers, of a mixture on attention's, and a function that runs a pass."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaConfig, LlamaModel, Qwen3MoeConfig, Qwen3MoeModel
 
     torch.manual_seed(0)
     heads = max(1, options.hidden // 128)
-    config = LlamaConfig(
-        hidden_size=options.hidden, intermediate_size=options.hidden * 7 // 2, num_hidden_layers=1, vocab_size=16,
-        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), attn_implementation="sdpa",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "hidden_size": options.hidden, "intermediate_size": options.hidden * 7 // 2, "num_hidden_layers": 1, "vocab_size": 16,
+        "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4), "attn_implementation": "sdpa",
+    }  # fmt: skip
     dtype = getattr(torch, options.dtype)
-    base = LlamaModel(config).to(options.device, dtype)
-    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", init_lora_weights=False)
+    if options.experts:
+        routing = {"num_experts": options.experts, "num_experts_per_tok": options.used}
+        inner = -(-options.hidden * 3 // 8 // 64) * 64  # as in Qwen3-30B-A3B, in whole blocks of NF4
+        base: Any = Qwen3MoeModel(Qwen3MoeConfig(**sizes, **routing, moe_intermediate_size=inner)).to(options.device, dtype)
+        for module in base.modules():
+            if hasattr(module, "top_k"):
+                torch.nn.init.normal_(module.weight)  # routes by the row
+        pack_experts(base, BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), [])
+        base.to(options.device)
+    else:
+        base = LlamaModel(LlamaConfig(**sizes)).to(options.device, dtype)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if options.experts else "all-linear"
+    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=targets, init_lora_weights=False)
     model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)  # type: ignore[arg-type]
     layer = model.base_model.model.layers[0].train()
     x = torch.randn(1, options.tokens, options.hidden, device=options.device, dtype=dtype, requires_grad=True)
@@ -156,25 +191,30 @@ def rotary_alone(options: argparse.Namespace, layer: Any) -> str:
     return ratio_of(took["lean"], took["own"])
 
 
-def kernels_of(changes: dict[str, Any] | None, layer: torch.nn.Module, once: Callable[[], None]) -> int:
+def counted(variant: Variant, layer: torch.nn.Module, once: Callable[[], None]) -> Counted:
     """Operators of a pass that compute something."""
-    counted = Counted()
-    with lean(layer, changes):
+    count = Counted()
+    with lean(layer, variant):
         once()
-        with counted:
+        with count:
             once()
-    return counted.kernels
+    return count
 
 
 class Counted(TorchDispatchMode):
-    """Counts operators that compute something."""
+    """Counts operators that compute something, and the bytes of the tensors that they read and write."""
 
     kernels = 0
+    moved = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         """Count it and call it."""
-        self.kernels += function.overloadpacket.__name__ not in FREE
-        return function(*arguments, **(named or {}))
+        out = function(*arguments, **(named or {}))
+        if function.overloadpacket.__name__ not in FREE:
+            self.kernels += 1
+            tensors = [leaf for leaf in tree_leaves((arguments, named, out)) if isinstance(leaf, torch.Tensor)]
+            self.moved += sum(tensor.nbytes for tensor in tensors)
+        return out
 
 
 def seconds(once: Callable[[], Any], device: str) -> float:

@@ -1,7 +1,7 @@
-"""4-bit experts: a mixture's fused 3-D weights as NF4 codes, dequantised inside each grouped matmul, forward and backward.
+"""4-bit experts: a mixture's fused 3-D weights as NF4 codes, which `routed_experts` computes.
 
-bitsandbytes quantises linear layers only. Autograd would keep the dequantised weights of every layer for backward; this
-matmul keeps the codes. An adapter of an expert is computed as two small grouped matmuls beside it.
+bitsandbytes quantises linear layers only, and autograd would keep the dequantised weights of every layer for backward. An
+adapter of an expert is computed as two small grouped matmuls beside it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from finetune.compat.peft import adapt_packed_parameters
-from finetune.compat.transformers import grouped_experts, grouped_matmul, packing_quantiser, replace_grouped_linear
+from finetune.compat.transformers import grouped_experts, packing_quantiser, replace_grouped_linear
+from finetune.layers.routed_experts import ExpertStack, RoutedExperts, product
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -24,8 +24,6 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 #: bitsandbytes' kernels count elements in 32 bits, and those of a CPU take whole blocks in each row.
 MOST_ELEMENTS, _BLOCK = 2**31 - 1, 64
-#: Bytes that rows of a grouped matmul's operands must be a multiple of, in elements of 16 bits.
-_ALIGNED = 8
 
 
 def has_experts(config: Any) -> bool:
@@ -92,16 +90,27 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
             quant_storage=quantization.bnb_4bit_quant_storage,
         )
         module.source_cls = type(module)  # type: ignore[assignment]  # read by transformers' quantising operation
-        module.forward = types.MethodType(grouped_experts(), module)
+        module.forward = types.MethodType(_experts_forward, module)
 
 
 def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of `target_modules` that are layers, and those that are fused weights of experts only: PEFT's target_parameters."""
-    layers = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    """Names of `target_modules` that are layers, and those of weights that no linear layer has, of experts and of routers:
+    PEFT's target_parameters."""
+    named = [(path.rpartition(".")[2], module) for path, module in model.named_modules()]
+    routers = {name: f"{name}.weight" for name, module in named if _is_router(module)}
+    layers = {name for name, module in named if not _is_router(module)}
     fused = {name for _, module in model.named_modules() for name, _ in _expert_weights(module)} - layers
     fused_name = {name: name if name in fused else _FUSED.get(name, name) for name in names}
     parameters = {name: fused_name[name] for name in names if name not in layers and fused_name[name] in fused}
+    parameters |= {name: routers[name] for name in names if name in routers and name not in layers}
     return [name for name in names if name not in parameters], sorted(set(parameters.values()))
+
+
+def _is_router(module: torch.nn.Module) -> bool:
+    """Whether a module has the scores' weight of a mixture itself, (experts, hidden), instead of a linear layer."""
+    weight = module._parameters.get("weight")
+    experts = getattr(module, "num_experts", None)
+    return not isinstance(module, torch.nn.Linear) and weight is not None and weight.dim() == 2 and len(weight) == experts
 
 
 def adapts_experts(model: Any) -> bool:
@@ -129,47 +138,37 @@ def _packed_linear(
     `inputs`: (rows, in), sorted by expert; `offsets`: where each expert's rows end. The weight is (experts, out, in), or
     (experts, in, out) when `is_transposed`.
     """
-    state = getattr(weight, "quant_state", None)
-    if state is None:
+    stack = _stack(weight, is_transposed)
+    if stack is None:
         return None
-    inputs = inputs.to(state.dtype)
-    out = _PackedMatmul.apply(inputs, weight, state, offsets, is_transposed)
-    for lora_a, lora_b, scaling in getattr(weight, "lora_weights", ()):
-        out = torch.add(out, _lora_product(inputs, lora_a, lora_b, offsets, state.shape[0]), alpha=scaling)
+    out = product(inputs.to(stack.state.dtype), stack, offsets)
     return out if bias is None else out + bias
 
 
-class _PackedMatmul(torch.autograd.Function):
-    """Saves codes and offsets for backward, neither the dequantised weight nor the inputs: the weight is frozen."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, codes: torch.Tensor, state: Any, offsets: torch.Tensor, is_transposed: bool
-    ) -> torch.Tensor:
-        ctx.codes, ctx.state, ctx.is_transposed = codes, state, is_transposed
-        ctx.save_for_backward(offsets)
-        weight = _dequantised(codes, state)
-        return grouped_matmul(inputs, weight if is_transposed else weight.transpose(-2, -1), offsets)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        (offsets,) = ctx.saved_tensors
-        weight = _dequantised(ctx.codes, ctx.state)
-        weight = weight.transpose(-2, -1) if ctx.is_transposed else weight
-        return grouped_matmul(grad.contiguous(), weight, offsets), None, None, None, None
+def _stack(weight: Any, transposed: bool, bias: torch.Tensor | None = None) -> ExpertStack | None:
+    """A packed weight with its adapters of this forward; None for a weight that is not packed."""
+    state = getattr(weight, "quant_state", None)
+    return state and ExpertStack(weight, state, transposed, bias, tuple(getattr(weight, "lora_weights", ())))
 
 
-def _dequantised(codes: torch.Tensor, state: Any) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit
+def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """transformers' grouped forward of experts; the lean one where layers are lean and it computes the same."""
+    names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+    biases = [getattr(self, f"{name}_bias") if self.has_bias else None for name in names]
+    stacks = [_stack(getattr(self, name), self.is_transposed, bias) for name, bias in zip(names, biases, strict=True)]
+    trained = any(bias is not None and bias.requires_grad for bias in biases)
+    other = trained or None in stacks or self.has_post_expert_norm or self._is_expert_parallel
+    if other or not (is_lean(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return grouped_experts()(self, hidden, chosen, scores)
+    adapters = [tensor for stack in stacks for a, b, _ in stack.adapters for tensor in (a, b)]
+    return RoutedExperts.apply(hidden, scores, chosen, self, tuple(stacks), *adapters)
 
-    return dequantize_4bit(codes.data, state)
+
+def is_packed(module: torch.nn.Module) -> bool:
+    """Whether a module is 4-bit experts, whose forward `pack_experts` has set."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _experts_forward
 
 
-def _lora_product(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
-    """The adapter's product: PEFT stacks the experts' matrices as (experts x rank, in) and (out, rank x experts)."""
-    a = a.to(inputs.dtype).reshape(experts, -1, a.shape[-1])
-    b = b.to(inputs.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
-    padding = -a.shape[1] % _ALIGNED
-    a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
-    lora_act = grouped_matmul(inputs, a.transpose(-2, -1), offsets)
-    return grouped_matmul(lora_act, b.contiguous().transpose(-2, -1), offsets)
+def is_lean(module: torch.nn.Module) -> bool:
+    """Whether `make_lean` has chosen the lean forward of these experts."""
+    return "lean" in vars(module)

@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 
 from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
 from finetune.layers import lean_functions as functions
+from finetune.layers.experts import is_packed
 from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
 from finetune.layers.rotary import rotary_forward
 
@@ -49,7 +50,9 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
     undo_lean(layers)
     with with_values():
         for module in (module for layer in layers for module in layer.modules()):
-            if "forward" not in vars(module):  # else it is someone else's
+            if is_packed(module):
+                vars(module)["lean"] = {"experts": True}
+            elif "forward" not in vars(module):  # else it is someone else's
                 _make_lean(module)
 
 
@@ -74,7 +77,7 @@ def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
 def undo_lean(layers: list[torch.nn.Module]) -> None:
     """Remove the forwards that `make_lean` has set."""
     for module in (module for layer in layers for module in layer.modules()):
-        if vars(module).pop("lean", None) is not None:
+        if "forward" in vars(module).pop("lean", {}):
             del vars(module)["forward"]
 
 
@@ -91,6 +94,8 @@ def lean_summary(layer: torch.nn.Module) -> str:
             lean["norm"] += 1
         elif "rotary" in _lean(module):
             lean["RoPE"] += 1
+        elif "experts" in _lean(module):
+            lean["layer of 4-bit experts"] += 1
         elif isinstance(module, LoraLayer) and id(module) not in inside:
             lean["linear layer"] += bool(_lean(module))
             before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)

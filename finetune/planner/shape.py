@@ -57,7 +57,16 @@ class ModelShape:
     @property
     def layer_width(self) -> float:
         """Inputs and outputs of one layer's linear layers; of a mixture's experts only the active ones."""
-        return self.linear_width / self.layers + (self.experts_used * 3 * self.hidden if self.experts else 0)
+        return self.linear_width / self.layers + self.experts_used * 3 * (self.hidden + self.expert_inner)
+
+    @property
+    def expert_inner(self) -> float:
+        """Rows of an expert's down projection: its weights are gate, up and down, each of hidden x inner."""
+        return self.expert / (self.layers * self.experts * 3 * self.hidden) if self.experts else 0.0
+
+    def used_share(self, tokens: float) -> float:
+        """Expected share of a layer's experts that get any of `tokens` tokens, if all are as likely."""
+        return 1 - (1 - self.experts_used / self.experts) ** tokens if self.experts else 1.0
 
     @property
     def billions(self) -> str:

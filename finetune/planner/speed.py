@@ -109,6 +109,14 @@ ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.
 #: Bytes moved by eager attention for each element of its scores, forward and backward: product, scaling, mask, softmax in fp32
 #: and the cast back, each read and written. Other kinds keep no scores.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
+#: Bytes moved beside the grouped products, for each hidden element of a row that an expert gets. Forward: gathered by expert,
+#: times its score, back in the tokens' order, added up, each read and written in 16 bit; backward: the gradients gathered, put
+#: back and added up. The router's scores of a token, for each expert: softmax and top-k in fp32.
+ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
+#: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
+GROUPED_TILE_ROWS = 128
+#: Host time of a layer with experts against a dense one, by kernels (benchmarks/layer_kernels.py).
+EXPERTS_DISPATCH = 1.55
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
 #: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two. Both together launch
@@ -206,15 +214,17 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
     references = job.method.reference_passes  # forward passes without gradients
     passes = 2 + recomputed_share + references
+    used = shape.used_share(tokens)
     micro = {
         "matmul": max(
             _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, job) / flops,
-            passes * 2 * (shape.linear + shape.expert) / bandwidth,
+            passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
         "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share + references) * overhead / bandwidth,
         "scores": _score_bytes(job, tokens * width, recomputed_share + references) * overhead / bandwidth,
-        "dequantisation": passes * shape.quantisable(strategy.base) * strategy.base.dequantise_bytes / bandwidth,
+        "routing": _routed_bytes(shape, tokens, recomputed_share + references) * overhead / bandwidth,
+        "dequantisation": passes * _dequantised(shape, strategy.base, used) * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if strategy.host_table:
@@ -223,6 +233,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
         micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
+    dispatch *= EXPERTS_DISPATCH if shape.experts else 1.0
     launches = (1 + passes) * shape.layers * LAYER_DISPATCH_S * overhead * dispatch
     micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
     steps = job.batch // (job.world * strategy.micro)
@@ -247,7 +258,22 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: fl
     frozen = (4 + 2 * recomputed_share + 2 * references) * shape.computed
     weights = frozen + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
     attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention + references)
-    return (weights + attention) * tokens
+    empty = (
+        shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2 * shape.layers * 3 * shape.hidden * shape.expert_inner
+    )
+    return (weights + attention) * tokens + (4 + 2 * recomputed_share + 2 * references) * empty
+
+
+def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:
+    """Bytes that sorting rows by expert and adding them up again moves; `repeated_passes`: forward passes beyond the first."""
+    of_a_row = ROUTED_BYTES * (1 + repeated_passes) + ROUTED_BACKWARD_BYTES
+    scores = SCORED_BYTES * shape.experts * (2 + repeated_passes)
+    return shape.layers * tokens * (of_a_row * shape.experts_used * shape.hidden + scores)
+
+
+def _dequantised(shape: ModelShape, base: BaseFormat, used: float) -> float:
+    """Parameters that a pass dequantises: of a mixture's experts those that get rows."""
+    return shape.quantisable(base) - (1 - used) * (shape.expert_4bit if base.experts else 0)
 
 
 def _score_bytes(job: Job, scores: float, repeated_passes: float) -> float:

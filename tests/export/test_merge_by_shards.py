@@ -28,6 +28,10 @@ CASES = {
     "embedding": ("llama", {"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "one matrix for keys and values": ("phi3", {"pad_token_id": 0}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "transposed": ("gpt2", {"n_layer": 2, "n_head": 4, "n_embd": 32}, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
+    "a router": (
+        "gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        {"target_modules": ["q_proj"], "target_parameters": ["router.weight"]},
+    ),
     "experts stored one by one": (
         "qwen3_moe", MIXTURE,
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
