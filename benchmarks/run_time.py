@@ -1,6 +1,6 @@
 """Whether the range for a run's length covers further runs on this machine: python benchmarks/run_time.py [RUNS]
 
-Runs of the bundled task with 10 to 40 steps, of which the first only measures. Prints for each further run the range by the
+Short runs of the bundled task with 4 to 16 steps, of which the first only measures. Prints for each further run the range by the
 first run alone, the range by all before it, and its real length; at the end how many were inside. FINETUNE_CACHE should name
 an empty folder.
 """
@@ -35,8 +35,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 + runs):
             overrides = [
-                f"max_steps={random.randint(10, 40)}", "dataset.max_rows=200", "dataset.test_split_size=20",
-                f"output_dir={Path(folder) / str(number)}", f"eval_steps={random.choice((5, 10, 20))}", "sample_answers=0",
+                f"max_steps={random.randint(4, 16)}", "dataset.max_rows=100", "dataset.test_split_size=10",
+                f"output_dir={Path(folder) / str(number)}", f"eval_steps={random.choice((2, 4, 8))}", "sample_answers=0",
             ]  # fmt: skip
             prepared = prepare(load_recipe("tiny-cpu", overrides))
             ranges = dict(zip(inside, (by_first_run(prepared.plan), prepared.plan.run_time), strict=True))
@@ -47,7 +47,9 @@ def main() -> None:
             took_s = time.monotonic() - began_s
             for source, expected in ranges.items():
                 inside[source] += expected is not None and expected.low_s <= took_s <= expected.high_s
-            shown = [f"{entry.low_s:.0f} to {entry.high_s:.0f} s" if entry else "not measured here" for entry in ranges.values()]
+            shown = [
+                f"{entry.low_s:.0f} to {entry.high_s:.0f} s" if entry else "not measured here" for entry in ranges.values()
+            ]
             print(f"{prepared.plan.total_steps} steps: {', '.join(shown)}, took {took_s:.0f} s", flush=True)
     for source, covered in inside.items():
         print(f"by {source}: {covered} of {runs} further runs are inside their range")
