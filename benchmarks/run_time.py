@@ -1,6 +1,6 @@
 """Whether the range for a run's length covers further runs on this machine: python benchmarks/run_time.py [RUNS]
 
-Short runs of the bundled task with 4 to 16 steps, of which the first only measures. Prints for each further run the range by the
+Runs of the bundled task with 4 to 16 steps, of which the first only measures. Prints for each further run the range by the
 first run alone, the range by all before it, and its real length; at the end how many were inside. FINETUNE_CACHE should name
 an empty folder.
 """

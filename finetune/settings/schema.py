@@ -405,7 +405,7 @@ class Recipe(_Strict):
     price_per_hour: Annotated[float, Field(ge=0)] | None = _run(
         None,
         NOTHING,
-        "What an hour of this machine costs; plan, run and report then say what the run costs, in the same money.",
+        "What an hour of this machine costs; plan, run and report then say what the run costs.",
     )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
 
