@@ -19,6 +19,7 @@ from finetune.evaluate.results import read_evaluations, read_forgetting, read_no
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
+from finetune.planner.run_cost import expense_of
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.units import format_bytes
@@ -82,7 +83,7 @@ def _one(live: LiveRun) -> str:
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": _edited(live.run) + plan_view.verdict(plan, 0.0) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Plan": _edited(live.run) + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples) or note("There are none."),
         "Messages": run_view.messages(digest),
@@ -112,7 +113,9 @@ def _outcome(live: LiveRun) -> str:
     state = live.state()
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
-    return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}"
+    expense = expense_of(list(read_events(live.run.events)), live.plan().settings.price_per_hour).summary
+    spent = note(f"{expense.capitalize()}.") if expense else ""
+    return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
 
 
 def _base_adapter(run: RunDirectory) -> str:

@@ -15,7 +15,7 @@ from .fit import sentence
 from .markup import Safe, action, inert, note, problem, table
 
 
-def verdict(plan: Plan, price_per_hour: float) -> str:
+def verdict(plan: Plan) -> str:
     """The verdict: peak against budget, time and cost."""
     card, forecast = plan.card, plan.forecast
     css, title = plan.verdict.level, sentence(plan)
@@ -33,18 +33,19 @@ def verdict(plan: Plan, price_per_hour: float) -> str:
         fits = plan.shortfall.largest_model_that_fits
         text += f" The largest part: {plan.shortfall.part}."
         text += f" The largest model in the catalogue that fits: {fits}." if fits else ""
-    time = f"<p>{inert(_duration(plan, price_per_hour))}</p>" if plan.total_steps else ""
+    time = f"<p>{inert(_duration(plan))}</p>" if plan.total_steps else ""
+    time += f"<p>It costs {inert(plan.cost.summary)}.</p>" if plan.cost else ""
     return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p>{time}</div>'
 
 
-def _duration(plan: Plan, price_per_hour: float) -> str:
+def _duration(plan: Plan) -> str:
     seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
     if seconds is None:
         return f"{plan.total_steps:,} steps; the time per step on this GPU is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
     summary = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
     summary += f" at {format_count(round(speed))} tokens/s" if speed else ""
-    return summary + (f", {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} per hour." if price_per_hour else ".")
+    return f"{summary}."
 
 
 def ledger(plan: Plan) -> str:

@@ -177,6 +177,8 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
         out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
     out.print(f"Time: {plan.run_time.summary if plan.run_time else 'not measured here'}")
+    if plan.cost:
+        out.print(f"Cost: {plan.cost.summary}")
     for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
         if report is not None:
             for line in _data_lines(name, report):

@@ -184,6 +184,8 @@ def _print_arms(sweep: Sweep, as_json: bool) -> None:
         out.print(f"  {escape(label(arm.values))}")
     for entry in facts.left_out:
         out.print(f"  [yellow]left out:[/] {escape(label(entry.values))}: {escape(entry.reason)}")
+    if cards := sorted({arm.card for arm in facts.arms if arm.card is not None}):
+        out.print(f"Trained at once on cards {', '.join(cards)}, one arm on each.")
     steps = ", ".join(f"{rung:,}" for rung in facts.rungs[:-1])
     out.print(f"Compared after {steps} steps: {escape(facts.rule)}. All arms have the same seed, rows and order.")
     length = "not measured here" if facts.forecast_s is None else f"about {format_seconds(facts.forecast_s)} at most"

@@ -20,6 +20,7 @@ from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
+from finetune.planner.run_cost import RunCost
 from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
@@ -300,7 +301,7 @@ class Plan:
     `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
     refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it. `workload_s`: the whole run by the
     speed model, in an arbitrary unit where the GPU's rates are unknown. `run_time`: its length by earlier runs on this machine,
-    None where none was measured.
+    None where none was measured. `cost`: None without price_per_hour.
     """
 
     settings: Settings
@@ -323,6 +324,7 @@ class Plan:
     layer_copies: LayerCopies | None = None
     workload_s: float | None = None
     run_time: RunTime | None = None
+    cost: RunCost | None = None
 
     @property
     def exit_code(self) -> int:

@@ -34,6 +34,7 @@ from finetune.planner.resources import (
     pinned_bytes,
     pinned_inputs_note,
 )
+from finetune.planner.run_cost import run_cost
 from finetune.planner.run_time import run_time, workload_s
 from finetune.planner.search import Search
 from finetune.planner.shape import shape_of
@@ -285,6 +286,8 @@ class _Planner:
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         workload = workload_s(timing.step_s, steps, settings, self.data)
+        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs)
+        modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
@@ -292,7 +295,7 @@ class _Planner:
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search, chosen),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast), workload_s=workload,
-            run_time=run_time(workload, settings.model_name_or_path, self.history.measured_runs),
+            run_time=length, cost=run_cost(settings.price_per_hour, length, modelled_s),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from finetune.planner.plan import DataStatistics
     from finetune.settings import Settings
 
-#: Student's t for 95 % between both ends, by degrees of freedom; more have the last.
+#: Student's t for 95 % between both ends, by degrees of freedom; more have 2.
 _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
-#: A range is at least this far around its middle, and after one run this far.
-LEAST_SPREAD, MOST_FACTOR = 0.05, 2.0
+#: What is assumed before runs differ: a deviation as if one degree of freedom had shown it, which after one run gives the
+#: range of half to double. Scaled inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
+_ASSUMED_FREEDOM, AFTER_ONE = 1, 2.0
+_ASSUMED_DEVIATION = math.log(AFTER_ONE) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
 
@@ -69,11 +71,9 @@ def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]
     if not workload or not runs:
         return None
     logs = [math.log(run.train_s / run.workload_s) for run in runs]
-    spread = math.log(MOST_FACTOR)
-    if len(logs) > 1:
-        student = _STUDENT.get(len(logs) - 1, 2.0)
-        deviation = max(LEAST_SPREAD, statistics.stdev(logs))
-        spread = min(spread, student * deviation * math.sqrt(1 + 1 / len(logs)))
+    freedom = _ASSUMED_FREEDOM + len(logs) - 1
+    squares = _ASSUMED_FREEDOM * _ASSUMED_DEVIATION**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
+    spread = _STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs)))
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s for run in runs]
     return RunTime(
         min(load_s) + middle * math.exp(-spread), statistics.median(load_s) + middle, max(load_s) + middle * math.exp(spread),

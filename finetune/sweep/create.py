@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.card.device_selection import alike_cards
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.planner.plan import Plan
 from finetune.recipe import write_recipe
@@ -43,12 +45,13 @@ def create_sweep(
         raise DataError("a sweep compares held-out losses, and no rows are held out", "Add dataset.test_split_size=0.1.")
     swept = swept or {"learning_rate": rates_around(plain.plan.settings.learning_rate)}
     values = combinations(swept)
+    cards = _cards(recipe_of({}), plain.plan)
     seconds = run_seconds(plain.plan)
     left_out: list[LeftOut] = []
     if budget_s is not None:
-        values, left_out = _within(budget_s, seconds, values, swept)
+        values, left_out = _within(budget_s, seconds, values, swept, len(cards))
     path = _folder(recipe_of({}), swept)
-    prepared, too_large = _prepared(recipe_of, values, path, progress)
+    prepared, too_large = _prepared(recipe_of, values, path, cards, progress)
     left_out += too_large
     if len(prepared) < 2:  # noqa: PLR2004 - a comparison needs two
         reasons = [f"{label(entry.values)}: {entry.reason}" for entry in left_out]
@@ -58,13 +61,13 @@ def create_sweep(
         raise CommandError(
             f"the arms have different numbers of steps: {sorted(filter(None, steps))}", "Set max_steps, the same for all."
         )
-    arms = []
+    arms: list[ArmFacts] = []
     for name, arm_values, arm in prepared:
         progress(f"writing {name}")
         let_train(create_run(arm), None)
-        arms.append(ArmFacts(name, arm_values))
+        arms.append(ArmFacts(name, arm_values, cards[len(arms) % len(cards)]))
     rungs = rungs_of(int(steps.pop() or 1))
-    forecast_s = None if seconds is None else seconds * _most_runs(len(arms), rungs)
+    forecast_s = None if seconds is None else seconds * _most_runs(len(arms), rungs, len(cards))
     facts = SweepFacts(
         write_recipe(recipe_of({})), swept, tuple(arms), tuple(rungs), RULE, tuple(left_out), budget_s, forecast_s
     )
@@ -73,43 +76,59 @@ def create_sweep(
     return sweep
 
 
-def _arm_recipe(recipe: Recipe, path: Path | None) -> Recipe:
+def _cards(recipe: Recipe, plan: Plan) -> list[str | None]:
+    """The GPUs that arms train on at once: all of the planned model, where the recipe names none and a run takes one."""
+    if recipe.gpu != AUTO or recipe.launch.num_processes > 1 or plan.card.is_cpu:
+        return [None]
+    cards = alike_cards(plan.card.name)
+    return [*cards] if len(cards) > 1 else [None]
+
+
+def _arm_recipe(recipe: Recipe, path: Path | None, card: str | None = None) -> Recipe:
     """The recipe of an arm: no notification at each pause, evaluations also where the recipe has none."""
     changes: dict[str, Any] = {"notify": "none"}
     if recipe.eval_steps == 0:
         changes["eval_steps"] = AUTO
     if path is not None:
         changes["output_dir"] = str(path)
+    if card is not None:
+        changes["gpu"] = card
     return recipe.model_copy(update=changes)
 
 
 def _prepared(
-    recipe_of: Callable[[dict[str, Any]], Recipe], values: list[dict[str, Any]], path: Path, progress: Progress
+    recipe_of: Callable[[dict[str, Any]], Recipe],
+    values: list[dict[str, Any]],
+    path: Path,
+    cards: list[str | None],
+    progress: Progress,
 ) -> tuple[list[tuple[str, dict[str, Any], Prepared]], list[LeftOut]]:
     from finetune.run.prepare import prepare
 
-    prepared, left_out = [], []
+    prepared: list[tuple[str, dict[str, Any], Prepared]] = []
+    left_out: list[LeftOut] = []
     for number, arm_values in enumerate(values, 1):
         name = f"{path.name}-{number}"
+        card = cards[len(prepared) % len(cards)]
         progress(f"planning {label(arm_values)}")
         try:
-            prepared.append((name, arm_values, prepare(_arm_recipe(recipe_of(arm_values), path / name))))
+            prepared.append((name, arm_values, prepare(_arm_recipe(recipe_of(arm_values), path / name, card))))
         except DoesNotFit as error:
             left_out.append(LeftOut(arm_values, error.problems[0]))
     return prepared, left_out
 
 
-def _most_runs(arms: int, rungs: list[int]) -> float:
-    """Whole runs that a sweep takes at most about: after each comparison at least the best arm, its neighbours and half."""
+def _most_runs(arms: int, rungs: list[int], cards: int) -> float:
+    """Whole runs that a card trains at most about: after each comparison at least the best arm, its neighbours and half."""
     shares, alive, previous = 0.0, arms, 0
     for rung in rungs:
-        shares += alive * (rung - previous) / rungs[-1]
+        shares += math.ceil(alive / cards) * (rung - previous) / rungs[-1]
         alive, previous = min(alive, max(3, -(-alive // 2))), rung
     return shares
 
 
 def _within(
-    budget_s: float, seconds: float | None, values: list[dict[str, Any]], swept: dict[str, list[Any]]
+    budget_s: float, seconds: float | None, values: list[dict[str, Any]], swept: dict[str, list[Any]], cards: int
 ) -> tuple[list[dict[str, Any]], list[LeftOut]]:
     """The combinations in the middle of the grid that the budget allows. Raises CommandError where no step was measured."""
     if seconds is None:
@@ -118,7 +137,7 @@ def _within(
             "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.",
         )
     count = len(values)
-    while count and seconds * _most_runs(count, rungs_of(100)) > budget_s:
+    while count and seconds * _most_runs(count, rungs_of(100), cards) > budget_s:
         count -= 1
     chosen = nearest_to_centre(values, swept, count)
     reason = f"{count} arms fit --budget {format_seconds(budget_s)} at {format_seconds(seconds)} a run"

@@ -23,10 +23,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ArmFacts:
-    """An arm: name of its run directory in the sweep's folder, and its values of the swept settings."""
+    """An arm: name of its run directory in the sweep's folder, and its values of the swept settings.
+
+    `card`: index of the GPU that it trains on, where the sweep uses several.
+    """
 
     name: str
     values: dict[str, Any]
+    card: str | None = None
 
 
 @dataclass(frozen=True)
