@@ -20,7 +20,8 @@ NUMBERS = {
 }  # fmt: skip
 #: All settings: fetched when a person opens it, as its 80 fields would be a third of what the page loads.
 _ADVANCED = (
-    '<details class="ft-box" id="fit-advanced"><summary>Advanced: all recipe settings</summary><div id="fit-fields"></div></details>'
+    '<details class="ft-box" id="fit-advanced"><summary>Advanced: all recipe settings</summary>'
+    '<div id="fit-fields"></div></details>'
 )
 #: Setting -> lowest and highest value that its box takes.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}

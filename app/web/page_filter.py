@@ -15,7 +15,10 @@ from .own_files import compressed
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page, and those that Fit, the page with the most controls, does without.
-_SHARED, _NOT_OF_FIT = ("theme.css", "shell.css", "fit.css", "page.js", "fit.js"), ("run.css", "runs.css", "run.js", "runs.js", "pick.js")
+_SHARED, _NOT_OF_FIT = (
+    ("theme.css", "shell.css", "fit.css", "page.js", "fit.js"),
+    ("run.css", "runs.css", "run.js", "runs.js", "pick.js"),
+)
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.

@@ -99,8 +99,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
-    for old, tab in (("try", "chat"), ("result", "evaluate")):
-        api.get(f"/{old}")(lambda run="", tab=tab: RedirectResponse(f"/run?{urlencode(_named(run, tab))}", 307))
+    api.get("/result")(lambda run="": RedirectResponse(f"/run?{urlencode(_named(run, 'evaluate'))}", 307))
     page, looks = build_page(context)
     page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(
