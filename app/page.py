@@ -11,7 +11,7 @@ import gradio as gr
 from . import rail
 from .context import Context
 from .machine import Machine
-from .pages import data, fit, home, model, models, run, runs, settings
+from .pages import chat, data, fit, home, model, models, run, runs, settings
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
@@ -21,6 +21,7 @@ PAGES = (
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
+    ("try", "Chat", chat.build_page),
     ("models", "Models", models.build),
     ("settings", "Settings", settings.build),
 )

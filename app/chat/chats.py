@@ -1,4 +1,4 @@
-"""Conversations with a run's base and tuned model: a separate process generates, a file has the messages.
+"""Conversations with models of runs: a separate process generates, a file has the messages.
 
 The page sends a question to the process, which writes it and the answers to RUNS/.app/chat/<run>.jsonl; every tab reads the
 same file, and closing a tab loses nothing.
@@ -21,6 +21,8 @@ from ..process import start_helper
 from ..workspace import Workspace
 from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 
+#: The conversation of the page Chat, which belongs to no run: the name of a folder that is none.
+COMPARISON = ".comparison"
 #: After this long without a question the chat process ends and frees its memory.
 IDLE_S = 600.0
 
@@ -36,18 +38,24 @@ class Turn:
     models: tuple[Model, ...] = MODELS
     partial: dict[Model, str] = field(default_factory=dict)
     notes: dict[Model, str] = field(default_factory=dict)
+    calls: dict[Model, tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
     def add(self, event: Piece | Answer | Failure | Done) -> None:
-        """Add an event to the turn."""
+        """Add an event to the turn; an answer that nobody asked for is left out."""
+        if isinstance(event, (Piece, Answer)) and event.model not in self.models:
+            return
         match event:
             case Piece():
                 self.partial[event.model] = self.partial.get(event.model, "") + event.text
             case Answer():
                 self.answers[event.model] = event.text
                 self.partial.pop(event.model, None)
+                if event.calls:
+                    self.calls[event.model] = event.calls
                 if event.tokens is not None:
                     rate = f", {event.tokens_per_s:.1f} tokens/s" if event.tokens_per_s else ""
                     self.notes[event.model] = f"{event.tokens:,} tokens{rate}{', stopped' if event.stopped else ''}"
+                    self.notes[event.model] += ", loaded in turn: both don't fit" if event.alone else ""
             case Failure():
                 self.error, self.done = event.text, True
             case Done():
@@ -55,7 +63,10 @@ class Turn:
 
 
 class Chats:
-    """Keeps at most one model in memory: a question to another run ends the previous run's process."""
+    """Keeps one process with models: a question in another conversation ends the previous one's.
+
+    A conversation is named by its run, or by the folder COMPARISON beside the runs.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 from finetune.events import Event
 
-Model = Literal["base", "tuned"]
-MODELS: tuple[Model, ...] = get_args(Model)
+#: Who answers: `base` or `tuned` of the run that the conversation belongs to, or of another one, such as `tuned/RUN`.
+Model = str
+MODELS: tuple[Model, ...] = ("base", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,10 @@ class Piece(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Event):
-    """The whole answer of one of both models to the question of that id, how fast it was, and whether it was stopped."""
+    """The whole answer of a model to the question of that id, its calls of tools, how fast it was, and whether it was stopped.
+
+    `alone`: the model was loaded in place of the other one, as both don't fit.
+    """
 
     kind: ClassVar[str] = "answer"
 
@@ -45,6 +49,8 @@ class Answer(Event):
     tokens: int | None = None
     tokens_per_s: float | None = None
     stopped: bool = False
+    calls: tuple[dict[str, Any], ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

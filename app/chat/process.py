@@ -1,23 +1,25 @@
-"""Answers with base and tuned model side by side: `python -m app.chat.process RUN FILE`, questions as JSON on standard input.
+"""Answers of models side by side: `python -m app.chat.process RUN FILE`, questions as JSON on standard input.
 
 Ends when the app ends, or after IDLE_S without a question, so that its memory is free for training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import CommandError, FinetuneError
 from finetune.events import EventWriter, read_events
 from finetune.gc_settings import raise_gc_thresholds
+from finetune.planner.plan import read_plan
 from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
 
@@ -38,7 +40,7 @@ def main() -> int:
     writer, chat, requests = EventWriter(path), Conversation(run, path), RequestReader()
     while message := requests.next():
         identity = uuid.uuid4().hex
-        models = tuple(model for model in MODELS if model in message.get("models", MODELS))
+        models = tuple(dict.fromkeys(message.get("models", MODELS)))
         writer.emit(Question(id=identity, text=message["question"], models=models))
         try:
             chat.answer(message, writer, identity, requests.is_stopped)
@@ -86,44 +88,117 @@ class RequestReader:
         self._questions.put(None)
 
 
-class Conversation:
-    """One message history for each model, with that model's own answers."""
+class LoadedModels:
+    """The answerers of runs. Runs of one base share it; another base is loaded beside it only where its memory is free."""
 
-    def __init__(self, run: RunDirectory, path: Path) -> None:
-        self._run, self._answerer = run, None
+    def __init__(self, free_bytes: Callable[[str], int] | None = None) -> None:
+        self._free_bytes = free_bytes or free_memory
+        self._answerers: dict[str, Any] = {}
+
+    def of(self, run: RunDirectory, names: Collection[str]) -> tuple[Any, bool]:
+        """The run's answerer, and whether one of `names`, all that a question needs, had to go for it.
+
+        Raises CommandError where it can't be loaded.
+        """
+        from finetune.evaluate.answerer import Answerer
+
+        name = run.path.name
+        if name in self._answerers:
+            return self._answerers[name], False
+        if shared := self._sharing_base(run):
+            self._answerers[name] = shared
+            return shared, False
+        is_alone = False
+        if self._answerers and not self._has_memory_for(run):
+            is_alone = not self._answerers.keys().isdisjoint(names)
+            self._answerers.clear()
+            release_memory()
+        self._answerers[name] = Answerer(run)
+        return self._answerers[name], is_alone
+
+    def _sharing_base(self, run: RunDirectory) -> Any:
+        """An answerer for the run on a base that is loaded; None where none is its own."""
+        for answerer in self._answerers.values():
+            with contextlib.suppress(CommandError):
+                return answerer.sharing_base(run)
+        return None
+
+    def _has_memory_for(self, run: RunDirectory) -> bool:
+        """Whether the forecast of loading it fits into what is free now; an unknown forecast does not."""
+        plan = read_plan(run.plan)
+        if plan.forecast is None:
+            return False
+        needed_bytes = plan.forecast.peaks.get("load", plan.forecast.parts.get("weights", 0))
+        return needed_bytes <= self._free_bytes("cpu" if plan.card.is_cpu else "cuda")
+
+
+def free_memory(device: str) -> int:
+    """Bytes free now on the GPU, or of the host's memory."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def release_memory() -> None:
+    """Give back what models that are no longer used have taken."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class Conversation:
+    """One message history for each model, with that model's own answers. `run`: the one whose `base` and `tuned` answer."""
+
+    def __init__(self, run: RunDirectory, path: Path, loaded: LoadedModels | None = None) -> None:
+        self._run, self._loaded = run, loaded or LoadedModels()
         self._messages: dict[str, list[dict[str, Any]]] = {model: [] for model in MODELS}
         self._restore(path)
 
     def answer(self, request: dict[str, Any], writer: EventWriter, identity: str, stopped: Callable[[], bool]) -> None:
-        """The answers, written as they are made, each from the same seed."""
+        """The answers, written as they are made, each from the same seed; once stopped, the rest is left out."""
+        models = list(dict.fromkeys(request.get("models", MODELS)))
+        names = {self._run_of(model).path.name for model in models}
+        for model in models:
+            if not stopped():
+                writer.emit(self._answer(model, names, request, _Pieces(writer, identity, model), stopped))
+
+    def _run_of(self, model: Model) -> RunDirectory:
+        name = model.partition("/")[2]
+        return RunDirectory(self._run.path.with_name(name)) if name else self._run
+
+    def _answer(
+        self, model: Model, names: Collection[str], request: dict[str, Any], pieces: _Pieces, stopped: Callable[[], bool]
+    ) -> Answer:
+        """One model's answer. Nothing but `_loaded` has a model for longer: it could not be released for the next."""
         from finetune.model.generate import Sampling
 
-        if self._answerer is None:
-            from finetune.evaluate.answerer import Answerer
-
-            self._answerer = Answerer(self._run)  # type: ignore[assignment]
-        answerer: Any = self._answerer
+        answerer, is_alone = self._loaded.of(self._run_of(model), names)
         sampling = Sampling(float(request.get("temperature", 0)), float(request.get("top_p", 1)), int(request.get("seed", 0)))
         system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
-        for model in (model for model in MODELS if model in request.get("models", MODELS)):
-            messages = [*self._messages[model], {"role": "user", "content": request["question"]}]
-            pieces = _Pieces(writer, identity, model)
-            with answerer.using(model):
-                reply = answerer.stream(
-                    answerer.prompt_ids([*system, *messages]), max_new_tokens=int(request["max_new_tokens"]),
-                    sampling=sampling, say=pieces.add, stopped=stopped,
-                )  # fmt: skip
-            self._messages[model] = [*messages, {"role": "assistant", "content": reply.text}]
-            writer.emit(
-                Answer(
-                    id=identity,
-                    model=model,
-                    text=reply.text,
-                    tokens=reply.tokens,
-                    tokens_per_s=reply.tokens_per_s,
-                    stopped=reply.stopped,
-                )  # fmt: skip
-            )
+        messages = [*self._messages.get(model, []), {"role": "user", "content": request["question"]}]
+        reader = answerer.reader
+        with answerer.using(model.partition("/")[0]):
+            reply = answerer.stream(
+                answerer.prompt_ids([*system, *messages]), max_new_tokens=int(request["max_new_tokens"]),
+                sampling=sampling, say=lambda piece: pieces.add(reader.without_special_tokens(piece) if reader else piece),
+                stopped=stopped, with_calls=reader is not None,
+            )  # fmt: skip
+        read = reader.read(reply.text) if reader else None
+        text = read.text if read else reply.text
+        calls = tuple(call["function"] for call in read.calls) if read else ()
+        self._messages[model] = [*messages, _assistant(text, calls)]
+        return Answer(
+            id=pieces.identity, model=model, text=text, tokens=reply.tokens, tokens_per_s=reply.tokens_per_s,
+            stopped=reply.stopped, calls=calls, alone=is_alone,
+        )  # fmt: skip
 
     def _restore(self, path: Path) -> None:
         """Restore the conversation that the page shows."""
@@ -131,15 +206,21 @@ class Conversation:
         questions = {event.id: event.text for event in events if isinstance(event, Question)}
         for event in events:
             if isinstance(event, Answer) and event.id in questions:
-                pair = [{"role": "user", "content": questions[event.id]}, {"role": "assistant", "content": event.text}]
-                self._messages[event.model] += pair
+                pair = [{"role": "user", "content": questions[event.id]}, _assistant(event.text, event.calls)]
+                self._messages.setdefault(event.model, []).extend(pair)
+
+
+def _assistant(text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An answer as the message that templates write."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else message
 
 
 class _Pieces:
     """Writes an answer's pieces, a few times a second."""
 
     def __init__(self, writer: EventWriter, identity: str, model: Model) -> None:
-        self._writer, self._identity, self._model = writer, identity, model
+        self._writer, self.identity, self._model = writer, identity, model
         self._waiting, self._written = "", time.monotonic()
 
     def add(self, text: str) -> None:
@@ -147,7 +228,7 @@ class _Pieces:
         self._waiting += text
         now = time.monotonic()
         if now - self._written >= _PIECE_S:
-            self._writer.emit(Piece(id=self._identity, model=self._model, text=self._waiting))
+            self._writer.emit(Piece(id=self.identity, model=self._model, text=self._waiting))
             self._waiting, self._written = "", now
 
 

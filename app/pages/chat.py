@@ -1,17 +1,20 @@
-"""The tab Chat of a run: the same question to base and tuned model, side by side."""
+"""Chat: the same question to two models, side by side; as a tab of a run to its base and tuned model, as a page to any two."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from finetune.errors import CommandError
+from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-from ..chat.chats import Turn
+from ..chat.chats import COMPARISON, Turn
 from ..chat.events import MODELS, Model
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem
@@ -28,32 +31,57 @@ _WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned
 
 def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
     """The tab for the run called `name`; it is up to date while the timer ticks."""
-    view = _View(context)
     with gr.Column(elem_classes="ft-pane ft-pane-chat"):
-        warning = show(elem_id="chat-warning")
-        turns = show(elem_id="chat-turns")
-        with gr.Column(elem_classes="ft-box", elem_id="chat-box"):
-            question = gr.Textbox(
-                label="Your message", info="Enter sends, Shift and Enter begin a new line", lines=1, max_lines=8,
-                max_length=_QUESTION_CHARACTERS, elem_id="chat-question",
-            )  # fmt: skip
+        _lay_out(_View(context), name, timer, _who)
+
+
+def build_page(context: Context, page: gr.Blocks) -> None:
+    """The page Chat: one question to any two models, of runs or their bases, with the same settings."""
+    view = _View(context)
+    show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
+    name, timer = gr.Textbox(COMPARISON, visible="hidden"), gr.Timer(TICK_S)
+    page.load(view.offer, None, _lay_out(view, name, timer, _two_models), **QUIET)
+
+
+def _who() -> list[Any]:
+    """Which of a run's two models answer."""
+    return [gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=0)]
+
+
+def _two_models() -> list[Any]:
+    """Any two models; `offer` fills in which there are."""
+    return [
+        gr.Dropdown([("Nobody", "")], value="", label=label, elem_id=f"chat-{identity}", scale=1)
+        for label, identity in (("First model", "left"), ("Second model", "right"))
+    ]
+
+
+def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[[], list[Any]]) -> list[Any]:
+    """The conversation, and the box for a message. Returns the components that choose who answers."""
+    warning = show(elem_id="chat-warning")
+    turns = show(elem_id="chat-turns")
+    with gr.Column(elem_classes="ft-box", elem_id="chat-box"):
+        question = gr.Textbox(
+            label="Your message", info="Enter sends, Shift and Enter begin a new line", lines=1, max_lines=8,
+            max_length=_QUESTION_CHARACTERS, elem_id="chat-question",
+        )  # fmt: skip
+        with gr.Row(elem_classes="ft-controls"):
+            chosen = choosers()
+            clear = gr.Button("New conversation", elem_id="chat-clear", scale=0)
+            stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, scale=0)
+            send = gr.Button("Send", variant="primary", elem_id="chat-send", scale=0)
+        status = show(elem_id="chat-status")
+        with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
+            system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
             with gr.Row(elem_classes="ft-controls"):
-                who = gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=0)
-                clear = gr.Button("New conversation", elem_id="chat-clear", scale=0)
-                stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, scale=0)
-                send = gr.Button("Send", variant="primary", elem_id="chat-send", scale=0)
-            status = show(elem_id="chat-status")
-            with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
-                system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
-                with gr.Row(elem_classes="ft-controls"):
-                    most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
-                    temperature = gr.Slider(
-                        0, 2, value=0, step=0.05, label="Temperature, 0 takes the likeliest token", elem_id="chat-temperature"
-                    )
-                    top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
-                    seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
+                most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
+                temperature = gr.Slider(
+                    0, 2, value=0, step=0.05, label="Temperature, 0 takes the likeliest token", elem_id="chat-temperature"
+                )
+                top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
+                seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
     changed = change_trigger()
-    asked = [name, question, most, who, system, temperature, top_p, seed]
+    asked = [name, question, most, system, temperature, top_p, seed, *chosen]
     name.change(view.tick, name, changed, **QUIET)
     timer.tick(view.tick, name, changed, **QUIET)
     changed.change(view.show, name, [turns, warning, stop], **QUIET)
@@ -61,6 +89,7 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
     question.submit(view.ask, asked, [question, status], **BUTTON)
     stop.click(view.stop, name, status, **BUTTON)
     clear.click(view.clear, name, status, **BUTTON)
+    return chosen
 
 
 class _View:
@@ -68,6 +97,46 @@ class _View:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+
+    def offer(self, request: gr.Request) -> list[Any]:
+        """Both lists of models: first the run that the address names, else the newest, beside its base."""
+        runs = [run for run in self.context.workspace.list_runs() if has_adapter(run)]
+        named = self.context.workspace.run(request.query_params.get("run"))
+        first = named if named is not None and has_adapter(named) else next(iter(runs), None)
+        bases = {self._base(run): run.path.name for run in [*reversed(runs), *([first] if first else [])]}
+        tuned = [(run.path.name, f"tuned/{run.path.name}") for run in runs]
+        offered = [*tuned, *((f"{base}, the base model", f"base/{name}") for base, name in bases.items())]
+        left, right = (f"{kind}/{first.path.name}" if first else "" for kind in ("tuned", "base"))
+        return [
+            gr.Dropdown(offered or [("No run has a model yet", "")], value=left),
+            gr.Dropdown([("Nobody", ""), *offered], value=right),
+        ]
+
+    def _base(self, run: RunDirectory) -> str:
+        """Name of a run's base model."""
+        try:
+            return Path(self.context.lives.of(run).plan().settings.model_name_or_path).name
+        except (FinetuneError, OSError, ValueError):
+            return f"that of {run.path.name}"
+
+    def _conversation_of(self, name: str | None) -> RunDirectory | None:
+        """The run called `name`, or the page's own conversation."""
+        workspace = self.context.workspace
+        return RunDirectory(workspace.runs / COMPARISON) if name == COMPARISON else workspace.run(name)
+
+    def _names(self, turns: list[Turn]) -> dict[Model, str]:
+        """What the models of a conversation are called."""
+        models = {model for turn in turns for model in turn.models}
+        split = {model: model.partition("/") for model in models}
+        bases = {
+            name: self._base(run)
+            for kind, _, name in split.values()
+            if kind == "base" and (run := self.context.workspace.run(name))
+        }
+        return {
+            model: model if not name else name if kind == "tuned" else f"{bases.get(name, name)}, the base model"
+            for model, (kind, _, name) in split.items()
+        }
 
     def tick(self, name: str | None) -> str:
         """A fingerprint of all that is shown."""
@@ -79,46 +148,47 @@ class _View:
         return [shown, warning, gr.Button(interactive=answering)]
 
     def _shown(self, name: str | None) -> tuple[str, str, bool]:
-        run = self.context.workspace.run(name)
+        run = self._conversation_of(name)
         if run is None:
             return "", "", False
         turns = self.context.chats.turns(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
-        return _conversation(turns), self._offloading_note(run) + self._warning(run), answering
+        return _conversation(turns, self._names(turns)), self._offloading_note(run) + self._warning(run), answering
 
     def ask(  # None: a field of the closed panel
-        self, name: str | None, question: str, most: float | None, who: str, system: str | None,
-        temperature: float | None, top_p: float | None,
-        seed: float | None,
+        self, name: str | None, question: str, most: float | None, system: str | None,
+        temperature: float | None, top_p: float | None, seed: float | None, *chosen: str,
     ) -> list[Any]:  # fmt: skip
         """Send the message to the chat's process; the answers come with the ticks."""
-        run = self.context.workspace.run(name)
-        if run is None or not question.strip():
+        run = self._conversation_of(name)
+        models = _WHO.get(chosen[0]) or tuple(model for model in dict.fromkeys(chosen) if model)
+        if run is None or not models or not question.strip():
             return [gr.skip(), note("Choose a run and write a message.")]
-        if not has_adapter(run):
-            return [
-                gr.skip(),
-                problem(
-                    "No model to chat with yet", [f"{name} has no adapter or checkpoint"], "Wait for its first checkpoint."
-                ),
-            ]
+        names = [model.partition("/")[2] or run.path.name for model in models]
+        if missing := [name for name in names if not self._can_answer(name)]:
+            problems = [f"{name} has no adapter or checkpoint" for name in missing]
+            return [gr.skip(), problem("No model to chat with yet", problems, "Wait for its first checkpoint.")]
         self.context.chats.ask(
-            run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=_WHO[who],
+            run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=models,
             system=(system or "").strip(),
             temperature=temperature or 0.0, top_p=top_p or 1.0, seed=int(seed or 0),
         )  # fmt: skip
         return ["", ""]
 
+    def _can_answer(self, name: str) -> bool:
+        run = self.context.workspace.run(name)
+        return run is not None and has_adapter(run)
+
     def stop(self, name: str | None) -> str:
         """End the answers that are being made."""
-        run = self.context.workspace.run(name)
+        run = self._conversation_of(name)
         if run is not None:
             self.context.chats.stop(run)
         return ""
 
     def clear(self, name: str | None) -> str:
         """Start a new conversation and unload the model."""
-        run = self.context.workspace.run(name)
+        run = self._conversation_of(name)
         if run is not None:
             self.context.chats.clear(run)
         return ""
@@ -127,7 +197,7 @@ class _View:
         """What a token of an answer copies, where layers are offloaded; an unreadable plan is reported in the chat itself."""
         try:
             copies = self.context.lives.of(run).plan().layer_copies
-        except (CommandError, OSError):
+        except (FinetuneError, OSError):
             return ""
         return note(copies.generation_summary, "warn") if copies else ""
 
@@ -136,8 +206,10 @@ class _View:
         busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
         if busy is None or self.context.chats.is_running(run):
             return ""
-        training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
         who = f"{busy.path.name} is training"
+        if run.path.name == COMPARISON:
+            return note(f"{who}: a message here may make it run out of memory.", "warn")
+        training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
         if training.forecast is None or ours.forecast is None:
             return note(
                 f"{who}, and there is no forecast of whether both fit. A message here may make it run out of memory.", "warn"
@@ -157,12 +229,12 @@ def has_adapter(run: RunDirectory) -> bool:
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 
-def _conversation(turns: list[Turn]) -> str:
+def _conversation(turns: list[Turn], names: Mapping[Model, str]) -> str:
     if not turns:
-        return note("Send a message: the base and the tuned model both answer it.")
+        return note("Send a message: the models answer it side by side, one after the other, with the same settings.")
     shown = []
     for turn in turns:
-        sides = "".join(_answer_column(turn, model) for model in turn.models)
+        sides = "".join(_answer_column(turn, model, names.get(model, model)) for model in turn.models)
         error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         shown.append(
             f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn.question, 10_000)}</p></div>'
@@ -172,14 +244,27 @@ def _conversation(turns: list[Turn]) -> str:
     return f'<ol class="ft-chat" aria-live="polite" aria-busy="{busy}">{"".join(shown)}</ol>'
 
 
-def _answer_column(turn: Turn, model: Model) -> str:
+def _answer_column(turn: Turn, model: Model, name: str) -> str:
     caption = f'<small class="ft-note">{inert(turn.notes[model])}</small>' if model in turn.notes else ""
-    return f'<div class="ft-turn {model}"><b>{model}</b><p>{_answer(turn, model)}</p>{caption}</div>'
+    calls = "".join(_call(call) for call in turn.calls.get(model, ()))
+    kind = inert(model.partition("/")[0])
+    return f'<div class="ft-turn {kind}"><b>{inert(name)}</b><p>{_answer(turn, model)}</p>{calls}{caption}</div>'
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    """A call of a tool: its name, and each argument on a line."""
+    arguments = call.get("arguments")
+    rows = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+    values = "".join(
+        f"<dt>{inert(key)}</dt><dd>{inert(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))}</dd>"
+        for key, value in rows
+    )
+    return f'<div class="ft-call"><b>calls {inert(call.get("name", ""))}</b><dl>{values}</dl></div>'
 
 
 def _answer(turn: Turn, model: Model) -> str:
     if model in turn.answers:
-        return inert(turn.answers[model], 20_000) or "<em>empty answer</em>"
+        return inert(turn.answers[model], 20_000) or ("" if model in turn.calls else "<em>empty answer</em>")
     so_far = inert(turn.partial.get(model, ""), 20_000)
     if turn.done:
         return so_far or "no answer"

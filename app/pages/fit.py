@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import secrets
 import shutil
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 import gradio as gr
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 from finetune.planner.plan import Plan, Verdict
 from finetune.recipe import shipped_recipes, write_recipe
 from finetune.settings import Recipe
@@ -41,6 +42,8 @@ _TICK_S = 1.0
 _PLAN_GOOD_S = 10.0
 #: Seconds after which a change is no longer one of several.
 _SETTLED_S = 1.0
+#: Opened pages of which the last message is remembered.
+_PAGES = 64
 #: The control of a draft's version that is the card box or a slider.
 _SLIDER = "slider"
 #: Gradio's change also reports what the server writes, and its input does not report what is pasted or deleted.
@@ -51,19 +54,17 @@ def build(context: Context, page: gr.Blocks) -> None:
     """Components, and the handlers that keep them in agreement."""
     view = _View(context)
     layout = lay_out()
-    view.rows = [row for row, _ in layout.rows]
     mine, tab = gr.State(""), gr.State("")
-    asked, answered, basis, settled, ahead, alone = (
-        change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled", "ahead", "alone")
+    asked, answered, basis, settled, ahead, alone, fields = (
+        change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled", "ahead", "alone", "values")
     )
     form = [layout.card, *layout.numbers.values()]
     shown = [*layout.answer, answered, alone, ahead]
     texts = [layout.text, layout.command, basis]
-    settings = [component for _, component in layout.rows]
     edited = [layout.refused, asked]
 
     page.load(view.open, None, [tab, asked, layout.price], **QUIET)
-    asked.change(view.follow, tab, [*texts, *form, *settings], **QUIET)
+    asked.change(view.follow, tab, [*texts, *form, fields], **QUIET)
     asked.change(view.answer, [layout.price, tab], [*shown, *form], **QUIET)
     alone.change(view.compare, layout.price, [layout.others, layout.ledger, ahead], **QUIET)
     ahead.change(view.what_if, None, layout.bars, **QUIET)
@@ -74,10 +75,6 @@ def build(context: Context, page: gr.Blocks) -> None:
     layout.card.input(functools.partial(view.slide, "gpu"), [layout.card, tab], edited, **QUIET)
     layout.price.input(view.reprice, layout.price, layout.facts, **QUIET)
     layout.text.change(view.write, [layout.text, basis, tab], [layout.refused, asked, basis], js=_TYPED_BASIS, **QUIET)
-    for row, component in layout.rows:
-        listens = [component.input] if row.choices else [component.submit, component.blur]
-        for listen in listens:
-            listen(functools.partial(view.set_field, row), [component, tab], edited, **QUIET)
     layout.act.change(view.act, layout.act, edited, **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
@@ -105,7 +102,9 @@ class _View:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.rows: list[recipe_form.Field] = []
+        self._fields = {field.name: field for field in recipe_form.fields()}
+        #: The last message of each opened page that was acted on.
+        self._acted: dict[str, int] = {}
         self._question: _Question | None = None
         self._lock = threading.Lock()
         self._compared = ""
@@ -124,7 +123,7 @@ class _View:
         command = command_line(edited.recipe) if edited.recipe else ""
         texts = [gr.skip(), command, gr.skip()] if mine == TYPED else [edited.text, command, version.stamp]
         form = [gr.skip()] * 4 if mine == _SLIDER else self._form(edited, edited.recipe)
-        return [*texts, *form, *(gr.skip() if mine == row.name else row.text(edited) for row in self.rows)]
+        return [*texts, *form, recipe_form.changed_values(edited)]
 
     def answer(self, price: float | None, tab: str) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
@@ -177,25 +176,42 @@ class _View:
             gr.skip(),
         ]
 
-    def set_field(self, field: recipe_form.Field, text: Any, tab: str) -> list[Any]:
-        """Set one field under Advanced."""
-        if field.text(self.context.draft.read()) == str(text).strip():
-            return gr.skip()
-        return self._changed(tab, field.name, **recipe_form.as_settings(field, text))
-
-    def act(self, message: str) -> list[Any]:
-        """What a button of the page's own HTML asks for: a value of a setting, `auto` for it, or a change of a suggestion."""
+    def act(self, text: str) -> list[Any]:
+        """What the page's own HTML asks for. Of several quick messages Gradio reports the last: each has those before it."""
         try:
-            values = json.loads(message)
-        except ValueError:
+            newest = json.loads(text)
+            messages = [*newest.get("earlier", []), newest]
+        except (ValueError, AttributeError, TypeError):
             return gr.skip()
-        if values.get("auto") in RANGES:
-            return self._changed("", "", **{values["auto"]: None})
-        if values.get("set") in RANGES:
-            return self.slide(values["set"], values.get("value"), "")
-        if isinstance(values.get("override"), str):
-            return self._refusal(self.context.draft.apply(values["override"]))
-        return gr.skip()
+        with self._lock:
+            page, refusals = str(newest.get("page"))[:40], []
+            for message in messages:
+                number = message.get("sent", math.inf)
+                if number > self._acted.get(page, 0):
+                    refusals += self._act(message)
+            self._acted.pop(page, None)
+            self._acted = {**dict(list(self._acted.items())[-_PAGES:]), page: newest.get("sent", 0)}
+        return ["".join(refusals), self.context.draft.stamp] if refusals else gr.skip()
+
+    def _act(self, message: dict[str, Any]) -> list[str]:
+        """Do what a message asks for: a value of a setting, `auto` for it, a field's text, or a change of a suggestion.
+
+        Returns why it was refused, empty when it was not; nothing when there was nothing to do.
+        """
+        draft, field = self.context.draft, self._fields.get(str(message.get("field")))
+        if message.get("auto") in RANGES:
+            return self._changed("", "", **{message["auto"]: None})[:1]
+        if message.get("set") in RANGES:
+            changed = self.slide(message["set"], message.get("value"), "")
+            return changed[:1] if isinstance(changed, list) else []
+        if isinstance(message.get("override"), str):
+            return self._refusal(draft.apply(message["override"]))[:1]
+        if field is None or field.text(draft.read()) == str(message.get("text")).strip():
+            return []
+        try:
+            return self._changed("", "", **recipe_form.as_settings(field, message.get("text")))[:1]
+        except RecipeError as error:
+            return [settings_problem(error.problems, error.fix)]
 
     def load(self, path: str | None) -> list[Any]:
         """Replace the draft by an uploaded recipe file."""

@@ -11,15 +11,18 @@ from finetune.card.device_selection import cards_here
 from finetune.recipe import shipped_recipes
 
 from ..planning.catalogue import card_choices
-from ..views import recipe_form
 from ..views.binding import NumberBox, show
-from ..views.markup import note
 
 #: Setting -> name and identity of its box.
 NUMBERS = {
     "max_length": ("Longest row, tokens", "length"), "lora_r": ("LoRA rank", "rank"),
     "effective_batch_size": ("Rows per step", "batch"),
 }  # fmt: skip
+#: All settings: fetched when a person opens it, as its 80 fields would be a third of what the page loads.
+_ADVANCED = (
+    '<details class="ft-box" id="fit-advanced"><summary>Advanced: all recipe settings</summary>'
+    '<div id="fit-fields"></div></details>'
+)
 #: Setting -> lowest and highest value that its box takes.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
 
@@ -49,7 +52,6 @@ class Layout:
     shipped: Any
     price: Any
     act: Any
-    rows: list[tuple[recipe_form.Field, Any]]
 
     @property
     def answer(self) -> list[Any]:
@@ -65,10 +67,8 @@ def lay_out() -> Layout:
     with gr.Column(elem_classes="ft-box"):
         show("<h2>What was chosen, and why</h2>")
         reasons = show(elem_id="fit-reasons")
-    with gr.Accordion("Advanced: all recipe settings", open=False, elem_id="fit-advanced"):
-        show(note("A model's own code can be allowed on the command line only."))
-        rows = recipe_form.build()
-    return Layout(**head, **middle, **_bottom(), **_drawer(), reasons=reasons, rows=rows)
+    show(_ADVANCED)
+    return Layout(**head, **middle, **_bottom(), **_drawer(), reasons=reasons)
 
 
 def _head() -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
 from typing import Any
-
-import gradio as gr
 
 from finetune.errors import RecipeError
 from finetune.recipe import yaml as recipe_yaml
@@ -12,6 +12,7 @@ from finetune.settings.reference import Setting, settings_reference
 from finetune.settings.schema import GROUPS
 
 from ..planning.draft import Edited
+from .markup import inert, note
 
 #: A page must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)
@@ -31,14 +32,22 @@ class Field:
         """The schema's default as it is shown; empty when there is none."""
         return "" if self.row.default in ("required", None, [], {}) else _shown(self.row.default)
 
-    def component(self) -> Any:
-        """A dropdown where the schema lists the choices, else a text field."""
-        info = f"{self.row.description} Default: {self.default or 'none'}."
-        identity = f"key-{self.name.replace('.', '-')}"
+    def html(self) -> str:
+        """A list where the schema has the choices, else a text field, with name and help."""
+        identity, value = f"key-{self.name.replace('.', '-')}", inert(self.default)
+        named = f'id="{identity}" data-field="{inert(self.name)}" aria-describedby="{identity}-help"'
         if self.choices:
             choices = [*self.choices] if self.default in self.choices else ["", *self.choices]
-            return gr.Dropdown(choices, label=self.name, info=info, elem_id=identity, value=self.default)
-        return gr.Textbox(label=self.name, info=info, elem_id=identity, value=self.default, max_length=4000)
+            chosen = {choice: " selected" if choice == self.default else "" for choice in choices}
+            options = "".join(f"<option{chosen[choice]}>{inert(choice)}</option>" for choice in choices)
+            control = f"<select {named}>{options}</select>"
+        else:
+            control = f'<textarea rows="1" maxlength="4000" spellcheck="false" {named}>{value}</textarea>'
+        info = f"{self.row.description} Default: {self.default or 'none'}."
+        return (
+            f'<div><label for="{identity}">{inert(self.name)}</label>{control}'
+            f'<p class="ft-note" id="{identity}-help">{inert(info)}</p></div>'
+        )
 
     def text(self, edited: Edited) -> str:
         """The draft's value, or the default, as it is shown."""
@@ -61,14 +70,19 @@ def fields() -> list[Field]:
     return [Field(row) for row in settings_reference() if row.name not in _LEFT_OUT]
 
 
-def build() -> list[tuple[Field, Any]]:
-    """Lay out the fields in groups. Returns fields with their components."""
-    components: list[tuple[Field, Any]] = []
+def form() -> str:
+    """All fields in groups, as they are without a recipe; the browser fetches this when a person opens it."""
+    groups = []
     for title in GROUPS:
-        members = [field for field in fields() if field.row.group == title]
-        with gr.Accordion(title, open=False), gr.Row(elem_classes="ft-fields"):
-            components += [(field, field.component()) for field in members]
-    return components
+        members = "".join(field.html() for field in fields() if field.row.group == title)
+        groups.append(f'<details><summary>{inert(title)}</summary><div class="ft-fields">{members}</div></details>')
+    return note("A model's own code can be allowed on the command line only.") + "".join(groups)
+
+
+def changed_values(edited: Edited) -> str:
+    """What the fields show that are not at their default, as JSON in HTML: text by name."""
+    texts = {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
+    return html.escape(json.dumps(texts))
 
 
 def as_settings(field: Field, text: Any) -> dict[str, Any]:
@@ -83,7 +97,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, dict)):
-        import json
-
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -14,18 +14,15 @@ from .guard import Asgi, Message, Receive, Scope, Send
 from .own_files import compressed
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
-_HEAD = (
-    b'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg"><link rel="stylesheet" href="/ft/theme.css">'
-    b'<link rel="stylesheet" href="/ft/shell.css"><link rel="stylesheet" href="/ft/fit.css">'
-    b'<link rel="stylesheet" href="/ft/run.css"><link rel="stylesheet" href="/ft/runs.css">'
-    b'<script type="module" src="/ft/page.js"></script><script type="module" src="/ft/fit.js"></script>'
-    b'<script type="module" src="/ft/run.js"></script><script type="module" src="/ft/runs.js"></script>'
-    b'<script type="module" src="/ft/pick.js"></script></head>'
+#: Styles and scripts of every page, and those that Fit, the page with the most controls, does without.
+_SHARED, _NOT_OF_FIT = (
+    ("theme.css", "shell.css", "fit.css", "page.js", "fit.js"),
+    ("run.css", "runs.css", "run.js", "runs.js", "pick.js"),
 )
+if (FOLDER / "inter.css").is_file():
+    _SHARED = ("inter.css", *_SHARED)
 #: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
 _COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
-if (FOLDER / "inter.css").is_file():
-    _HEAD = b'<link rel="stylesheet" href="/ft/inter.css">' + _HEAD
 
 
 def policy(nonce: str) -> bytes:
@@ -69,7 +66,7 @@ class PageFilter:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                page, encoding = compressed(rewritten(body, nonce) if _is_html(start) else body, accepted)
+                page, encoding = compressed(rewritten(body, nonce, path) if _is_html(start) else body, accepted)
                 added = {**encoding, "content-length": str(len(page))}
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
                 headers += [(key.encode(), value.encode()) for key, value in added.items()]
@@ -82,10 +79,18 @@ class PageFilter:
         await self.app(scope if compressible else {**scope, "headers": plain}, receive, filtered)
 
 
-def rewritten(page: bytes, nonce: str) -> bytes:
-    """The page without foreign tags, with our style and script, each script with the nonce."""
-    page = _FOREIGN.sub(b"", page).replace(b"</head>", _HEAD, 1)
+def rewritten(page: bytes, nonce: str, path: str) -> bytes:
+    """The page at `path` without foreign tags, with our styles and scripts, each script with the nonce."""
+    page = _FOREIGN.sub(b"", page).replace(b"</head>", _head(path), 1)
     return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
+
+
+def _head(path: str) -> bytes:
+    """Icon, styles and scripts of the page at `path`, and the end of its head."""
+    names = _SHARED if path.strip("/") == "fit" else (*_SHARED, *_NOT_OF_FIT)
+    styles = "".join(f'<link rel="stylesheet" href="/ft/{name}">' for name in names if name.endswith(".css"))
+    scripts = "".join(f'<script type="module" src="/ft/{name}"></script>' for name in names if name.endswith(".js"))
+    return f'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg">{styles}{scripts}</head>'.encode()
 
 
 def _is_html(message: Message) -> bool:

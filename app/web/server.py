@@ -80,10 +80,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
     import gradio
     from fastapi import FastAPI
-    from fastapi.responses import PlainTextResponse, RedirectResponse
+    from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 
     from ..context import Context
     from ..page import build_page
+    from ..views.recipe_form import form
     from .own_files import own_file
     from .series import series_of
 
@@ -94,11 +95,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api.get(f"/ft/{path.name}")(own_file(path, _KINDS[path.suffix]))
     api.get("/ft/series/{name}")(series_of(context))
     api.get("/ft/refused.csv")(lambda: _refused(context))
+    api.get("/ft/fields.html")(lambda: HTMLResponse(form()))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
-    for old, tab in (("try", "chat"), ("result", "evaluate")):
-        api.get(f"/{old}")(lambda run="", tab=tab: RedirectResponse(f"/run?{urlencode(_named(run, tab))}", 307))
+    api.get("/result")(lambda run="": RedirectResponse(f"/run?{urlencode(_named(run, 'evaluate'))}", 307))
     page, looks = build_page(context)
     page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(

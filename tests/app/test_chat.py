@@ -1,14 +1,18 @@
 """A conversation is what its file says: of the lines of both models, of earlier versions, and of damaged ones."""
 
+import dataclasses
 import json
 import time
 
 import pytest
 
-from app.chat.chats import Chats, Turn
-from app.chat.process import Conversation
-from app.pages.chat import _conversation
+from app.chat.chats import COMPARISON, Chats, Turn
+from app.chat.process import Conversation, LoadedModels
+from app.context import Context
+from app.pages.chat import _conversation, _View
 from app.workspace import Workspace
+from finetune.files import write_json
+from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 
 
@@ -62,13 +66,74 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_wrot
     )  # fmt: skip
     [turn] = chats.turns(run)
     assert (turn.models, turn.partial, turn.answers) == (("tuned",), {"tuned": "It is <b>late"}, {})
-    assert "It is &lt;b&gt;late" in _conversation([turn]) and 'class="ft-turn base"' not in _conversation([turn])
+    assert "It is &lt;b&gt;late" in _conversation([turn], {}) and 'class="ft-turn base"' not in _conversation([turn], {})
     chats, run = chats_with(
         question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,
                                                          "stopped": True}, {"kind": "done", "id": "a"},
     )  # fmt: skip
     [turn] = chats.turns(run)
     assert (turn.partial, turn.notes) == ({}, {"tuned": "2 tokens, 8.0 tokens/s, stopped"})
+
+
+def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
+    call = {"name": "<b>find</b>", "arguments": {"city": "Oslo", "days": 3}}
+    chats, run = chats_with({**question("a", "one?"), "models": ["tuned/x"]}, {**answer("a", "tuned/x", ""), "calls": [call]})
+    shown = _conversation(chats.turns(run), {"tuned/x": "<i>x</i>"})
+    assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
+    assert "empty answer" not in shown and "&lt;i&gt;x&lt;/i&gt;" in shown
+    [message] = Conversation(run, chats.path(run))._messages["tuned/x"][1:]
+    assert message["tool_calls"] == [{"type": "function", "function": call}]
+
+
+class Address:
+    def __init__(self, **query_params):
+        self.query_params = query_params
+
+
+def test_the_page_offers_every_run_with_a_model_and_each_base_once(tmp_path, kept_run):
+    runs = tmp_path / "runs"
+    kept_run(runs).rename(runs / "first")
+    kept_run(runs).rename(runs / "second")
+    (runs / "empty").mkdir()
+    context = Context(Workspace(tmp_path, runs), tmp_path / "temporary")
+    left, right = _View(context).offer(Address(run="first"))
+    assert (left.value, right.value) == ("tuned/first", "base/first")
+    assert {value for _, value in left.choices} == {"tuned/first", "tuned/second", "base/first"}
+    assert dict(right.choices)["Nobody"] == ""
+    assert "no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "tuned/gone", "")[1]
+    assert not context.chats.turns(RunDirectory(runs / COMPARISON))
+    context.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free_bytes", [0, 2**40])
+def test_two_runs_share_a_base_and_another_base_is_loaded_beside_it_where_it_fits_else_in_turn(tmp_path, kept_run, free_bytes):
+    runs = [kept_run(tmp_path / str(number)).rename(tmp_path / name) for number, name in enumerate(("one", "two", "other"))]
+    plan = read_plan(runs[2] / "plan.json")
+    other_base = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"dtype": "bfloat16"}))
+    write_json(runs[2] / "plan.json", other_base.as_json())
+    loaded = LoadedModels(lambda device: free_bytes)
+    one, two, other = map(RunDirectory, runs)
+    names = {"one", "two", "other"}
+    first, alone = loaded.of(one, names)
+    assert loaded.of(two, names)[0].model is first.model and not alone
+    assert loaded.of(other, names)[1] == (free_bytes == 0)
+    assert set(loaded._answerers) == ({"other"} if free_bytes == 0 else names)
+    assert loaded.of(one, names)[1] == (free_bytes == 0)
+
+
+@pytest.mark.slow
+def test_two_runs_answer_one_question_side_by_side(tmp_path, kept_run):
+    kept_run(tmp_path).rename(tmp_path / "first")
+    chats, run = Chats(Workspace(tmp_path, tmp_path)), RunDirectory(tmp_path / COMPARISON)
+    models = ("tuned/first", "base/first")
+    try:
+        chats.ask(run, "Where is my parcel?", 8, models=models)
+        while not ((turns := chats.turns(run)) and turns[0].done):
+            time.sleep(0.05)
+        assert turns[0].models == models and set(turns[0].answers) == set(models), turns[0].error
+    finally:
+        chats.close()
 
 
 @pytest.mark.slow

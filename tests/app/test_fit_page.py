@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from app.planning.process import Inbox, Questions
 from app.views import fit as fit_view
 from app.views import plan as plan_view
 from app.views.binding import NumberBox
+from app.views.recipe_form import fields, form
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.recipe import recipe_from
@@ -82,6 +85,33 @@ def test_a_slider_in_use_is_not_moved_by_the_text_that_follows_it(view):
     assert "lora_r: 48" in text and basis == view.context.draft.stamp
     assert form == [SKIPPED] * 4
     assert 48 in view.follow("two")[3:7]
+
+
+def test_quick_messages_of_a_page_are_all_acted_on_once_and_in_order(view):
+    """Gradio reports the last of several changes only."""
+    first, second, third = ({"set": "lora_r", "value": rank, "sent": rank} for rank in (8, 16, 24))
+    view.act(json.dumps({**second, "page": "a", "earlier": [first]}))
+    view.slide("lora_r", 48, "two")
+    other = {"field": "seed", "text": "7", "sent": 30, "page": "a", "earlier": [first, second]}
+    assert view.act(json.dumps(other)) == ["", view.context.draft.stamp]
+    assert (view.context.draft.read().recipe.lora_r, view.context.draft.read().recipe.seed) == (48, 7)
+    assert view.act(json.dumps(other)) == SKIPPED
+    view.act(json.dumps({**third, "page": "b", "earlier": [first, second]}))  # numbers are each page's own
+    assert view.context.draft.read().recipe.lora_r == 24
+
+
+def test_a_field_refuses_what_is_no_value_of_it_and_says_so(view):
+    message = view.act('{"field": "learning_rate", "text": "quick", "sent": 1}')[0]
+    assert "learning_rate" in message and view.context.draft.read().recipe.learning_rate == 0.004
+    assert view.act('{"field": "trust_remote_code", "text": "true", "sent": 2}') == SKIPPED
+
+
+def test_the_form_has_each_setting_once_with_its_name_and_help():
+    names = {field.name for field in fields()}
+    shown = form()
+    assert set(re.findall(r'data-field="([^"]+)"', shown)) == names and len(names) > 70
+    assert set(re.findall(r'for="key-([^"]+)"', shown)) == {name.replace(".", "-") for name in names}
+    assert "trust_remote_code" not in shown
 
 
 def test_a_draft_that_is_read_while_it_changes_says_who_changed_it(view):
