@@ -6,7 +6,6 @@ that nothing happened to.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fault_kinds.runs import (
+    SMALL,
     fresh_copy,
     new_run,
     overfitting_rows,
     result_of,
+    small_base,
     start_training,
     train,
     wait_for,
@@ -43,7 +44,7 @@ _SCHEDULES = {
     "constant schedule": ("max_steps=6", "lr_scheduler_type=constant"),
     "offloaded layers": (
         "activation_checkpointing=true", "activation_checkpointing_every_n_layers=1", "layer_offloading=nvme",
-        "offloaded_layers=4",
+        "offloaded_layers=2",
     ),
     "two processes": ("launch.num_processes=2", "max_steps=6"),
 }  # fmt: skip
@@ -55,7 +56,8 @@ def kill_cases(kind: str, rng: random.Random, tally: Tally, folder: Path) -> Non
     """Kill runs of one kind until the tally has its cases or the time is over."""
     overrides = _SCHEDULES.get(kind) or (*overfitting_rows(folder), *_OVERFITTING[kind])
     processes = 2 if kind == "two processes" else 1
-    unstarted = new_run(folder / "unstarted", *overrides)
+    base = small_base(folder / "base")
+    unstarted = new_run(folder / "unstarted", *SMALL, f"model_name_or_path={base}", *overrides)
     whole = fresh_copy(unstarted, folder / "whole")
     began = time.monotonic()
     if code := train(whole, processes):
@@ -81,18 +83,21 @@ def kill_cases(kind: str, rng: random.Random, tally: Tally, folder: Path) -> Non
 
 
 def _killed_run(run: RunDirectory, rng: random.Random, processes: int, lasts_s: float, operations: str) -> list[str]:
-    """Kill a run and its resumes; returns a line for each kill that hit."""
-    kills = []
-    for attempt in range(rng.randint(1, _MOST_KILLS)):
-        if attempt == 0 and operations and rng.random() < 0.5:
+    """Kill a run and its resumes until one of them ends; returns a line for each kill."""
+    kills: list[str] = []
+    for _ in range(rng.randint(1, _MOST_KILLS)):
+        if operations and rng.random() < 0.5:
             at = rng.randrange(max(1, len(operations) - 5))
-            with contextlib.suppress(AssertionError):  # fewer operations than in the traced run: it ended
+            try:
                 forked(_quiet(run), run.path, at)
-                kills.append(f"at file operation {at} of {len(operations)}")
+            except AssertionError:  # a resume has fewer operations: it ended
+                break
+            kills.append(f"at file operation {at} of {len(operations)}")
             continue
         after_s = rng.uniform(0, lasts_s)
-        if _kill_after(after_s, start_training(run, processes), rng):
-            kills.append(f"after {after_s:.3f} of {lasts_s:.3f} s")
+        if not _kill_after(after_s, start_training(run, processes), rng):
+            break
+        kills.append(f"after {after_s:.3f} of {lasts_s:.3f} s")
     return kills
 
 
