@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,8 @@ def small_base(path: Path) -> Path:
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": _LAYERS}), encoding="utf-8")
     left_out = tuple(f"model.layers.{number}." for number in range(_LAYERS, config["num_hidden_layers"]))
     weights = load_file(path / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
-    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    first = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
+    save_file(first, path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -119,11 +120,10 @@ def work_of(run: RunDirectory, environment: dict[str, str] | None = None) -> Cal
 
     def work() -> int:
         os.environ.update(environment or {})
-        from finetune.distributed.ranks import tear_down
-        from finetune.run.worker import Worker
+        from finetune.run.worker import main
 
-        worker = Worker(run)
-        return tear_down(worker.rank, worker.main())
+        sys.argv[1:] = [str(run.path)]
+        return main()
 
     return work
 
