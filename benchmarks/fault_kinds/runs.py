@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file, save_file
+
 from finetune.bundled import model_path
 from finetune.distributed.ranks import ending_path
 from finetune.events import Result, Step, read_events
@@ -33,6 +35,7 @@ SHORT = (
 #: A base of two layers in float32 and few adapters: a kill costs a third of the CPU time that it takes with the bundled recipe.
 SMALL = ("load_in_4bit=false", "target_modules=[q_proj,v_proj]")
 _LAYERS = 2
+_END_TOKEN, _SYSTEM_TOKEN = 1, 2
 _OF_CHECKPOINT = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "adapter_model.safetensors")
 _NOT_BEFORE_A_START = ("events.jsonl", "log.txt", "adapter*", ".adapter", "checkpoint-*", ".partial", "*lock", "launch")
 
@@ -63,8 +66,6 @@ def new_run(folder: Path, *overrides: str) -> RunDirectory:
 
 def small_base(path: Path) -> Path:
     """The bundled model's first layers as a base model."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(model_path("tiny"), path)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": _LAYERS}), encoding="utf-8")
@@ -72,6 +73,16 @@ def small_base(path: Path) -> Path:
     weights = load_file(path / "model.safetensors")
     first = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
     save_file(first, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def endless_base(path: Path) -> Path:
+    """The bundled model with another token's embedding for the token that ends an answer, which it never chooses then."""
+    shutil.copytree(model_path("tiny"), path)
+    weights = load_file(path / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[_END_TOKEN] = embeddings[_SYSTEM_TOKEN]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
 
