@@ -1,7 +1,7 @@
 """SIGKILLs at random moments and file operations of a run, and of its resumes: the result must have the same bits.
 
 A case is one kill that hit a living process. A run is killed one to eight times, then trained to its end and compared with one
-that nothing happened to.
+that nothing happened to. Some attempts are started as by `finetune resume`, and their supervisor is killed, too.
 """
 
 from __future__ import annotations
@@ -17,33 +17,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fault_kinds.runs import (
+    SMALL,
     fresh_copy,
+    in_fork,
     new_run,
     overfitting_rows,
     result_of,
+    small_base,
     start_training,
     train,
     wait_for,
     work_of,
 )
+from finetune.run import control
+from finetune.run.state import is_recorded_process, read_processes, read_state
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from killed import forked  # noqa: E402 - the tests' helper, which kills at an operation of a file
+from warm import CLIENT, server  # noqa: E402 - so that a supervisor's processes are forks, too
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from benchmarks.fault_kinds.tally import Tally
     from finetune.run.directory import RunDirectory
 
 _MOST_KILLS = 8
+#: Shares of attempts: killed at a file operation; started and killed with their supervisor. The others are killed at a moment.
+_AT_OPERATION, _SUPERVISED = 0.4, 0.3
+_ENDS_WITHIN_S = 120
 _SCHEDULES = {
     "whole epochs": ("max_steps=null", "num_train_epochs=2", "dataset.max_rows=8"),
     "inside an epoch": ("max_steps=6",),
     "constant schedule": ("max_steps=6", "lr_scheduler_type=constant"),
     "offloaded layers": (
         "activation_checkpointing=true", "activation_checkpointing_every_n_layers=1", "layer_offloading=nvme",
-        "offloaded_layers=4",
+        "offloaded_layers=2",
     ),
     "two processes": ("launch.num_processes=2", "max_steps=6"),
 }  # fmt: skip
@@ -55,7 +64,8 @@ def kill_cases(kind: str, rng: random.Random, tally: Tally, folder: Path) -> Non
     """Kill runs of one kind until the tally has its cases or the time is over."""
     overrides = _SCHEDULES.get(kind) or (*overfitting_rows(folder), *_OVERFITTING[kind])
     processes = 2 if kind == "two processes" else 1
-    unstarted = new_run(folder / "unstarted", *overrides)
+    base = small_base(folder / "base")
+    unstarted = new_run(folder / "unstarted", *SMALL, f"model_name_or_path={base}", *overrides)
     whole = fresh_copy(unstarted, folder / "whole")
     began = time.monotonic()
     if code := train(whole, processes):
@@ -67,33 +77,83 @@ def kill_cases(kind: str, rng: random.Random, tally: Tally, folder: Path) -> Non
         return
     operations = "" if processes > 1 else forked(_quiet(fresh_copy(unstarted, folder / "traced")), folder / "traced")
     number = 0
-    while tally.goes_on:
-        number += 1
-        run = fresh_copy(unstarted, folder / f"run-{number}")
-        kills = _killed_run(run, rng, processes, lasts_s, operations)
-        code = train(run, processes)
-        problem = f"exit {code}" if code else _difference(expected, run)
-        if problem:
-            tally.fail(f"run {number} (kept in {run.path}), killed {'; '.join(kills)}: {problem}")
-            continue
-        tally.outcomes["equal"] += len(kills)
-        shutil.rmtree(run.path)
+    with _forked_processes(folder):
+        while tally.goes_on:
+            number += 1
+            run, kills = fresh_copy(unstarted, folder / f"run-{number}"), []
+            try:
+                _kill(run, rng, processes, lasts_s, operations, kills)
+                problem = f"exit {code}" if (code := train(run, processes)) else _difference(expected, run)
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                tally.fail(f"run {number} (kept in {run.path}), killed {'; '.join(kills)}: {problem}")
+                continue
+            tally.outcomes["equal"] += len(kills)
+            shutil.rmtree(run.path)
 
 
-def _killed_run(run: RunDirectory, rng: random.Random, processes: int, lasts_s: float, operations: str) -> list[str]:
-    """Kill a run and its resumes; returns a line for each kill that hit."""
-    kills = []
-    for attempt in range(rng.randint(1, _MOST_KILLS)):
-        if attempt == 0 and operations and rng.random() < 0.5:
-            at = rng.randrange(max(1, len(operations) - 5))
-            with contextlib.suppress(AssertionError):  # fewer operations than in the traced run: it ended
-                forked(_quiet(run), run.path, at)
-                kills.append(f"at file operation {at} of {len(operations)}")
-            continue
-        after_s = rng.uniform(0, lasts_s)
-        if _kill_after(after_s, start_training(run, processes), rng):
-            kills.append(f"after {after_s:.3f} of {lasts_s:.3f} s")
-    return kills
+@contextlib.contextmanager
+def _forked_processes(folder: Path) -> Iterator[None]:
+    """Have supervisors and the workers that they start be forks of this process, which starts them as new interpreters."""
+    path, interpreter = folder / "socket", sys.executable
+
+    def work() -> None:
+        sys.argv[1:] = [str(path)]
+        server.main()
+
+    warm = in_fork(work, folder / "warm.log")
+    os.environ["WARM_PYTHON"], sys.executable = str(path), CLIENT
+    os.environ["PATH"] = f"{Path(interpreter).resolve().parent}{os.pathsep}{os.environ['PATH']}"  # whose python3 starts quickly
+    try:
+        yield
+    finally:
+        sys.executable = interpreter
+        os.kill(warm, signal.SIGKILL)
+        wait_for(warm)
+
+
+def _kill(run: RunDirectory, rng: random.Random, processes: int, lasts_s: float, operations: str, kills: list[str]) -> None:
+    """Kill a run and its resumes until one ends; adds a line to `kills` for each. Raises ValueError for one that fails."""
+    for _ in range(rng.randint(1, _MOST_KILLS)):
+        at, after_s, way = rng.randrange(max(1, len(operations) - 5)), rng.uniform(0, lasts_s), rng.random()
+        if processes == 1 and way < _AT_OPERATION:
+            moment, hits = f"at file operation {at} of {len(operations)}", _kill_at(at, run)
+        elif processes == 1 and way < _AT_OPERATION + _SUPERVISED:
+            moment, hits = f"with its supervisor after {after_s:.3f} of {lasts_s:.3f} s", _kill_supervised(after_s, run, rng)
+        else:
+            moment = f"after {after_s:.3f} of {lasts_s:.3f} s"
+            hits = _kill_after(after_s, start_training(run, processes), rng)
+        if not hits:
+            return
+        kills.append(moment)
+
+
+def _kill_at(at: int, run: RunDirectory) -> bool:
+    """Kill a run at a file operation. False when it ended before: a resume has fewer operations."""
+    try:
+        forked(_quiet(run), run.path, at)
+    except AssertionError as error:
+        if not str(error).startswith("0 at"):
+            raise ValueError(f"exit {error}") from None
+        return False
+    return True
+
+
+def _kill_supervised(after_s: float, run: RunDirectory, rng: random.Random) -> bool:
+    """Start a run as the command does; kill its supervisor, its worker or both. False when the run has finished."""
+    control.start(run)
+    time.sleep(after_s)
+    records = read_processes(run)
+    for role in rng.choice((["supervisor"], ["worker"], ["supervisor", "worker"], ["worker", "supervisor"])):
+        if role in records and is_recorded_process(records[role]):
+            os.kill(int(records[role]["pid"]), signal.SIGKILL)
+    if not control.wait(run, _ENDS_WITHIN_S):
+        raise ValueError(f"alive {_ENDS_WITHIN_S} s after a kill")
+    state = read_state(run)
+    if state.state == "failed" and "was killed" not in (state.message or ""):
+        raise ValueError(f"{state.state}: {state.message}")
+    return state.state != "finished"
 
 
 def _quiet(run: RunDirectory) -> Callable[[], int]:
@@ -115,7 +175,10 @@ def _kill_after(after_s: float, pids: list[int], rng: random.Random) -> bool:
     for pid in order:
         os.kill(pid, signal.SIGKILL)
         time.sleep(rng.choice((0, 0.05)))
-    return -signal.SIGKILL in [wait_for(pid) for pid in order]
+    statuses = [wait_for(pid) for pid in order]
+    if len(pids) == 1 and statuses[0] not in (0, -signal.SIGKILL):  # of several the others lose their connection
+        raise ValueError(f"exit {statuses[0]}")
+    return -signal.SIGKILL in statuses
 
 
 def _difference(expected: dict[str, Any], run: RunDirectory) -> str:

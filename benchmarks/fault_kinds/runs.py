@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import json
@@ -9,15 +10,20 @@ import os
 import random
 import shutil
 import socket
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import load_file, save_file
+
+from finetune.bundled import model_path
 from finetune.distributed.ranks import ending_path
-from finetune.events import Step, read_events
+from finetune.events import Result, Step, read_events
 from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
 from finetune.run.prepare import create_run, prepare
+from finetune.run.seal import newest_verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +32,11 @@ SHORT = (
     "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
     "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0", "sample_answers=0", "lora_dropout=0.1",
 )  # fmt: skip
+#: A base of two layers in float32 and few adapters: a kill costs a third of the CPU time that it takes with the bundled recipe.
+SMALL = ("load_in_4bit=false", "target_modules=[q_proj,v_proj]")
+_LAYERS = 2
+_END_TOKEN, _SYSTEM_TOKEN = 1, 2
+_OF_CHECKPOINT = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "adapter_model.safetensors")
 _NOT_BEFORE_A_START = ("events.jsonl", "log.txt", "adapter*", ".adapter", "checkpoint-*", ".partial", "*lock", "launch")
 
 
@@ -33,9 +44,11 @@ def import_worker() -> None:
     """Import what training needs, with one thread for each process."""
     import torch
 
+    import finetune.model.sharded_loading
     import finetune.model.techniques
     import finetune.run.callbacks
-    import finetune.run.training  # noqa: F401 - so that a fork need not
+    import finetune.run.training
+    import finetune.run.worker  # noqa: F401 - so that a fork need not
 
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,7 +56,34 @@ def import_worker() -> None:
 
 def new_run(folder: Path, *overrides: str) -> RunDirectory:
     """A run of a few steps on a CPU that has not been started."""
-    return create_run(prepare(load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={folder}"])))
+    from finetune.model.padding import needs_padding_mask
+    from finetune.model.transformers_config import load_config
+
+    settings = load_recipe("tiny-cpu", [*SHORT, *overrides, f"output_dir={folder}"])
+    needs_padding_mask(load_config(settings))  # is remembered, so that a fork need not compute it
+    return create_run(prepare(settings))
+
+
+def small_base(path: Path) -> Path:
+    """The bundled model's first layers as a base model."""
+    shutil.copytree(model_path("tiny"), path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": _LAYERS}), encoding="utf-8")
+    left_out = tuple(f"model.layers.{number}." for number in range(_LAYERS, config["num_hidden_layers"]))
+    weights = load_file(path / "model.safetensors")
+    first = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
+    save_file(first, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def endless_base(path: Path) -> Path:
+    """The bundled model with another token's embedding for the token that ends an answer, which it never chooses then."""
+    shutil.copytree(model_path("tiny"), path)
+    weights = load_file(path / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[_END_TOKEN] = embeddings[_SYSTEM_TOKEN]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def fresh_copy(run: RunDirectory, path: Path) -> RunDirectory:
@@ -59,7 +99,7 @@ def overfitting_rows(folder: Path) -> tuple[str, ...]:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return (
         f"dataset.path={folder}/train.jsonl", f"dataset.eval_path={folder}/held.jsonl", "max_steps=12", "eval_steps=2",
-        "save_steps=2", "effective_batch_size=8", "per_device_train_batch_size=8", "learning_rate=1e-3",
+        "save_steps=2", "effective_batch_size=8", "per_device_train_batch_size=8", "learning_rate=4e-3",
         "lr_scheduler_type=constant", "save_total_limit=1",
     )  # fmt: skip
 
@@ -91,11 +131,10 @@ def work_of(run: RunDirectory, environment: dict[str, str] | None = None) -> Cal
 
     def work() -> int:
         os.environ.update(environment or {})
-        from finetune.distributed.ranks import tear_down
-        from finetune.run.worker import Worker
+        from finetune.run.worker import main
 
-        worker = Worker(run)
-        return tear_down(worker.rank, worker.main())
+        sys.argv[1:] = [str(run.path)]
+        return main()
 
     return work
 
@@ -120,16 +159,23 @@ def train(run: RunDirectory, processes: int = 1) -> int:
 
 
 def result_of(run: RunDirectory) -> dict[str, Any]:
-    """All that must be equal in a run that was killed: adapters, loss by step, the last step.
+    """All that must be equal in a run that was killed: adapters, newest checkpoint, result, loss by step, the last step.
 
     Raises ValueError for a step that shows another loss when it is trained again.
     """
     losses: dict[int, Any] = {}
-    for event in read_events(run.events):
+    events = read_events(run.events)
+    for event in events:
         if isinstance(event, Step) and losses.setdefault(event.step, event.loss) != event.loss:
             raise ValueError(f"step {event.step} has loss {event.loss} and {losses[event.step]}")
     adapters = {path.parent.name: file_hash(path) for path in run.path.glob("adapter*/adapter_model.safetensors")}
-    return {"adapters": adapters, "losses": losses, "steps": max(losses, default=0)}
+    newest = newest_verified(run.checkpoints)[0]
+    paths = [path for pattern in _OF_CHECKPOINT for path in (newest.path.glob(pattern) if newest else ())]
+    results = [dataclasses.replace(event, time_s=None) for event in events if isinstance(event, Result)]
+    return {
+        "adapters": adapters, "checkpoint": {path.name: file_hash(path) for path in paths}, "result": results[-1:],
+        "losses": losses, "steps": max(losses, default=0),
+    }  # fmt: skip
 
 
 def file_hash(path: Path) -> str:

@@ -78,7 +78,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
     try:
         questions = read_json(path, list)[:limit]
         _eval_rows(questions)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(problem, "Give rows of your own: --data FILE.") from None
     sequences: dict[str, list[Any]] = {"input_ids": [], "labels": []}

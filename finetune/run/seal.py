@@ -86,7 +86,7 @@ def verify(folder: Path) -> list[str]:
         step = int(read_json(folder / MANIFEST, dict)["step"])
     except FileNotFoundError:
         return ["it is incomplete (no manifest): the run died while writing it"]
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
         return ["its manifest can't be read"]
     problems = changes_in(folder)
     if folder.name != f"checkpoint-{step}":

@@ -104,6 +104,15 @@ def test_a_damaged_manifest_is_named(run, content):
     assert verify(run.data) == changes_in(run.data) == ["its manifest can't be read"]
 
 
+def test_infinity_where_a_whole_number_is_read_is_named(run):
+    (run.data / MANIFEST).write_text('{"step": 1e999}')
+    assert verify(run.data) == ["its manifest can't be read"]
+    row = '{"prompt": "a", "prompt_ids": [1], "answer": "b", "calls": [], "answer_tokens": 1e999}'
+    (run.data / "eval_examples.json").write_text(f"[{row}]")
+    with pytest.raises(FinetuneError, match=r"eval_examples\.json can't be read"):
+        held_out_rows(run, None)
+
+
 def test_evaluations_of_another_shape_are_left_out(run, content):
     for name in ("scores-exact.json", "lost.json"):
         (run.path / "evaluations" / name).write_bytes(content)

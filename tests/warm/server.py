@@ -61,7 +61,8 @@ def handle(connection, listener):
         connection.close()
         listener.close()
         run(json.loads(arguments), files)
-    connection.sendall(f"{child}\n".encode())
+    with contextlib.suppress(OSError):  # the client is gone already, which select tells
+        connection.sendall(f"{child}\n".encode())
     ended = os.pidfd_open(child)
     if ended not in select.select([connection, ended], [], [])[0]:
         os.kill(child, signal.SIGKILL)
