@@ -116,7 +116,7 @@ class OutOfMemory(FinetuneError):
 
 
 class Diverged(FinetuneError):
-    """Loss or gradients are no longer finite."""
+    """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
 
     exit_code = 6
     title = "Training diverged"

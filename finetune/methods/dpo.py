@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, forward
+from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
 
 #: beta of the paper, TRL, LLaMA-Factory and Axolotl.
 USUAL_BETA = 0.1
@@ -70,6 +70,7 @@ class Dpo(TrainingMethod):
         counts = {
             "correct": outputs.is_top1.sum(), "pairs": torch.ones_like(chosen).sum(), "rewards/chosen": chosen.sum(),
             "rewards/rejected": rejected.sum(), "rewards/accuracies": (chosen > rejected).sum(),
+            "chosen_tokens": lengths.chunk(2)[0].sum(),
         }  # fmt: skip
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
@@ -80,6 +81,14 @@ class Dpo(TrainingMethod):
             return {}
         means = {name: count / pairs for name, count in counts.items() if name.startswith("rewards/") and count is not None}
         return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+
+    def collapse(self, counts: dict[str, Any]) -> str | None:
+        """Not of `apo_down`, which is to make them less likely."""
+        if not counts.get("pairs") or self.settings.loss_type == "apo_down":
+            return None
+        return collapse_of(
+            counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA), counts["pairs"], counts["chosen_tokens"]
+        )
 
 
 def _sigmoid(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:

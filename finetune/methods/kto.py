@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.methods.dpo import USUAL_BETA
-from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, forward
+from finetune.methods.method import Collator, MicroBatchLoss, TrainingMethod, collapse_of, forward
 from finetune.settings.methods import has_kl
 
 _NOT_TRAINED = -100
@@ -95,6 +95,7 @@ class Kto(TrainingMethod):
             "correct": outputs.is_top1.sum(), "rows": torch.ones_like(rewards).sum(), "desirable": desirable.sum(),
             "rewards/accuracies": (margins.detach() > 0).sum(), "rewards/chosen": (rewards * desirable).sum(),
             "rewards/rejected": (rewards * ~desirable).sum(), "kl": kl * len(rewards),
+            "chosen_tokens": ((batch["labels"] != _NOT_TRAINED).sum(dim=1) * desirable).sum(),
         }  # fmt: skip
         return MicroBatchLoss(losses.mean(), outputs.aux_loss, counts)
 
@@ -109,6 +110,13 @@ class Kto(TrainingMethod):
         if chosen and rows > chosen:
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
+
+    def collapse(self, counts: dict[str, Any]) -> str | None:
+        """Of the good answers."""
+        if not counts.get("desirable"):
+            return None
+        log_ratios = counts["rewards/chosen"] / (self.settings.beta or USUAL_BETA)
+        return collapse_of(log_ratios, counts["desirable"], counts["chosen_tokens"])
 
 
 def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:

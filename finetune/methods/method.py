@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
+#: Chosen answers have collapsed where they are this much less likely than for the reference, in nats: an answer on average, and
+#: a token of it.
+COLLAPSED_ANSWER_NATS, COLLAPSED_TOKEN_NATS = 10.0, 1.0
+
+
 @dataclass(frozen=True)
 class MicroBatchLoss:
     """The loss of a micro-batch, and a mixture's auxiliary loss (None without one). `counts` are sums over its rows or tokens,
@@ -93,6 +98,21 @@ class TrainingMethod(ABC):
     def metrics(self, counts: dict[str, Any]) -> dict[str, float]:
         """Metrics of this method only, from the sums of its counts."""
         return {}
+
+    def collapse(self, counts: dict[str, Any]) -> str | None:
+        """In words, how unlikely the chosen answers have become, where they have collapsed; None where they have not."""
+        return None
+
+
+def collapse_of(log_ratios: float, answers: float, tokens: float) -> str | None:
+    """`TrainingMethod.collapse` of chosen answers, from the sum of their log-ratios to the reference, their number and their
+    tokens."""
+    if not answers or log_ratios > -max(COLLAPSED_ANSWER_NATS * answers, COLLAPSED_TOKEN_NATS * tokens):
+        return None
+    return (
+        f"the chosen answers are {-log_ratios / answers:.0f} nats less likely than before the training, "
+        f"{-log_ratios / tokens:.1f} for each token"
+    )
 
 
 def _trainable(model: Any) -> list[Any]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _COMPARED_STEP = 2  # the first with optimizer states; finetune.run.training.LongestEarly puts the longest row into it
 _SPIKE_WINDOW = 5  # losses that the watchdog compares with
+_COLLAPSED_STEPS = 8  # in a row, that end a run
 _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; after 16 it is 1
 
 
@@ -76,7 +77,7 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
-        self._began, self._skipped_steps = 0.0, 0
+        self._began, self._skipped_steps, self._collapsed_steps = 0.0, 0, 0
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
         events.listeners.append(self._watch.observe)
         self.spike: str | None = None
@@ -138,6 +139,7 @@ class RunCallback(TrainerCallback):
         for message in self._watch.step(memory, step_s):
             self._events.emit(RunWarning(message=message))
         self._check_finite(state.global_step, logs, control)
+        self._check_collapse(state.global_step, tokens, control)
         self._check_spike(state.global_step, logs["loss"], control)
         self._compare(state, memory)
         self._history.after_step(memory, state.global_step, state.max_steps)
@@ -240,3 +242,14 @@ class RunCallback(TrainerCallback):
                 self.diverged = f"{name} is {value} at step {step}"
                 control.should_training_stop = True
                 control.should_save = control.should_evaluate = False
+
+    def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
+        """End a run whose chosen answers have become unlikely: losses on pairs ask only that rejected ones become more so."""
+        assert self.trainer is not None
+        collapse = self.trainer.method.collapse(counts)
+        self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
+        if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
+            weight = " or sft_weight=1" if self.trainer.plan.settings.method == "dpo" else ""
+            self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely"
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from messages import ARTICLES, NO_ARTICLE, Message, draw_messages
+from messages import ARTICLES, NEW_TOPICS, NO_ARTICLE, Message, draw_messages
 
 TRAIN_ROWS, EVAL_ROWS, SEED = 900, 120, 20260
 #: Training rows of the pairs, and the seed of their messages.
@@ -32,14 +32,22 @@ QUEUES = {
     "login": "account", "profile": "account",
     "stock": "sales", "bulk order": "sales",
 }  # fmt: skip
+#: The queue that is preferred for each topic of the pairs, and the one that isn't. Each queue is as often in both.
+PREFERRED = {
+    "rental": ("sales", "returns"), "recycling": ("returns", "technical"), "insurance": ("billing", "sales"),
+    "instalments": ("billing", "returns"), "customs": ("shipping", "billing"), "gift wrapping": ("shipping", "sales"),
+    "workshop": ("technical", "account"), "accessories": ("technical", "shipping"), "review": ("account", "technical"),
+    "bonus points": ("account", "billing"), "showroom": ("sales", "shipping"), "packaging": ("returns", "account"),
+}  # fmt: skip
 PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
 PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}
 
 
-def route(message: Message) -> str:
-    """The answer: one line of JSON. Safety is high priority whatever the customer says about the time."""
+def route(message: Message, queue: str | None = None) -> str:
+    """The answer: one line of JSON, with the queue of the topic if no other is given. Safety is high priority whatever the
+    customer says about the time."""
     priority = "high" if message.topic == "safety" else PRIORITIES[message.urgency]
-    return json.dumps({"queue": QUEUES[message.topic], "priority": priority, "product": PRODUCTS[message.article]})
+    return json.dumps({"queue": queue or QUEUES[message.topic], "priority": priority, "product": PRODUCTS[message.article]})
 
 
 def rows() -> tuple[list[dict[str, list[dict[str, str]]]], list[dict[str, list[dict[str, str]]]]]:
@@ -54,15 +62,9 @@ def bundled_texts() -> set[str]:
 
 
 def pairs() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out pairs: a customer writes twice, and the answer that routes the second message is preferred to the
-    one that routes the first. Nothing in `support` says which."""
-    rng, messages = random.Random(PAIRS_SEED), []
-    texts = bundled_texts()
-    while len(messages) < PAIRS + EVAL_ROWS:
-        first, second = draw_messages(rng, 2, texts)
-        if route(first) != route(second):
-            messages.append((first, second))
-    every = [_pair(first, second) for first, second in messages]
+    """Training and held-out pairs on topics that `support` lacks: a queue is preferred to another, all else is equal."""
+    messages = draw_messages(random.Random(PAIRS_SEED), PAIRS + EVAL_ROWS, set(), NEW_TOPICS)
+    every = [_pair(message) for message in messages]
     return every[:PAIRS], every[PAIRS:]
 
 
@@ -80,10 +82,9 @@ def _row(message: Message) -> dict[str, list[dict[str, str]]]:
     return {"messages": [question, {"role": "assistant", "content": route(message)}]}
 
 
-def _pair(first: Message, second: Message) -> dict[str, Any]:
-    chosen, rejected = ([{"role": "assistant", "content": route(message)}] for message in (second, first))
-    question = {"role": "user", "content": f"{INSTRUCTION} {first.text} {second.text}"}
-    return {"prompt": [question], "chosen": chosen, "rejected": rejected}
+def _pair(message: Message) -> dict[str, Any]:
+    chosen, rejected = ([{"role": "assistant", "content": route(message, queue)}] for queue in PREFERRED[message.topic])
+    return {"prompt": [{"role": "user", "content": f"{INSTRUCTION} {message.text}"}], "chosen": chosen, "rejected": rejected}
 
 
 if __name__ == "__main__":

@@ -192,6 +192,66 @@ TOPICS: dict[str, tuple[str, ...]] = {
 TOPICS_WITHOUT_ARTICLE = ("login", "profile")
 TOPICS_BEFORE_BUYING = ("stock", "bulk order")
 
+#: Topics that only the pairs have: the fine-tune's rows never say where these go.
+NEW_TOPICS: dict[str, tuple[str, ...]] = {
+    "rental": ("Could I rent {item} for a weekend?", "Do you lend out {item}?", "What is the hire of {item} for {count} days?"),
+    "recycling": (
+        "Do you recycle {item} when it is worn out?",
+        "Where can I scrap {item}?",
+        "How do I dispose of {item} at the end of its life?",
+    ),
+    "insurance": (
+        "Can I insure {item} against theft?",
+        "I would like a theft policy for {item}.",
+        "A burglar took {item}, what does the insurance pay?",
+    ),
+    "instalments": (
+        "May I pay for {item} in {count} instalments?",
+        "Can the cost of {item} be spread over {count} months?",
+        "Do you offer credit for {item}?",
+    ),
+    "customs": (
+        "Customs are holding {item} at the border.",
+        "The import duty on {item} was {amount}.",
+        "Which customs form does {item} need?",
+    ),
+    "gift wrapping": (
+        "Could you wrap {item} as a gift?",
+        "Please add a birthday card to {item}.",
+        "I want {item} in gift paper.",
+    ),
+    "workshop": (
+        "Is there a repair course for {item}?",
+        "I would like to learn how to mend {item} myself.",
+        "Do you run workshops about {item}?",
+    ),
+    "accessories": (
+        "Which cover fits {item}?",
+        "I need a matching bag for {item}.",
+        "Are there accessories for {item}?",
+    ),
+    "review": (
+        "My review of {item} was never published.",
+        "I want to rate {item} with {count} stars.",
+        "Please remove my comment about {item}.",
+    ),
+    "bonus points": (
+        "I got no bonus points for {item}.",
+        "How many points do I earn with {item}?",
+        "My loyalty points for {item} are missing.",
+    ),
+    "showroom": (
+        "Can I try {item} in one of your shops?",
+        "Is {item} on display anywhere near me?",
+        "I would like to see {item} in your showroom.",
+    ),
+    "packaging": (
+        "There was far too much plastic around {item}.",
+        "Can I bring the empty box of {item} to you?",
+        "What shall I do with the foam from {item}?",
+    ),
+}  # fmt: skip
+
 #: The customer's words about urgency; "usual" has none, or other words.
 URGENCY: dict[str, tuple[str, ...]] = {
     "urgent": (
@@ -271,13 +331,13 @@ class Message:
     urgency: str
 
 
-def draw_message(rng: random.Random) -> Message:
+def draw_message(rng: random.Random, topics: dict[str, tuple[str, ...]] = TOPICS) -> Message:
     """One message; each topic, and for it each article and urgency, is equally likely."""
-    topic = rng.choice(list(TOPICS))
+    topic = rng.choice(list(topics))
     article = NO_ARTICLE if topic in TOPICS_WITHOUT_ARTICLE else rng.choice(list(ARTICLES))
     urgency = rng.choice(list(URGENCY))
     slots = _slots(rng, topic, article)
-    templates = [text for text in TOPICS[topic] if article not in NOT_ELECTRIC or "{device}" not in text]
+    templates = [text for text in topics[topic] if article not in NOT_ELECTRIC or "{device}" not in text]
     main_sentence = _sentence(_fill(rng.choice(templates), slots, rng))
     sentences = [main_sentence]
     if rng.random() < 0.4:
@@ -292,11 +352,13 @@ def draw_message(rng: random.Random) -> Message:
     return Message(_with_typing_style(" ".join(sentences), rng), topic, article, urgency)
 
 
-def draw_messages(rng: random.Random, count: int, excluded: set[str]) -> list[Message]:
+def draw_messages(
+    rng: random.Random, count: int, excluded: set[str], topics: dict[str, tuple[str, ...]] = TOPICS
+) -> list[Message]:
     """`count` messages whose texts are not in `excluded`; adds them to it."""
     messages: list[Message] = []
     while len(messages) < count:
-        message = draw_message(rng)
+        message = draw_message(rng, topics)
         if message.text not in excluded:
             excluded.add(message.text)
             messages.append(message)

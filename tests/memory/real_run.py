@@ -67,9 +67,9 @@ def _pair_of(text: str) -> dict[str, str]:
 
 
 def _labelled_of(text: str) -> dict[str, object]:
-    """An answer to a prompt of one word, good if that has an even number; a bad one is shorter, so that a batch is padded."""
+    """An answer to a prompt of one word, good if that has an odd number; a bad one is shorter, so that a batch is padded."""
     prompt, *answer = text.split(" ")
-    good = int(prompt[1:]) % 2 == 0
+    good = int(prompt[1:]) % 2 == 1
     return {"prompt": prompt, "completion": " " + " ".join(answer[0 if good else 1 :]), "label": good}
 
 

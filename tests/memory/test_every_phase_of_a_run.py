@@ -1,5 +1,7 @@
 """On the CPU: the worker's own run against the dry run of its plan, phase by phase, for each technique and kind of model."""
 
+import itertools
+
 import pytest
 from real_run import forecast, measured, planned, save_model
 
@@ -8,12 +10,25 @@ from finetune.run.worker import Worker
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
 RECOMPUTED = {"activation_checkpointing": True}
-KTO = {"method": "kto", "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-PRECOMPUTED = {"method": "dpo", "precompute_ref_log_probs": True}
+EVERY_2 = RECOMPUTED | {"activation_checkpointing_every_n_layers": 2}
+NF4 = {"load_in_4bit": True}
+#: Whichever two rows meet, one is padded.
+UNEVEN = {"per_device_train_batch_size": 2, "lengths": tuple(range(128, 112, -2))}
+KTO = {"method": "kto", "per_device_eval_batch_size": 2} | UNEVEN
+#: The grid of a reference in each step or before the first, formats of the base, and what is recomputed.
+PAIRS = {
+    f"dpo{reference}{base}{recomputed}": {"method": "dpo"} | more
+    for (reference, precomputed), (base, quantised), (recomputed, checkpointing) in itertools.product(
+        [("", {}), ("-precomputed", {"precompute_ref_log_probs": True})],
+        [("", {}), ("-nf4", NF4)],
+        [("", {}), ("-recomputed", RECOMPUTED), ("-every-2", EVERY_2)],
+    )
+    for more in [precomputed | quantised | checkpointing]
+}
 TECHNIQUES = {
     "kept": {},
     "recomputed": RECOMPUTED,
-    "every-2": RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
+    "every-2": EVERY_2,
     "selective": {"activation_checkpointing": "selective"},
     "offload": {"activation_checkpointing": "offload"},
     "activation-offloading": {"activation_offloading": True},
@@ -26,8 +41,8 @@ TECHNIQUES = {
     "paged-32bit": {"optim": "paged_adamw_32bit"},
     "adafactor": {"optim": "adafactor"},
     "cpu-adamw": {"optim": "adamw_cpu_offload"},
-    "nf4": {"load_in_4bit": True},
-    "nf4-recomputed": RECOMPUTED | {"load_in_4bit": True},
+    "nf4": NF4,
+    "nf4-recomputed": RECOMPUTED | NF4,
     "int8-weights": {"load_in_8bit": True},
     "dora": {"use_dora": True},
     "nf4-dora": {"use_dora": True, "load_in_4bit": True},
@@ -35,7 +50,7 @@ TECHNIQUES = {
     "float32": {"dtype": "float32"},
     "eager": {"attn_implementation": "eager"},
     "one-micro-batch": {"gradient_accumulation_steps": 1},
-    "padded": {"per_device_train_batch_size": 2, "lengths": tuple(range(128, 120, -1))},  # whichever two rows meet
+    "padded": UNEVEN,
     "packed": {"packing": True, "lengths": (64, 64)},
     "varlen": {"packing": True, "lengths": (64, 64), "attn_implementation": "torch_varlen"},
     "bf16-adapters": {"adapter_dtype": "bfloat16"},
@@ -44,30 +59,21 @@ TECHNIQUES = {
     "new-tokens": {"new_tokens": [f"<{number}>" for number in range(1900)]},
     "new-tokens-nf4": RECOMPUTED | {"new_tokens": [f"<{number}>" for number in range(1900)], "load_in_4bit": True},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-    "dpo": {"method": "dpo"},
-    "dpo-nf4": {"method": "dpo", "load_in_4bit": True},
-    "dpo-recomputed": RECOMPUTED | {"method": "dpo", "load_in_4bit": True},
-    "dpo-every-2": RECOMPUTED | {"method": "dpo", "activation_checkpointing_every_n_layers": 2},
+    **PAIRS,
     "dpo-offload": {"method": "dpo", "activation_checkpointing": "offload"},
     "dpo-two-pairs": {"method": "dpo", "per_device_train_batch_size": 2},
-    "dpo-precomputed": PRECOMPUTED,
-    "dpo-precomputed-nf4": PRECOMPUTED | {"load_in_4bit": True},
-    "dpo-precomputed-recomputed": PRECOMPUTED | RECOMPUTED | {"load_in_4bit": True},
-    "dpo-precomputed-every-2": PRECOMPUTED | RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
-    "dpo-nf4-every-2": RECOMPUTED | {"method": "dpo", "load_in_4bit": True, "activation_checkpointing_every_n_layers": 2},
-    "dpo-16-bit-recomputed": RECOMPUTED | {"method": "dpo"},
     "kto": KTO,
-    "kto-nf4": KTO | {"load_in_4bit": True},
-    "kto-recomputed": KTO | RECOMPUTED | {"load_in_4bit": True},
-    "kto-every-2": KTO | RECOMPUTED | {"activation_checkpointing_every_n_layers": 2},
+    "kto-nf4": KTO | NF4,
+    "kto-nf4-recomputed": KTO | RECOMPUTED | NF4,
+    "kto-every-2": KTO | EVERY_2,
     "kto-without-kl": KTO | {"loss_type": "apo_zero_unpaired"},
 }
 #: One of each kind in the ordinary run; together they have every quantisation and half of the techniques.
 USUAL = {
-    ("llama", "dpo-recomputed"),
+    ("llama", "dpo-nf4-recomputed"),
     ("llama", "selective"),
-    ("qwen3", "kto-recomputed"),
-    ("gemma3_text", "dpo-precomputed-recomputed"),
+    ("qwen3", "kto-nf4-recomputed"),
+    ("gemma3_text", "dpo-precomputed-nf4-recomputed"),
     ("qwen3", "nf4-recomputed"),
     ("qwen3", "nf4-bf16-adapters"),
     ("gemma3_text", "int8-offloaded"),

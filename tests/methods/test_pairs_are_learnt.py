@@ -7,6 +7,44 @@ import pytest
 from finetune.events import Evaluation, Step, read_events
 
 
+@pytest.mark.parametrize(
+    ("settings", "log_ratio", "tokens", "collapsed"),
+    [
+        ({"method": "dpo"}, -30.0, 20, True),
+        ({"method": "dpo"}, -30.0, 40, False),  # less than a nat for each token
+        ({"method": "dpo"}, -4.0, 1, False),  # of one word, where no answer is certain
+        ({"method": "dpo", "loss_type": "apo_down"}, -30.0, 20, False),  # which is to make it less likely
+        ({"method": "kto"}, -30.0, 20, True),
+        ({"method": "kto"}, 3.0, 20, False),
+        ({"method": "sft"}, -30.0, 20, False),
+    ],
+)
+def test_chosen_answers_collapse_where_they_are_far_less_likely_than_for_the_reference(settings, log_ratio, tokens, collapsed):
+    from finetune.methods import method_of
+    from finetune.recipe import recipe_from
+    from finetune.settings import plainest
+
+    method = method_of(plainest(recipe_from({"model_name_or_path": "m", "dataset": "d", **settings})))
+    counts = {"pairs": 3, "desirable": 3, "chosen_tokens": 3 * tokens, "rewards/chosen": 3 * 0.1 * log_ratio}
+    message = method.collapse(counts)
+    assert message is None if not collapsed else "30 nats less likely than before the training, 1.5 for each token" in message
+
+
+@pytest.mark.slow
+def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(tmp_path):
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.state import read_state
+    from finetune.run.worker import Worker
+
+    overrides = ["dataset=support-pairs", "dataset.max_rows=64", "method=dpo", "max_steps=24", "learning_rate=5e-2"]
+    small = ["eval_steps=0", "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}"]
+    run = create_run(prepare(load_recipe("tiny-cpu", overrides + small)))
+    assert Worker(run).main() == 6
+    state = read_state(run)
+    assert state.state == "diverged" and "chosen answers are" in state.message and "sft_weight=1" in state.message
+
+
 @pytest.mark.slow
 def test_held_out_pairs_are_put_in_order(tmp_path):
     from finetune.evaluate.score import compare
