@@ -57,6 +57,7 @@ def test_which_layers_stand_for_all():
     assert plan_depth(["a"] * 32, lead=1) == Depth(32, 4, 2, 1, 28)
 
 
+@pytest.mark.slow
 def test_tensors_on_their_way_to_the_host_are_of_the_last_layers_only():
     more = {"activation_checkpointing": False, "activation_offloading": True, "lean_layers": True, "load_in_4bit": False}
     deep, full, method = both_ways("llama", 12, values={"intermediate_size": 8192}, **more)
@@ -155,6 +156,7 @@ def test_layers_that_end_amid_a_period_few_and_all():
     assert_same_peaks(deep, full)
 
 
+@pytest.mark.slow
 def test_adafactor_is_run_at_full_depth():
     recipe = settings(optim="adafactor")
     config = config_from(config_values("llama", num_hidden_layers=4), recipe)

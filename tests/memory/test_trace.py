@@ -63,6 +63,7 @@ def test_every_nth_layer_checkpointed_is_replayed_as_all_layers_run_where_segmen
     assert replayed(values, recipe, expandable=True, **shape) is None
 
 
+@pytest.mark.slow
 def test_every_release_is_of_something_live_and_only_what_lasts_is_left():
     deep, full = both_ways()
     assert {part: len(events) for part, events in deep.parts.items()}.keys() == full.parts.keys()

@@ -88,6 +88,7 @@ def test_the_effective_batch_is_kept_on_every_number_of_cards(micro, steps, card
     assert asked.per_device_train_batch_size * asked.gradient_accumulation_steps * cards == micro * steps
 
 
+@pytest.mark.slow
 def test_settings_that_can_not_be_sharded_are_replaced_and_reported(new_forecaster):
     settings = {"optim": "adamw_8bit", "activation_checkpointing": "offload", "load_in_4bit": True}
     plan = planned(new_forecaster(), find_card("rtx-4090", free_bytes=2 * GIB), **settings)

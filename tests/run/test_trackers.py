@@ -95,6 +95,7 @@ def test_steps_done_again_after_a_resume_are_shown_once(make_run, train):
     assert losses == pytest.approx({event.step: event.loss for event in events_of(run, "step")})
 
 
+@pytest.mark.slow
 def test_a_tracker_that_can_not_be_opened_is_left_out_and_the_run_finishes(make_run, train):
     run = make_run("report_to=[tensorboard]")
     run.trackers.write_text("in the way")
@@ -103,6 +104,7 @@ def test_a_tracker_that_can_not_be_opened_is_left_out_and_the_run_finishes(make_
     assert "switched off" in warning and len(events_of(run, "step")) == 8
 
 
+@pytest.mark.slow
 def test_a_tracker_that_can_not_be_closed_is_reported_and_the_last_event_stays(make_run, train, capfd):
     def breaks():
         from torch.utils.tensorboard import SummaryWriter
