@@ -147,7 +147,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"intermediate_size": None, "num_key_value_heads": None, "tie_word_embeddings": True},
     "gpt_neox": {"rotary_pct": 0.25},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "qwen2_5_vl": {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [0]}, **_IDS, **_text(**_MROPE)},
     "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                   "shared_expert_intermediate_size": 128},
 }  # fmt: skip
