@@ -117,5 +117,6 @@ def _tokenizer(tokens: Sequence[str], attributes: Sequence[tuple[str, str]]) -> 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(attributes))
+    tokenizer.model_max_length = 2**30
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, replace_extra_special_tokens=False)
     return tokenizer

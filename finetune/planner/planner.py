@@ -391,7 +391,7 @@ class _Planner:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, attempt.verdict
         wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
-        if self.card.is_cpu or not wanted:
+        if self.card.is_cpu or not wanted or settings.vision is True:
             return None
         self.report_progress("forecasting several cards")
         width = min(settings.max_length, attempt.search.job.batches.longest)

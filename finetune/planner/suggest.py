@@ -83,7 +83,7 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= 256:
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
-    if recipe.layer_offloading is False:
+    if recipe.layer_offloading is False and settings.vision is not True:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
         offer(
             {"layer_offloading": "cpu", **every},
@@ -117,7 +117,11 @@ def largest_model(
 ) -> str | None:
     """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
     models = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
-    ranked = [item for item in sorted(models, key=lambda item: -item[1].parameters) if "text_config" not in item[1].config]
+    ranked = sorted(models, key=lambda item: -item[1].parameters)
+    if settings.vision is True:
+        ranked = [item for item in ranked if "vision_config" in item[1].config]
+    else:
+        ranked = [item for item in ranked if "text_config" not in item[1].config]
     tried = 0
     for name, entry in ranked:
         values = entry.config
