@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
+from finetune.planner.lengths import least_length
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Settings, resolved
@@ -81,7 +82,7 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
         offer({"optim": EIGHT_BIT}, "8-bit optimizer states")
     for length in (settings.max_length // 2, settings.max_length // 4):
-        if length >= 256:
+        if length >= least_length(data):
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
     if recipe.layer_offloading is False and settings.vision is not True:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}

@@ -74,3 +74,14 @@ def test_the_planner_scales_pictures_down_just_where_they_do_not_fit_and_says_wh
     assert small.settings.max_pixels < 3072 * 3072 and "9,216 tokens a picture -> " in small.reasons["max_pixels"]
     assert small.forecast.peak_high_bytes <= small.budget_bytes
     assert any(f"{small.data.picture_tokens[0]:,} tokens" in note for note in small.forecast.notes)
+
+
+@pytest.mark.slow
+def test_a_plan_with_pictures_that_does_not_fit_proposes_only_what_works_with_pictures():
+    plan = plan_recipe(
+        recipe("Qwen/Qwen3-VL-2B-Instruct", effective_batch_size=1, memory_budget="1GiB", lora_r=16, max_length=2048),
+        find_card("rtx-4060"), rows_with_pictures(((1024, 1024),)),
+    )  # fmt: skip
+    assert plan.verdict == Verdict.NO_FIT and plan.many_cards is None
+    overrides = " ".join(row.override for row in plan.suggestions)
+    assert "lora_r=8" in overrides and "layer_offloading" not in overrides and "max_length=" not in overrides
