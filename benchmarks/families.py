@@ -120,6 +120,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"sliding_window": 32},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2_5_vl": {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [0]}, **_IDS, **_text(**_MROPE)},
     "qwen3": {"head_dim": 64, "tie_word_embeddings": True},
     "qwen3_5": {"vision_config": _QWEN_VISION, **_IDS, **_text(**_LINEAR, **_QWEN35_ROPE, tie_word_embeddings=True),
                 "tie_word_embeddings": True},

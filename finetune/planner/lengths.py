@@ -23,12 +23,8 @@ def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
     keeps_rows = data is not None and bool(data.lengths) and choices.recipe.excess_length == "raise"
     if choices.is_set("max_length") or keeps_rows:
         return [first]
-    return [first, *(length for length in (first // part for part in (2, 4, 8)) if length >= least_length(data))]
-
-
-def least_length(data: DataStatistics | None) -> int:
-    """The shortest max_length that is worth trying: LEAST_LENGTH beside a row's pictures."""
-    return LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
+    least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
+    return [first, *(length for length in (first // part for part in (2, 4, 8)) if length >= least)]
 
 
 def with_length(choices: Choices, length: int, data: DataStatistics | None) -> Choices:

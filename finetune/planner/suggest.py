@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
-from finetune.planner.lengths import least_length
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Settings, resolved
@@ -81,8 +80,9 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
         offer(every, "forward pass runs twice: up to 45 % more time")
     if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
         offer({"optim": EIGHT_BIT}, "8-bit optimizer states")
+    least = 256 + (sum(data.picture_tokens) if data else 0)
     for length in (settings.max_length // 2, settings.max_length // 4):
-        if length >= least_length(data):
+        if length >= least:
             offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
     if recipe.layer_offloading is False and settings.vision is not True:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
