@@ -34,6 +34,7 @@ FLIPS = {
     "layer_offloading": (("activation_checkpointing=true",), "cpu"),
     "offloaded_layers": (("activation_checkpointing=true", "layer_offloading=cpu"), "1"), "save_steps": ((), "1"),
     "loss_spike_factor": ((), "50"), "record_memory_history": ((), "true"), "save_total_limit": ((), "1"),
+    "price_per_hour": ((), "0.5"),
     "early_stopping_patience": (("eval_steps=1", "max_steps=3"), "1"),
     "per_device_eval_batch_size": (("eval_steps=1",), "1"), "dataset.max_rows": ((), "6"),
     "dataset.test_split_size": (("dataset.eval_path=null",), "2"),

@@ -1,0 +1,38 @@
+"""`--budget` of a sweep: as many arms as whole runs on this machine say, trained to the end."""
+
+import pytest
+from test_killed_sweep import RECIPE, drive
+
+from finetune.cli.sweep import _created, _seconds_of
+from finetune.errors import CommandError
+from finetune.planner.history import record_run
+from finetune.recipe import load_recipe
+from finetune.run.prepare import prepare
+
+OVERRIDES = [*RECIPE[1:], "max_steps=2", "learning_rate=1e-4,2e-4,4e-4,8e-4"]
+
+
+def new_sweep(path, budget):
+    return _created("tiny-cpu", [*OVERRIDES, f"output_dir={path}"], model=None, data=None, budget=budget, quiet=True)
+
+
+def test_a_budget_is_read_with_its_unit():
+    assert (_seconds_of("3h"), _seconds_of("90m"), _seconds_of("1.5d")) == (10800, 5400, 129600)
+    for text in ("3", "h", "-1h", "nanh", "3 weeks"):
+        with pytest.raises(CommandError, match="is no time"):
+            _seconds_of(text)
+
+
+@pytest.mark.slow
+def test_the_arms_that_three_hours_allow_are_named_before_the_start_and_trained_to_the_end(tmp_path, train, monkeypatch):
+    with pytest.raises(CommandError, match="no step of such a run has been measured on this machine"):
+        new_sweep(tmp_path / "unmeasured", "3h")
+    plan = prepare(load_recipe("tiny-cpu", OVERRIDES[:-1])).plan
+    record_run(plan, step_s=None, allocated_bytes=None, train_s=4000.0, load_s=100.0)
+    sweep = new_sweep(tmp_path / "budgeted", "3h")
+    # an arm takes 4,100 s: two whole runs are within 10,800 s, three are not
+    assert [arm.values["learning_rate"] for arm in sweep.facts.arms] == [2e-4, 4e-4]
+    assert sweep.facts.forecast_s == pytest.approx(8200) and sweep.facts.budget_s == 10800
+    assert [entry.reason for entry in sweep.facts.left_out] == ["2 arms fit --budget 3 h 00 min at 1 h 08 min a run"] * 2
+    assert drive(sweep, train, monkeypatch, {}) == 0
+    assert {arm.state for arm in sweep.results()} <= {"finished", "dropped"} and "wins" in sweep.sentence()
