@@ -10,7 +10,6 @@ Returns 1 when a choice was lost or an old plan was shown.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import shutil
@@ -30,7 +29,7 @@ BOXES = {
     "effective_batch_size": ("batch", (4, 8, 16)),
 }  # fmt: skip
 _EDITS = ("bar", "key", "typed", "typed", "auto", "text", "field")
-_WAIT_MS = 60_000
+_WAIT_MS = 300_000
 #: The rank that the recipe's text has and the one that the plan shown is for; nothing while the plan is marked as old.
 _SHOWN = r"""() => {
     const text = (selector) => document.querySelector(selector)?.textContent.trim() ?? "";
@@ -55,26 +54,22 @@ class Editor:
     def edit(self) -> None:
         """One edit in one of the tabs, and a pause."""
         kind, tab, setting = self.random.choice(_EDITS), self.random.choice(self.tabs), self.random.choice(list(BOXES))
-        with contextlib.suppress(TimeoutError):
-            edited = getattr(self, f"_{kind}")(tab, setting)
-            self.made[kind] = self.made.get(kind, 0) + bool(edited)
-            self.chosen |= edited or {}
+        edited = getattr(self, f"_{kind}")(tab, setting)
+        self.made[kind] = self.made.get(kind, 0) + bool(edited)
+        self.chosen |= edited or {}
         tab.wait_for_timeout(self.random.choice((0, 30, 150, 600)))
         self._require_no_old_plan(tab)
 
     def _bar(self, tab: Any, setting: str) -> dict[str, int | None] | None:
-        bars = tab.locator(f"#fit-{BOXES[setting][0]}-bars [role=radio]")
-        if not bars.count():
-            return None
-        return self._press(bars.nth(self.random.randrange(bars.count())))
-
-    def _press(self, bar: Any) -> dict[str, int | None]:
         """Press a bar. A person presses what is there at that moment: nothing is waited for."""
-        act = json.loads(bar.evaluate("bar => { bar.click(); return bar.dataset.act; }", timeout=2000))
-        return {act["set"]: act["value"]}
+        presses = """([bars, share]) => {
+            const all = [...document.querySelectorAll(bars)], bar = all[Math.floor(share * all.length)];
+            bar?.click();
+            return bar?.dataset.act ?? null;
+        }"""
+        return _as_choice(tab.evaluate(presses, [_bars_of(setting), self.random.random()]))
 
     def _key(self, tab: Any, setting: str) -> dict[str, int | None] | None:
-        bars = f"#fit-{BOXES[setting][0]}-bars [role=radio]"
         key = self.random.choice(("ArrowRight", "ArrowLeft"))
         sends = """([bars, key]) => {
             const bar = document.querySelector(`${bars}[tabindex="0"]`);
@@ -84,8 +79,7 @@ class Editor:
             bar.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
             return next.dataset.act;
         }"""
-        act = tab.evaluate(sends, [bars, key])
-        return {json.loads(act)["set"]: json.loads(act)["value"]} if act else None
+        return _as_choice(tab.evaluate(sends, [_bars_of(setting), key]))
 
     def _typed(self, tab: Any, setting: str) -> dict[str, int | None]:
         identity, values = BOXES[setting]
@@ -170,6 +164,16 @@ class Editor:
             {name: int(tab.input_value(f"#fit-{identity} input[type=number]")) for name, (identity, _) in BOXES.items()}
             for tab in self.tabs
         ]
+
+
+def _bars_of(setting: str) -> str:
+    return f"#fit-{BOXES[setting][0]}-bars [role=radio]"
+
+
+def _as_choice(act: str | None) -> dict[str, int | None] | None:
+    """Setting and value of a bar's message."""
+    message = json.loads(act) if act else None
+    return {message["set"]: message["value"]} if message else None
 
 
 def edit_at_random(tabs: list[Any], runs: Path, edits: int, seed: int) -> tuple[list[str], dict[str, int]]:

@@ -207,13 +207,16 @@ def test_a_run_and_its_base_answer_side_by_side(visit):
     assert "no answer" not in page.inner_text("#chat-turns")
 
 
-def test_runs_are_chosen_and_compared(visit):
-    page = visit("runs")
+@pytest.mark.npm
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_runs_are_chosen_and_compared(visit, axe, theme):
+    page = visit("runs", color_scheme=theme)
     page.wait_for_selector("#runs-list >> text=other run")
     for name in ("other run", "finished"):
         page.check(f"tr[data-run='{name}'] input")
     page.click("#runs-chosen [data-deed=compare]")
     page.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
+    assert serious_violations(page, axe) == []
 
 
 def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit, warm_python):
@@ -490,6 +493,16 @@ def axe(tmp_path_factory):
     return (folder / "package/axe.min.js").read_text()
 
 
+def serious_violations(page, axe):
+    page.evaluate(axe)
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [
+        (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
+        for item in violations
+        if item["impact"] in ("serious", "critical")
+    ]
+
+
 @pytest.mark.npm
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromium, axe, theme):
@@ -502,13 +515,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1200)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
-        page.evaluate(axe)
-        violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        serious = [
-            (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
-            for item in violations
-            if item["impact"] in ("serious", "critical")
-        ]
+        serious = serious_violations(page, axe)
         assert serious == [], (name, json.dumps(serious, indent=1))
         page.set_viewport_size({"width": 390, "height": 844})
         page.wait_for_timeout(500)
@@ -522,7 +529,7 @@ def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, t
     command = [sys.executable, screenshots.__file__, str(tmp_path), "--url", link, "--only", "run"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert len(list(tmp_path.glob("*.png"))) == 4  # two themes, two sizes
+    assert len(list(tmp_path.glob("*.png"))) == 6  # two themes, three sizes
     assert all(path.stat().st_size > 5000 for path in tmp_path.glob("*.png"))
 
 
