@@ -204,9 +204,9 @@ def main() -> int:
         for tab in tabs:
             tab.goto(f"{address.rstrip('/')}/fit?{query}")
             tab.wait_for_selector("#fit-verdict .ft-verdict")
-        problems, made = edit_at_random(tabs, Path(folder) / "runs", chosen.edits, chosen.seed)
+        problems, counts = edit_at_random(tabs, Path(folder) / "runs", chosen.edits, chosen.seed)
         browser.close()
-    print(json.dumps({"edits": made, "problems": problems}, indent=1))
+    print(json.dumps({"edits": counts, "problems": problems}, indent=1))
     return 1 if problems else 0
 
 

@@ -109,13 +109,13 @@ def test_two_runs_share_a_base_and_another_base_is_loaded_beside_it_where_it_fit
     plan = runs[2] / "plan.json"
     plan.write_text(plan.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     loaded = LoadedModels(lambda device: free_bytes)
-    one, two, other = map(RunDirectory, runs)
+    first_run, second_run, third_run = map(RunDirectory, runs)
     names = {"one", "two", "other"}
-    first, alone = loaded.of(one, names)
-    assert loaded.of(two, names)[0].model is first.model and not alone
-    assert loaded.of(other, names)[1] == (free_bytes == 0)
+    first, alone = loaded.of(first_run, names)
+    assert loaded.of(second_run, names)[0].model is first.model and not alone
+    assert loaded.of(third_run, names)[1] == (free_bytes == 0)
     assert set(loaded._answerers) == ({"other"} if free_bytes == 0 else names)
-    assert loaded.of(one, names)[1] == (free_bytes == 0)
+    assert loaded.of(first_run, names)[1] == (free_bytes == 0)
 
 
 @pytest.mark.slow

@@ -327,8 +327,8 @@ def test_random_edits_in_two_tabs_end_with_boxes_recipe_and_started_run_equal(se
     tabs = [visit("fit"), visit("fit")]
     for tab in tabs:
         settled(tab)
-    problems, made = page_edits.edit_at_random(tabs, served.folder / "runs", 16, seed=7)
-    assert problems == [] and sum(made.values()) > 8
+    problems, counts = page_edits.edit_at_random(tabs, served.folder / "runs", 16, seed=7)
+    assert problems == [] and sum(counts.values()) > 8
     write_recipe(served)
 
 
