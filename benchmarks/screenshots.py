@@ -18,9 +18,10 @@ from typing import Any
 
 ADDRESSES = {
     "home": "", "model": "model", "data": "data", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate",
-    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "models": "models", "settings": "settings",
+    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "try": "try", "models": "models",
+    "settings": "settings",
 }  # fmt: skip
-SIZES = {"wide": (1440, 900), "phone": (390, 844)}
+SIZES = {"wide": (1440, 900), "middle": (1024, 768), "phone": (390, 844)}
 ARGUMENTS = [
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--disable-background-timer-throttling", "--disable-renderer-backgrounding",

@@ -1,6 +1,5 @@
 """A conversation is what its file says: of the lines of both models, of earlier versions, and of damaged ones."""
 
-import dataclasses
 import json
 import time
 
@@ -11,8 +10,6 @@ from app.chat.process import Conversation, LoadedModels
 from app.context import Context
 from app.pages.chat import _conversation, _View
 from app.workspace import Workspace
-from finetune.files import write_json
-from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 
 
@@ -109,17 +106,16 @@ def test_the_page_offers_every_run_with_a_model_and_each_base_once(tmp_path, kep
 @pytest.mark.parametrize("free_bytes", [0, 2**40])
 def test_two_runs_share_a_base_and_another_base_is_loaded_beside_it_where_it_fits_else_in_turn(tmp_path, kept_run, free_bytes):
     runs = [kept_run(tmp_path / str(number)).rename(tmp_path / name) for number, name in enumerate(("one", "two", "other"))]
-    plan = read_plan(runs[2] / "plan.json")
-    other_base = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"dtype": "bfloat16"}))
-    write_json(runs[2] / "plan.json", other_base.as_json())
+    plan = runs[2] / "plan.json"
+    plan.write_text(plan.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     loaded = LoadedModels(lambda device: free_bytes)
-    one, two, other = map(RunDirectory, runs)
+    first_run, second_run, third_run = map(RunDirectory, runs)
     names = {"one", "two", "other"}
-    first, alone = loaded.of(one, names)
-    assert loaded.of(two, names)[0].model is first.model and not alone
-    assert loaded.of(other, names)[1] == (free_bytes == 0)
+    first, alone = loaded.of(first_run, names)
+    assert loaded.of(second_run, names)[0].model is first.model and not alone
+    assert loaded.of(third_run, names)[1] == (free_bytes == 0)
     assert set(loaded._answerers) == ({"other"} if free_bytes == 0 else names)
-    assert loaded.of(one, names)[1] == (free_bytes == 0)
+    assert loaded.of(first_run, names)[1] == (free_bytes == 0)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import page_edits
 import screenshots
 from finetune.bundled import dataset_paths
 from finetune.events import EventWriter, Sample, State, Step
@@ -142,7 +143,14 @@ def fake_run(served, name, steps=50):
     return run
 
 
-def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
+@pytest.fixture(scope="module", autouse=True)
+def runs_there(served, kept_run):
+    """Two finished runs: one that can be asked, one with hostile texts."""
+    kept_run(served.folder / "runs")
+    fake_run(served, "other run")
+
+
+def test_a_new_user_gets_from_choosing_to_a_started_run(served, visit):
     page = visit("model")
     page.wait_for_selector(".ft-models [aria-pressed=true] >> text=tiny")
     page.click("text=Next: Data")
@@ -152,47 +160,63 @@ def test_a_new_user_gets_from_choosing_to_comparing(served, visit):
     assert page.locator("#data-row pre mark").count() > 0
     assert "limit" in page.inner_text("#data-lengths")
 
-    write_recipe(served, max_steps=150, save_steps=50, eval_steps=50)
+    write_recipe(served, max_steps=1, save_steps=0, eval_steps=0)
     page.click("text=Next: Fit")
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 150')")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 1')")
     assert "GiB" in page.inner_text("#fit-ledger")
-    assert "max_steps=150" in page.input_value("#fit-command textarea")
-
+    assert "max_steps=1" in page.input_value("#fit-command textarea")
     page.click("#fit-start")
+    page.wait_for_url("**/run?run=*")
+    page.wait_for_selector("#run-head [data-state=finished]")
+    assert "Finished" in page.title()
+
+
+def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
+    """It never ends by itself: how fast this machine trains does not matter."""
+    write_recipe(served, max_steps=100_000, save_steps=5, eval_steps=0)
+    page = visit("fit")
+    page.click("#fit-start:enabled")
     page.wait_for_url("**/run?run=*")
     address = page.url.removeprefix(served.link)
     page.wait_for_selector(CURVES, state="attached")
     before = page.inner_text("#run-head .ft-progress")
     page.wait_for_function("before => document.querySelector('#run-head .ft-progress').innerText != before", arg=before)
-    page.click("[data-key=act-pause]")
-    page.wait_for_selector("#run-head [data-state=stopped]")
     page.close()
-
     second_tab = visit(address)
-    second_tab.wait_for_selector(CURVES, state="attached")
+    second_tab.click("[data-key=act-pause]")
     second_tab.wait_for_selector("#run-head [data-state=stopped]")
     second_tab.click("[data-key=act-resume]")
-    second_tab.wait_for_selector("#run-head [data-state=finished]")
-    assert "Finished" in second_tab.title()
     second_tab.wait_for_selector("#run-body li >> text=resume")
+    second_tab.wait_for_selector("#run-head [data-state=running]")
+    second_tab.click("[data-key=act-pause]")
+    second_tab.wait_for_selector("#run-head [data-state=stopped]")
+    write_recipe(served)
 
-    talk = visit(f"try?{address.partition('?')[2]}")
-    talk.wait_for_selector("#chat-turns >> text=the base and the tuned model both answer it")
-    talk.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
-    talk.click("#chat-send")
-    talk.wait_for_selector("#chat-turns .ft-turn.tuned")
-    talk.wait_for_function("!document.querySelector('#chat-turns .ft-busy')")
-    assert "<b>my tent</b>" in talk.inner_text("#chat-turns .ft-turn.user p")
-    assert "no answer" not in talk.inner_text("#chat-turns")
 
-    fake_run(served, "other run")
-    compare = visit("runs")
-    compare.wait_for_selector("#runs-list >> text=other run")
-    for box in compare.locator(".ft-runs tr input").all():
-        box.check()
-    compare.click("#runs-chosen [data-deed=compare]")
-    compare.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
+def test_a_run_and_its_base_answer_side_by_side(visit):
+    page = visit("try?run=finished")
+    page.wait_for_selector("#chat-turns >> text=answer it side by side")
+    page.wait_for_function("document.querySelector('#chat-left input').value === 'finished'")
+    page.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
+    page.click("#chat-send")
+    page.wait_for_selector("#chat-turns .ft-turn.tuned")
+    page.wait_for_selector("#chat-turns [aria-busy=false]")
+    assert page.locator("#chat-turns .ft-turn.base").count() == 1
+    assert "<b>my tent</b>" in page.inner_text("#chat-turns .ft-turn.user p")
+    assert "no answer" not in page.inner_text("#chat-turns")
+
+
+@pytest.mark.npm
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_runs_are_chosen_and_compared(visit, axe, theme):
+    page = visit("runs", color_scheme=theme)
+    page.wait_for_selector("#runs-list >> text=other run")
+    for name in ("other run", "finished"):
+        page.check(f"tr[data-run='{name}'] input")
+    page.click("#runs-chosen [data-deed=compare]")
+    page.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
+    assert serious_violations(page, axe) == []
 
 
 def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit, warm_python):
@@ -294,6 +318,35 @@ def test_no_choice_of_a_bar_is_lost(served, visit):
     assert page.evaluate("document.activeElement.dataset.key") == "lora_r-128"  # though its answer has replaced it
     page.click("[data-key='auto-lora_r']")
     page.wait_for_function("!document.querySelector('#fit-yaml textarea').value.includes('lora_r')")
+    write_recipe(served)
+
+
+def test_random_edits_in_two_tabs_end_with_boxes_recipe_and_started_run_equal(served, visit):
+    """`python benchmarks/page_edits.py` makes 200."""
+    (served.folder / "runs/.app/draft/recipe.yaml").write_text(page_edits.FIRST)
+    tabs = [visit("fit"), visit("fit")]
+    for tab in tabs:
+        settled(tab)
+    problems, counts = page_edits.edit_at_random(tabs, served.folder / "runs", 16, seed=7)
+    assert problems == [] and sum(counts.values()) > 8
+    write_recipe(served)
+
+
+def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit):
+    write_recipe(served)
+    page = visit("fit")
+    settled(page)
+    page.click("#fit-advanced > summary")
+    page.click("#fit-advanced details:has([data-field=weight_decay]) > summary")
+    page.fill("[data-field=weight_decay]", "0.25")
+    page.press("[data-field=weight_decay]", "Enter")
+    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('weight_decay: 0.25')")
+    page.fill("[data-field=weight_decay]", "much")
+    page.press("[data-field=weight_decay]", "Enter")
+    page.wait_for_selector("#fit-refused >> text=weight_decay")
+    write_recipe(served, weight_decay=0.5)
+    page.locator("[data-field=weight_decay]").blur()
+    page.wait_for_function("document.querySelector('[data-field=weight_decay]').value === '0.5'")
     write_recipe(served)
 
 
@@ -440,6 +493,16 @@ def axe(tmp_path_factory):
     return (folder / "package/axe.min.js").read_text()
 
 
+def serious_violations(page, axe):
+    page.evaluate(axe)
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [
+        (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
+        for item in violations
+        if item["impact"] in ("serious", "critical")
+    ]
+
+
 @pytest.mark.npm
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromium, axe, theme):
@@ -452,13 +515,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromiu
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1200)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
-        page.evaluate(axe)
-        violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        serious = [
-            (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
-            for item in violations
-            if item["impact"] in ("serious", "critical")
-        ]
+        serious = serious_violations(page, axe)
         assert serious == [], (name, json.dumps(serious, indent=1))
         page.set_viewport_size({"width": 390, "height": 844})
         page.wait_for_timeout(500)
@@ -472,7 +529,7 @@ def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, t
     command = [sys.executable, screenshots.__file__, str(tmp_path), "--url", link, "--only", "run"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert len(list(tmp_path.glob("*.png"))) == 4  # two themes, two sizes
+    assert len(list(tmp_path.glob("*.png"))) == 6  # two themes, three sizes
     assert all(path.stat().st_size > 5000 for path in tmp_path.glob("*.png"))
 
 

@@ -9,6 +9,7 @@ import pytest
 from written_runs import append, make_run, step, steps
 
 from finetune.events import Checkpoint, Evaluation, Result, Sample, State
+from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -129,3 +130,16 @@ def test_nothing_moves_while_the_page_fills(served, visit):
 
     # where both cores are busy an answer may be late, and the line that says so moves the page
     assert any(shift_of_a_visit() <= 0.05 for _ in range(3))
+
+
+def test_the_first_tab_takes_three_screens_of_a_phone(served, visit):
+    filled(served[1], "on a phone", "finished")
+    texts = {"prompt": "Where is it? " * 20, "expected": "on its way " * 12, "answer": "on the way " * 12}
+    append(
+        RunDirectory(served[1] / "on a phone"),
+        [Sample(step=300, **{**texts, "prompt": f"{n} {texts['prompt']}"}) for n in range(3)],
+    )
+    page = visit("run?run=on%20a%20phone", viewport={"width": 390, "height": 844})
+    page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+    page.wait_for_timeout(1500)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
