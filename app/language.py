@@ -1,7 +1,7 @@
 """The language of the page: chosen for each request by the browser's cookie, else by what it prefers.
 
-A text of the page is written in English where it is used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has its Chinese.
-A constant of a module is made before there is a request: `mark` names it for the catalogue, `tr` translates it when it is shown.
+A text is written in English where it is used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has its Chinese. A constant
+of a module is made before there is a request: `mark` names it for the catalogue, `tr` translates it when it is shown.
 """
 
 from __future__ import annotations

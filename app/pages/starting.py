@@ -22,6 +22,7 @@ def progress_of(queue: Queue, mine: str) -> str:
         return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
     if status["state"] == "started":
         link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
-        return f'<p class="ft-note ok" role="status">{tr("Started.")} <a href="{link}" data-go="{link}">{tr("Watch {run}", run=name)}</a></p>'
+        watch = f'<a href="{link}" data-go="{link}">{tr("Watch {run}", run=name)}</a>'
+        return f'<p class="ft-note ok" role="status">{tr("Started.")} {watch}</p>'
     message = f"{inert(tr(_STATES.get(status['state'], status['state'])))}: {inert(tr(status['message']))}"
     return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'

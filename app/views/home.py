@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -10,7 +9,7 @@ from urllib.parse import quote
 from finetune.units import GIB
 
 from ..language import mark, tr
-from .markup import inert
+from .markup import action, inert
 from .rail import GpuMemory, RunningJob, short_name
 from .run_head import pill
 from .run_row import RunRow, link_to
@@ -36,13 +35,15 @@ def start(endings: Sequence[str]) -> str:
     """The ways to start: an own file, a dataset of the hub, the demo."""
     kinds = ", ".join(endings)
     return (
-        f'<h2>{tr("Start with your data")}</h2><button type="button" class="ft-drop" data-pick="home-upload"><b>{tr("Drop a file here")}</b>'
+        f"<h2>{tr('Start with your data')}</h2>"
+        f'<button type="button" class="ft-drop" data-pick="home-upload"><b>{tr("Drop a file here")}</b>'
         f"<span>{tr('or choose one: {kinds}', kinds=inert(kinds))}</span></button>"
         f'<form class="ft-pick" data-form="hub"><label for="home-hub">{tr("or a Hugging Face dataset")}</label>'
         '<input id="home-hub" name="value" placeholder="OWNER/NAME" maxlength="200" autocomplete="off">'
         f'<button class="ft-act">{tr("Use it")}</button></form>'
-        f'<p class="ft-or">{tr("New here?")} <button type="button" class="ft-act" data-act="{inert(json.dumps({"demo": True}))}">'
-        f"{tr('Run the 3-minute demo')}</button><span>{tr('A small model on the CPU: needs no GPU and no download.')}</span></p>"
+        f'<p class="ft-or">{tr("New here?")} <button type="button" class="ft-act" {action(demo=True)}>'
+        f"{tr('Run the 3-minute demo')}</button>"
+        f"<span>{tr('A small model on the CPU: needs no GPU and no download.')}</span></p>"
     )
 
 
@@ -77,4 +78,5 @@ def recent(rows: Sequence[RunRow], waiting: Sequence[Mapping[str, Any]]) -> str:
         if lines
         else f'<p class="ft-note">{tr("Runs show here while they train, and stay when they are done.")}</p>'
     )
-    return f'<div class="ft-boxhead"><h2>{tr("Recent runs")}</h2><a href="/runs">{tr("All runs")}</a></div><div class="ft-lines">{shown}</div>'
+    head = f'<div class="ft-boxhead"><h2>{tr("Recent runs")}</h2><a href="/runs">{tr("All runs")}</a></div>'
+    return f'{head}<div class="ft-lines">{shown}</div>'

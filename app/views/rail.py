@@ -25,7 +25,8 @@ _ICONS = {
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
 PAGES = (
-    ("", mark("Home")), ("runs", mark("Runs")), ("try", mark("Chat")), ("models", mark("Models")), ("settings", mark("Settings")),
+    ("", mark("Home")), ("runs", mark("Runs")), ("try", mark("Chat")), ("models", mark("Models")),
+    ("settings", mark("Settings")),
 )  # fmt: skip
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}

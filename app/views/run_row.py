@@ -49,8 +49,9 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
     label = tr("Loss of {name}: {loss}", name=name, loss=last_loss(digest))
     newest = digest.newest_step
     rate = newest.tokens_per_s if newest else None
+    steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
-        name, Path(str(plan.settings.model_name_or_path)).name, state, tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}",
+        name, Path(str(plan.settings.model_name_or_path)).name, state, steps,
         _last(digest), sparkline(loss.means(), label) if loss else "", _held_out(digest), scores.of(live.run),
         peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(started_s),
         f"{rate:,.0f}" if rate else "",

@@ -11,7 +11,8 @@ from .markup import action, inert, note
 from .words import day
 
 _STATES = {
-    "ok": (mark("Good"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Look at it"), "warn"), "fail": (mark("Broken"), "bad"),
+    "ok": (mark("Good"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Look at it"), "warn"),
+    "fail": (mark("Broken"), "bad"),
 }  # fmt: skip
 
 
@@ -44,7 +45,8 @@ _THEMES = {"": mark("As the system"), "light": mark("Light"), "dark": mark("Dark
 def _form(name: str, label: str, value: str, example: str, hint: str) -> str:
     return (
         f'<form class="ft-pick" data-form="{name}"><label for="set-{name}">{label}</label><input id="set-{name}" name="value" '
-        f'value="{inert(value)}" placeholder="{example}" maxlength="20" autocomplete="off"><button class="ft-act">{tr("Save")}</button>'
+        f'value="{inert(value)}" placeholder="{example}" maxlength="20" autocomplete="off">'
+        f'<button class="ft-act">{tr("Save")}</button>'
         f"<small>{hint}</small></form>"
     )
 
