@@ -1,5 +1,7 @@
 // What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, say while a
 // plan is that of an older recipe, know what a person typed, bring an entered number into its range, and load the charts.
+import { tr } from "./language.js";
+
 const update = () => {
   const titled = document.querySelector("[data-title]");
   if (titled) {
@@ -38,11 +40,12 @@ document.addEventListener("change", ({ target }) => {
   const box = target.closest(".block");
   box.querySelector(".ft-range")?.remove();
   if (typed === "" || value !== Number(typed)) {
-    const range = max === Infinity ? `${min} or more` : `${min} to ${max}`;
+    const range = max === Infinity ? tr("{min} or more", { min }) : tr("{min} to {max}", { min, max });
     const note = document.createElement("p");
     note.className = "ft-range";
     note.setAttribute("role", "status");
-    note.textContent = `${typed || "Empty"}: ${value} is used (${range}${whole ? ", whole numbers" : ""}).`;
+    note.textContent = tr("{typed}: {value} is used ({range}).",
+      { typed: typed || tr("Empty"), value, range: whole ? `${range}${tr(", whole numbers")}` : range });
     box.append(note);
     target.value = value;
     target.dispatchEvent(new Event("input", { bubbles: true }));

@@ -7,6 +7,7 @@ from pathlib import Path
 import gradio as gr
 
 from .context import Context
+from .language import tr
 from .machine import Machine
 from .views import rail as view
 from .views.binding import QUIET, show
@@ -24,12 +25,12 @@ def build(context: Context, machine: Machine, page: gr.Blocks, address: str) -> 
         return [status(), view.steps(address, _results(context))]
 
     with gr.Column(elem_id="ft-rail"):
-        show(view.rail(address))
+        show(lambda: view.rail(address))
         now = show(elem_id="ft-rail-now")
-        show(view.foot())
+        show(view.foot)
     show('<div id="ft-main" tabindex="-1"></div>')
     is_step = address in view.NEW_RUN
-    update, shown = (steps, [now, show(view.steps(address), elem_id="ft-steps")]) if is_step else (status, [now])
+    update, shown = (steps, [now, show(lambda: view.steps(address), elem_id="ft-steps")]) if is_step else (status, [now])
     page.load(update, None, shown, **QUIET)
     gr.Timer(_TICK_S).tick(update, None, shown, **QUIET)
 
@@ -40,5 +41,5 @@ def _results(context: Context) -> dict[str, str]:
     if recipe is None:
         return {}
     path = recipe.dataset.path
-    data = Path(path).name if isinstance(path, str) else f"{len(path)} files"
+    data = Path(path).name if isinstance(path, str) else tr("{n} files", n=len(path))
     return {"model": Path(recipe.model_name_or_path).name, "data": data}

@@ -12,6 +12,7 @@ from finetune.recipe import load_recipe
 from finetune.settings import Recipe
 
 from ..context import Context
+from ..language import mark, tr
 from ..machine import Machine
 from ..planning.catalogue import DATA_ENDINGS
 from ..planning.draft import FIRST, Edited
@@ -28,15 +29,15 @@ _TICK_S, _SHOWN = 2.0, 5
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
-    head, running = show(view_of.machine([]), elem_id="home-head"), show(elem_id="home-running")
+    head, running = show(lambda: view_of.machine([]), elem_id="home-head"), show(elem_id="home-running")
     act, mine = gr.Textbox(visible="hidden", elem_id="home-act"), gr.State("")
     progress, status = show(elem_id="home-progress"), show(elem_id="home-status")
     with gr.Row(elem_id="home-two"):
         with gr.Column(elem_classes="ft-box"):
-            show(view_of.start(DATA_ENDINGS))
-            upload = gr.UploadButton("Choose a file", file_types=list(DATA_ENDINGS), elem_id="home-upload")
+            show(lambda: view_of.start(DATA_ENDINGS))
+            upload = gr.UploadButton(mark("Choose a file"), file_types=list(DATA_ENDINGS), elem_id="home-upload")
         with gr.Column(elem_classes="ft-box"):
-            recent = show(view_of.recent([], []), elem_id="home-recent")
+            recent = show(lambda: view_of.recent([], []), elem_id="home-recent")
     changed = change_trigger()
     page.load(view.tick, mine, changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, mine, changed, **QUIET)
@@ -82,7 +83,7 @@ class _View:
         try:
             return _to_data(choose_data(self.context.draft, take_upload(self.context.workspace, path)))
         except FinetuneError as error:
-            return problem("This file can't be used", error.problems, error.fix)
+            return problem(tr("This file can't be used"), error.problems, error.fix)
 
 
 def _to_data(edited: Edited) -> str:
@@ -90,4 +91,4 @@ def _to_data(edited: Edited) -> str:
     recipe: Recipe | None = edited.recipe
     if recipe is None or edited.problems:
         return settings_problem(edited.problems, edited.fix)
-    return note("Opening the data.").replace("<p ", '<p data-go="/data" role="status" ')
+    return note(tr("Opening the data.")).replace("<p ", '<p data-go="/data" role="status" ')

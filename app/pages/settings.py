@@ -13,6 +13,7 @@ from finetune.errors import FinetuneError
 
 from ..background.examination import Examination
 from ..context import Context
+from ..language import tr
 from ..views import settings as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.markup import note, problem, settings_problem
@@ -24,9 +25,9 @@ def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
     act = gr.Textbox(visible="hidden", elem_id="settings-act")
-    chosen, status = show(view_of.choices(0, "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
+    chosen, status = show(lambda: view_of.choices(0, "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
     with gr.Column(elem_classes="ft-box"):
-        examined = show(view_of.examined(None, is_running=False), elem_id="settings-machine")
+        examined = show(lambda: view_of.examined(None, is_running=False), elem_id="settings-machine")
     changed = change_trigger()
     page.load(view.choices, None, chosen, **QUIET)
     page.load(view.tick, None, changed, **QUIET)
@@ -62,7 +63,7 @@ class _View:
                 self._examination.start()
                 status = ""
             elif "price" in wish:
-                status = note("Saved.", "ok") if self.context.preferences.set_price(str(wish["price"])) else _NO_PRICE
+                status = note(tr("Saved."), "ok") if self.context.preferences.set_price(str(wish["price"])) else _no_price()
             else:
                 status = self._set_budget(str(wish["budget"]).strip())
         except (ValueError, KeyError, AttributeError, TypeError):  # no message of this page
@@ -73,10 +74,11 @@ class _View:
 
     def _set_budget(self, budget: str) -> str:
         edited = self.context.draft.change(memory_budget=budget or None)
-        return settings_problem(edited.problems, edited.fix) if edited.problems else note("Saved.", "ok")
+        return settings_problem(edited.problems, edited.fix) if edited.problems else note(tr("Saved."), "ok")
 
 
-_NO_PRICE = problem("Not saved", ["the price is a number from 0"])
+def _no_price() -> str:
+    return problem(tr("Not saved"), [tr("the price is a number from 0")])
 
 
 def _token_from() -> str:
@@ -84,5 +86,5 @@ def _token_from() -> str:
     from huggingface_hub import constants
 
     if os.environ.get("HF_TOKEN"):
-        return "the environment"
-    return "a file of this user" if Path(constants.HF_TOKEN_PATH).is_file() else ""
+        return tr("the environment")
+    return tr("a file of this user") if Path(constants.HF_TOKEN_PATH).is_file() else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from ..background.queue import Queue
+from ..language import mark, tr
 from ..views.markup import inert, problem
 
 #: The queue's states as they are shown.
-_STATES = {"waiting": "In the queue", "preparing": "Starting"}
+_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting")}
 
 
 def progress_of(queue: Queue, mine: str) -> str:
@@ -21,6 +22,7 @@ def progress_of(queue: Queue, mine: str) -> str:
         return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
     if status["state"] == "started":
         link, name = f"/run?run={quote(status['run'])}", inert(status["run"])
-        return f'<p class="ft-note ok" role="status">Started. <a href="{link}" data-go="{link}">Watch {name}</a></p>'
-    message = f"{inert(_STATES.get(status['state'], status['state']))}: {inert(status['message'])}"
+        watch = f'<a href="{link}" data-go="{link}">{tr("Watch {run}", run=name)}</a>'
+        return f'<p class="ft-note ok" role="status">{tr("Started.")} {watch}</p>'
+    message = f"{inert(tr(_STATES.get(status['state'], status['state'])))}: {inert(tr(status['message']))}"
     return f'<p class="ft-note" role="status"><span class="ft-busy"></span> {message}</p>'

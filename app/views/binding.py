@@ -7,9 +7,12 @@ says that all were answered; an event that joins at that moment is never answere
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
+
+from ..language import FIRST_HTML
 
 #: For timers and re-planning: no spinner over the content, and no queue of stale requests.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last", "queue": False}
@@ -17,8 +20,11 @@ QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private",
 BUTTON: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once", "queue": False}
 
 
-def show(value: str = "", elem_id: str | None = None) -> gr.HTML:
-    """An HTML component without Gradio's styles and click script."""
+def show(value: str | Callable[[], str] = "", elem_id: str | None = None) -> gr.HTML:
+    """An HTML component without Gradio's styles and click script; a function makes its first value for each request."""
+    if callable(value):
+        render, value = value, value()
+        FIRST_HTML[value] = render
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 

@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..language import tr_n
+
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -65,8 +67,7 @@ def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
 
 def settings_problem(problems: Sequence[str], fix: str = "") -> str:
     """A box with the settings that can't be used, counted."""
-    count = len(problems)
-    return problem(f"{count} setting{'' if count == 1 else 's'} to correct", problems, fix)
+    return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
 
 
 def note(text: str, kind: str = "") -> str:

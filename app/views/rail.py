@@ -8,9 +8,11 @@ from types import MappingProxyType
 from urllib.parse import quote
 
 from finetune import __version__
-from finetune.units import GIB, format_seconds
+from finetune.units import GIB
 
+from ..language import LANGUAGES, current, mark, tr
 from .markup import inert
+from .words import minutes
 
 MARK = (
     '<svg viewBox="0 0 22 22" aria-hidden="true"><rect class="ground" x="1" y="1" width="20" height="20" rx="5.5"/>'
@@ -22,11 +24,17 @@ _ICONS = {
     "models": "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6", "settings": "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (("", "Home"), ("runs", "Runs"), ("try", "Chat"), ("models", "Models"), ("settings", "Settings"))
+PAGES = (
+    ("", mark("Home")), ("runs", mark("Runs")), ("try", mark("Chat")), ("models", mark("Models")),
+    ("settings", mark("Settings")),
+)  # fmt: skip
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.
-STEPS = (("model", "Model", "what learns"), ("data", "Data", "what it learns from"), ("fit", "Fit", "how it uses the GPU"))
+STEPS = (
+    ("model", mark("Model"), mark("what learns")), ("data", mark("Data"), mark("what it learns from")),
+    ("fit", mark("Fit"), mark("how it uses the GPU")),
+)  # fmt: skip
 NEW_RUN = tuple(address for address, _, _ in STEPS)
 
 
@@ -58,12 +66,12 @@ def rail(address: str) -> str:
     """Skip link, mark, the button for a new run, and the pages; `address` is the one that is open."""
     current = _BELONGS.get(address, address)
     pages = "".join(_link(target, name, current=target == current) for target, name in PAGES)
-    new = '<i aria-hidden="true">+</i><span>New run</span>'
+    new = f'<i aria-hidden="true">+</i><span>{tr("New run")}</span>'
     return (
-        '<a class="ft-skip" href="#ft-main">Skip to the page</a><div class="ft-rail-pages">'
-        f'<a class="ft-mark" href="/" aria-label="finetune, home">{MARK}<span>finetune</span></a>'
-        f'<a class="ft-new" href="/model"{_current(address in NEW_RUN)} aria-label="New run">{new}</a>'
-        f'<nav aria-label="Pages">{pages}</nav></div>'
+        f'<a class="ft-skip" href="#ft-main">{tr("Skip to the page")}</a><div class="ft-rail-pages">'
+        f'<a class="ft-mark" href="/" aria-label="{tr("finetune, home")}">{MARK}<span>finetune</span></a>'
+        f'<a class="ft-new" href="/model"{_current(address in NEW_RUN)} aria-label="{tr("New run")}">{new}</a>'
+        f'<nav aria-label="{tr("Pages")}">{pages}</nav></div>'
     )
 
 
@@ -71,23 +79,29 @@ def steps(address: str, results: Mapping[str, str] = MappingProxyType({})) -> st
     """The steps of a new run, as links; `results` has what was chosen in those that are done."""
     links = "".join(
         f'<a href="/{target}"{_current(target == address)}><i aria-hidden="true">{"✓" if results.get(target) else number}</i>'
-        f"<span><b>{inert(results.get(target) or name, 60)}</b>"
-        f"<small>{inert(f'{name}, chosen' if results.get(target) else purpose)}</small></span></a>"
+        f"<span><b>{inert(results.get(target) or tr(name), 60)}</b>"
+        f"<small>{inert(tr('{step}, chosen', step=tr(name)) if results.get(target) else tr(purpose))}</small></span></a>"
         for number, (target, name, purpose) in enumerate(STEPS, 1)
     )
-    return f'<nav class="ft-steps" aria-label="New run">{links}</nav>'
+    return f'<nav class="ft-steps" aria-label="{tr("New run")}">{links}</nav>'
 
 
 def status(job: RunningJob | None, gpus: Sequence[GpuMemory]) -> str:
     """What runs now and what it takes, at the foot of the rail."""
-    shown = "".join(map(_gpu, gpus)) or '<div class="row"><b>No GPU here</b></div><p>Plan for one, or train on the CPU.</p>'
-    return f'<section class="ft-gauge" aria-label="This machine now">{_job(job) if job else ""}{shown}</section>'
+    none = f'<div class="row"><b>{tr("No GPU here")}</b></div><p>{tr("Plan for one, or train on the CPU.")}</p>'
+    shown = "".join(map(_gpu, gpus)) or none
+    return f'<section class="ft-gauge" aria-label="{tr("This machine now")}">{_job(job) if job else ""}{shown}</section>'
 
 
 def foot() -> str:
-    """Theme and version."""
-    theme = '<button type="button" data-theme-switch aria-label="Light or dark">◐</button>'
-    return f'<div class="ft-rail-foot">{theme}<span>{inert(__version__)}</span></div>'
+    """Theme, language and version."""
+    theme = f'<button type="button" data-theme-switch aria-label="{tr("Light or dark")}">◐</button>'
+    others = "".join(
+        f'<button type="button" data-language="{code}" lang="{code}">{name}</button>'
+        for code, name in LANGUAGES.items()
+        if code != current()
+    )
+    return f'<div class="ft-rail-foot">{theme}{others}<span>{inert(__version__)}</span></div>'
 
 
 def short_name(gpu_name: str) -> str:
@@ -97,7 +111,7 @@ def short_name(gpu_name: str) -> str:
 
 def _link(target: str, name: str, *, current: bool) -> str:
     icon = f'<svg viewBox="0 0 16 16" aria-hidden="true"><path d="{_ICONS[target]}"/></svg>'
-    return f'<a href="/{target}"{_current(current)} aria-label="{inert(name)}">{icon}<span>{inert(name)}</span></a>'
+    return f'<a href="/{target}"{_current(current)} aria-label="{inert(tr(name))}">{icon}<span>{inert(tr(name))}</span></a>'
 
 
 def _current(current: bool) -> str:
@@ -105,8 +119,8 @@ def _current(current: bool) -> str:
 
 
 def _job(job: RunningJob) -> str:
-    share = "starting" if job.share is None else f"{job.share:.0%}"
-    left = f"<p>{format_seconds(job.left_s)} left</p>" if job.left_s is not None else ""
+    share = tr("starting") if job.share is None else f"{job.share:.0%}"
+    left = f"<p>{tr('{time} left', time=minutes(job.left_s))}</p>" if job.left_s is not None else ""
     bar = "" if job.share is None else _thin(("progress", job.share))
     link = f'<a class="row" href="/run?run={quote(job.name)}"><span>{inert(job.name)}</span><b>{share}</b></a>'
     return f"{link}{bar}{left}"
@@ -116,12 +130,13 @@ def _gpu(gpu: GpuMemory) -> str:
     used, total = f"{gpu.used_bytes / GIB:.1f}", f"{gpu.total_bytes / GIB:.1f}"
     others = gpu.used_bytes if gpu.run_bytes is None else max(0, gpu.used_bytes - gpu.run_bytes)
     run = 0 if gpu.run_bytes is None else min(gpu.run_bytes, gpu.used_bytes)
-    owners = [f"this run {run / GIB:.1f}"] if run else []
-    owners += [f"{'others' if run else 'in use'} {others / GIB:.1f}", f"free {gpu.free_bytes / GIB:.1f}"]
+    owners = [tr("this run {gib}", gib=f"{run / GIB:.1f}")] if run else []
+    owners.append(tr("others {gib}" if run else "in use {gib}", gib=f"{others / GIB:.1f}"))
+    owners.append(tr("free {gib}", gib=f"{gpu.free_bytes / GIB:.1f}"))
     bar = _thin(("measured", run / gpu.total_bytes), ("others", others / gpu.total_bytes))
     return (
         f'<div class="row"><b>{inert(short_name(gpu.name))}</b>'
-        f"<span>{used} of {total} GiB</span></div>{bar}<p>{' · '.join(owners)} GiB</p>"
+        f"<span>{tr('{used} of {total} GiB', used=used, total=total)}</span></div>{bar}<p>{' · '.join(owners)} GiB</p>"
     )
 
 

@@ -13,6 +13,7 @@ from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation
 from finetune.run.state import RunState
 
+from ..language import mark, tr
 from .markup import action, inert
 from .words import loss_text, minutes, precision
 
@@ -26,10 +27,10 @@ TABS = {
 }  # fmt: skip
 #: Name of a state, and how it looks.
 STATES = {
-    "queued": ("In the queue", "plain"), "starting": ("Starting", "plain"), "running": ("Running", "ok"),
-    "stopping": ("Pausing", "warn"), "stopped": ("Paused", "warn"), "paused": ("Paused, disk full", "warn"),
-    "finished": ("Finished", "ok"), "diverged": ("Diverged", "bad"), "failed": ("Failed", "bad"),
-    "lost": ("Process lost", "bad"),
+    "queued": (mark("In the queue"), "plain"), "starting": (mark("Starting"), "plain"), "running": (mark("Running"), "ok"),
+    "stopping": (mark("Pausing"), "warn"), "stopped": (mark("Paused"), "warn"), "paused": (mark("Paused, disk full"), "warn"),
+    "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
+    "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
 #: States in which a run does not go on by itself, and its page says why instead of its figures.
 BROKEN = ("diverged", "failed", "lost")
@@ -44,7 +45,7 @@ def pill(state: RunState) -> str:
     """The state as a coloured word."""
     name, css = STATES.get(state.state, (state.state.capitalize(), "plain"))
     live = " live" if state.state in ("running", "starting", "stopping") else ""
-    return f'<span class="ft-pill {css}{live}" data-state="{inert(state.state)}"><i></i>{inert(name)}</span>'
+    return f'<span class="ft-pill {css}{live}" data-state="{inert(state.state)}"><i></i>{inert(tr(name))}</span>'
 
 
 def title(live: LiveRun, state: RunState) -> str:

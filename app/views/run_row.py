@@ -11,10 +11,11 @@ from finetune.events import Result
 from finetune.run.state import RunState
 from finetune.units import GIB
 
+from ..language import tr
 from .charts import sparkline
 from .markup import inert
 from .run import measured_peak
-from .words import loss_text, minutes
+from .words import day, loss_text, minutes
 
 if TYPE_CHECKING:
     from ..live import Digest, LiveRun
@@ -45,11 +46,12 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
     digest, plan, state, name = live.digest, live.plan(), live.state(), live.run.path.name
     total, started_s = plan.total_steps, live.run.plan.stat().st_mtime
     loss = digest.series.get("loss")
-    label = f"Loss of {name}: {last_loss(digest)}"
+    label = tr("Loss of {name}: {loss}", name=name, loss=last_loss(digest))
     newest = digest.newest_step
     rate = newest.tokens_per_s if newest else None
+    steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
-        name, Path(str(plan.settings.model_name_or_path)).name, state, f"{digest.step:,}{f' of {total:,}' if total else ''}",
+        name, Path(str(plan.settings.model_name_or_path)).name, state, steps,
         _last(digest), sparkline(loss.means(), label) if loss else "", _held_out(digest), scores.of(live.run),
         peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(started_s),
         f"{rate:,.0f}" if rate else "",
@@ -60,7 +62,7 @@ def last_loss(digest: Digest) -> str:
     """The newest step's training loss; where it is not a number, that, and the last one that was."""
     loss = digest.series.get("loss")
     if loss is None:
-        return "not measured"
+        return tr("not measured")
     return loss.newest_text("{:.4f}".format) if loss.missing or loss.last is None else f"{loss.last:.4f}"
 
 
@@ -68,7 +70,9 @@ def peak_beside_forecast(live: LiveRun) -> str:
     """`20.9 / 21.1`: GiB measured and forecast of the same process."""
     plan = live.plan()
     measured, forecast = measured_peak(live.digest, plan)[1], plan.forecast.peak_bytes if plan.forecast else None
-    texts = [f"{size / GIB:.1f}" if size else missing for size, missing in ((measured, "not yet"), (forecast, "no forecast"))]
+    texts = [
+        f"{size / GIB:.1f}" if size else missing for size, missing in ((measured, tr("not yet")), (forecast, tr("no forecast")))
+    ]
     return "" if measured is None and forecast is None else " / ".join(texts)
 
 
@@ -76,7 +80,11 @@ def _last(digest: Digest) -> str:
     loss = digest.series.get("loss")
     if loss is None:
         return ""
-    return f"{loss.missing[1]} at {loss.missing[0]:,}" if loss.missing else loss_text(loss.last or 0.0)
+    return (
+        tr("{value} at {step}", value=loss.missing[1], step=f"{loss.missing[0]:,}")
+        if loss.missing
+        else loss_text(loss.last or 0.0)
+    )
 
 
 def _held_out(digest: Digest) -> str:
@@ -97,8 +105,8 @@ def _day(moment_s: float) -> str:
     """`today 14:58`, `24 Nov`; the year where it is another one."""
     moment, now = time.localtime(moment_s), time.localtime()
     if moment[:3] == now[:3]:
-        return time.strftime("today %H:%M", moment)
-    return time.strftime("%d %b" if moment[0] == now[0] else "%d %b %Y", moment).removeprefix("0")
+        return tr("today {time}", time=time.strftime("%H:%M", moment))
+    return day(moment) if moment[0] == now[0] else tr("{day} {year}", day=day(moment), year=moment[0])
 
 
 def link_to(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,10 @@ from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
 from finetune.units import GIB, MIB
 
+from ..language import mark, tr
+
 _OPTIMIZERS = {FUSED: "AdamW, fused", EIGHT_BIT: "8-bit AdamW"}
+_MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
 #: Settings whose size a sentence can say.
 _NUMBERS = {
     "max_length": "Shorten the longest row to {:,} tokens", "lora_r": "LoRA rank {}",
@@ -116,9 +120,14 @@ def loss_text(value: float) -> str:
 def minutes(seconds: float) -> str:
     """`41 min`, `18 h 15 min`, `50 s`."""
     if seconds < 60:
-        return f"{seconds:.0f} s"
+        return tr("{s} s", s=f"{seconds:.0f}")
     whole = round(seconds / 60)
-    return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60:02d} min"
+    return tr("{m} min", m=whole) if whole < 60 else tr("{h} h {m} min", h=whole // 60, m=f"{whole % 60:02d}")
+
+
+def day(moment: time.struct_time) -> str:
+    """`24 Nov`."""
+    return tr("{day} {month}", day=moment.tm_mday, month=tr(_MONTHS).split()[moment.tm_mon - 1])
 
 
 def largest(parts: Mapping[str, int]) -> str:

@@ -6,22 +6,33 @@ compressed, and its files are kept by the browser: their names change with their
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from .. import language
 from ..browser_files import FOLDER
+from ..language import FIRST_HTML, tr
 from .guard import Asgi, Message, Receive, Scope, Send
 from .own_files import compressed
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page, and those that Fit, the page with the most controls, does without.
 _SHARED, _NOT_OF_FIT = (
-    ("theme.css", "shell.css", "fit.css", "page.js", "fit.js"),
+    ("theme.css", "shell.css", "fit.css", "language.js", "page.js", "fit.js"),
     ("run.css", "runs.css", "run.js", "runs.js", "pick.js"),
 )
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
+#: A text in a script: `tr("Free")`.
+SCRIPT_CALL = re.compile(r'\btr\(\s*"([^"\\]+)"')
 #: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
+_CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
+#: Properties of Gradio's components that are texts of the page.
+_TEXTS = ("label", "info", "placeholder", "value")
 _COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
 
 
@@ -51,7 +62,9 @@ class PageFilter:
         nonce = secrets.token_urlsafe(16)
         start: Message | None = None
         body = b""
-        path, accepted = scope["path"], dict(scope["headers"]).get(b"accept-encoding", b"").decode("latin1")
+        sent = {key.lower(): value.decode("latin1") for key, value in scope["headers"]}
+        path, accepted = scope["path"], sent.get(b"accept-encoding", "")
+        code = language.preferred(sent.get(b"cookie", ""), sent.get(b"accept-language", ""))
 
         async def filtered(message: Message) -> None:
             nonlocal start, body
@@ -76,11 +89,16 @@ class PageFilter:
 
         plain = [(key, value) for key, value in scope["headers"] if key.lower() != b"accept-encoding"]
         compressible = scope["path"].startswith(("/assets/", "/static/", "/ft/"))
-        await self.app(scope if compressible else {**scope, "headers": plain}, receive, filtered)
+        with language.spoken(code):
+            await self.app(scope if compressible else {**scope, "headers": plain}, receive, filtered)
 
 
 def rewritten(page: bytes, nonce: str, path: str) -> bytes:
-    """The page at `path` without foreign tags, with our styles and scripts, each script with the nonce."""
+    """The page at `path` in this request's language, without foreign tags, with our styles and scripts, each with the nonce."""
+    code = language.current()
+    page = re.sub(rb'<html lang="[\w-]*"', f'<html lang="{"zh-CN" if code == "zh" else code}"'.encode(), page, count=1)
+    if code != "en":
+        page = _CONFIG.sub(_translated, page, 1)
     page = _FOREIGN.sub(b"", page).replace(b"</head>", _head(path), 1)
     return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
 
@@ -90,7 +108,36 @@ def _head(path: str) -> bytes:
     names = _SHARED if path.strip("/") == "fit" else (*_SHARED, *_NOT_OF_FIT)
     styles = "".join(f'<link rel="stylesheet" href="/ft/{name}">' for name in names if name.endswith(".css"))
     scripts = "".join(f'<script type="module" src="/ft/{name}"></script>' for name in names if name.endswith(".js"))
-    return f'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg">{styles}{scripts}</head>'.encode()
+    texts = f'<script type="application/json" id="ft-texts">{_script_texts(language.current())}</script>'
+    return f'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg">{styles}{texts}{scripts}</head>'.encode()
+
+
+def _translated(match: re.Match[bytes]) -> bytes:
+    """Gradio's description of the page with its texts translated."""
+    config = json.loads(match[1])
+    for component in config["components"]:
+        props = component["props"]
+        props.update({name: _translation(props[name]) for name in _TEXTS if isinstance(props.get(name), str)})
+        if isinstance(props.get("choices"), list):
+            props["choices"] = [[tr(choice[0]), *choice[1:]] for choice in props["choices"] if isinstance(choice, list)]
+    return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
+
+
+def _translation(text: str) -> str:
+    return FIRST_HTML[text]() if text in FIRST_HTML else tr(text) if text else text
+
+
+def _in_script(value: Any) -> str:
+    """JSON that can't end its script element."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _script_texts(code: str) -> str:
+    """The texts of all scripts that the catalogue of the language has, as JSON."""
+    calls = (call for path in Path(__file__).parents[1].glob("*.js") for call in SCRIPT_CALL.finditer(path.read_text("utf-8")))
+    catalogue = language.catalogue(code)
+    return _in_script({text: catalogue[text] for text in sorted({call[1] for call in calls}) if text in catalogue})
 
 
 def _is_html(message: Message) -> bool:

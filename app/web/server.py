@@ -31,6 +31,7 @@ _SESSIONS = 64
 _HERE = Path(__file__).resolve().parents[1]
 #: Files of the page itself, below /ft.
 _FILES = (
+    "language.js",
     "page.js", "fit.js", "run.js", "runs.js", "pick.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js",
     "theme.css", "shell.css", "fit.css", "run.css", "runs.css", "chart.css", "favicon.svg",
 )  # fmt: skip

@@ -29,7 +29,7 @@ def test_the_first_link_skips_to_the_page():
 def test_memory_in_use_is_the_runs_and_that_of_others():
     html = rail.status(RunningJob("support", 0.61, 960), [GPU])
     assert "this run 20.0 · others 1.0 · free 3.0 GiB" in html
-    assert "21.0 of 24.0 GiB" in html and "61%" in html and "16 min 00 s left" in html
+    assert "21.0 of 24.0 GiB" in html and "61%" in html and "16 min left" in html
 
 
 def test_memory_that_nobody_measured_is_not_said_to_be_the_runs():

@@ -1,0 +1,104 @@
+"""The page in Chinese: every marked text has its Chinese with the same values, and the browser's language decides."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from app import language
+from app.language import catalogue, preferred, spoken, tr, tr_n
+from app.page import PAGES
+from app.views import home, rail
+from app.web.page_filter import SCRIPT_CALL, _script_texts
+
+APP = Path(language.__file__).parent
+ZH = catalogue("zh")
+
+
+def marked():
+    """Each text that Python or a script marks for the catalogue."""
+    texts = set()
+    for path in APP.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("tr", "tr_n", "mark"):
+                argument = call.args[0]
+                branches = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
+                texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
+    for path in APP.glob("*.js"):
+        texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
+    return texts
+
+
+def test_every_text_has_its_chinese_and_the_catalogue_has_no_other():
+    assert sorted(marked() - ZH.keys()) == []
+    assert sorted(ZH.keys() - marked()) == []
+
+
+def test_a_translation_has_the_values_of_its_text():
+    fields = re.compile(r"\{(\w*)\}")
+    assert [text for text, chinese in ZH.items() if set(fields.findall(text)) != set(fields.findall(chinese))] == []
+
+
+@pytest.mark.parametrize(
+    ("cookie", "accepted", "code"),
+    [
+        ("", "zh-CN,zh;q=0.9,en;q=0.8", "zh"), ("", "de,en;q=0.8,zh;q=0.2", "en"), ("", "fr", "en"), ("", "zh;q=0", "en"),
+        ("ft_language=zh", "en", "zh"), ("a=b; ft_language=en; c=d", "zh", "en"), ("ft_language=xx", "zh-TW", "zh"),
+        ("", "zh;q=x", "en"),
+    ],
+)  # fmt: skip
+def test_the_cookie_decides_then_what_the_browser_prefers(cookie, accepted, code):
+    assert preferred(cookie, accepted) == code
+
+
+def test_the_language_is_that_of_the_request_and_ends_with_it():
+    with spoken("zh"):
+        assert (
+            tr("Home") == "首页" and tr_n("{n} setting to correct", "{n} settings to correct", 1200) == "1,200 项设置需要更正"
+        )
+    assert tr("Home") == "Home" and tr_n("{n} setting to correct", "{n} settings to correct", 1) == "1 setting to correct"
+
+
+def test_scripts_get_only_the_texts_that_they_use():
+    assert "Empty" in _script_texts("zh") and "Recent runs" not in _script_texts("zh")
+    assert _script_texts("en") == "{}"
+
+
+#: Words that are the same in Chinese: names, units and file endings.
+NAMES = re.compile(r"finetune|LoRA|GPU|CPU|GiB|RTX|Hugging Face|OWNER/NAME|English|\.\w+|\d[\w.]*|hf auth login|HOUR|20GiB")
+
+
+def english_in(html):
+    """Words of a page in Chinese that are English, without its names."""
+    shown = re.findall(r"(?:aria-label|placeholder|title|data-title)=\"([^\"]*)\"", html)
+    shown += re.sub(r"<[^>]*>", "\n", html).split("\n")
+    return [text for text in shown if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
+
+
+def test_rail_and_home_are_chinese():
+    gpu = rail.GpuMemory("NVIDIA GeForce RTX 4090", 24 * 2**30, 3 * 2**30, 20 * 2**30)
+    job = rail.RunningJob("1", 0.6, 960)
+    with spoken("zh"):
+        parts = [home.machine([]), home.machine([gpu]), home.machine([gpu, gpu]), home.start([".jsonl"]), home.recent([], [])]
+        parts += [part for address, _, _ in PAGES for part in (rail.rail(address), rail.steps(address, {"model": "1"}))]
+        parts += [rail.status(job, [gpu]), rail.status(None, []), rail.foot()]
+    assert english_in("".join(parts)) == []
+
+
+#: Modules of the page whose texts are English in Chinese, too: the list only gets shorter.
+STILL_ENGLISH = {
+    "pages/chat.py", "pages/data.py", "pages/fit.py", "pages/fit_layout.py", "pages/model.py", "pages/models.py",
+    "pages/result.py", "pages/run.py", "pages/runs.py", "views/answers.py", "views/chart_series.py", "views/charts.py",
+    "views/choices.py", "views/compare.py", "views/data.py", "views/fit.py", "views/model_files.py", "views/models.py",
+    "views/plan.py", "views/recipe_form.py", "views/run.py", "views/run_figures.py", "views/run_page.py", "views/runs.py",
+    "views/scores.py", "views/series.py", "views/what_if.py",
+}  # fmt: skip
+#: They show no text of their own, or only through others.
+WITHOUT_TEXTS = {"pages/__init__.py", "views/__init__.py", "views/binding.py", "views/markup.py"}
+
+
+def test_modules_that_are_not_translated_are_listed():
+    paths = [path for folder in ("pages", "views") for path in (APP / folder).glob("*.py")]
+    untranslated = {path.relative_to(APP).as_posix() for path in paths if not re.search(r"\btr\(", path.read_text("utf-8"))}
+    assert untranslated == STILL_ENGLISH | WITHOUT_TEXTS
