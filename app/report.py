@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
-from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
@@ -159,6 +159,8 @@ def _checks(live: LiveRun) -> str:
 
 def _evaluations(run: RunDirectory) -> str:
     evaluations, tasks = read_evaluations(run), task_table(read_tasks(run))
+    if damaged := unreadable_evaluations(run):
+        tasks += note(f"{', '.join(damaged)} can't be read; measure again: finetune eval {run.path.name}")
     if not evaluations and not tasks:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
     shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())

@@ -186,6 +186,17 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     return evaluations
 
 
+def unreadable_evaluations(run: RunDirectory) -> list[str]:
+    """Names of the files of the run's evaluations that can't be read, or have changed since they were written."""
+    names = []
+    for path in sorted((run.path / "evaluations").glob("*.json")):
+        try:
+            read_json(path)
+        except (OSError, ValueError):
+            names.append(path.name)
+    return names
+
+
 def _is_consistent(comparison: Comparison) -> bool:
     """Whether both models have the same rows, and each row its prompt and answers."""
     base, tuned = comparison.base, comparison.tuned

@@ -9,8 +9,8 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -30,6 +30,7 @@ from finetune.serve.requests import ChatRequest, RequestError, read_request
 if TYPE_CHECKING:
     from finetune.data.tool_calls import Call
 
+_T = TypeVar("_T")
 #: Characters of a call's arguments in one event.
 _ARGUMENTS_PIECE = 64
 _BODY_BYTES = 4 * 2**20
@@ -81,7 +82,7 @@ def build(engine: Engine, token: str) -> FastAPI:
     @guarded.post("/chat/completions")
     async def answer(request: Request) -> Response:
         chat_request = read_request(await _body(request, *_body_limits(engine)))
-        response, pieces = _ChatResponse(chat_request), await engine.answer(chat_request)
+        response, pieces = _ChatResponse(chat_request), await _unless_left(engine.answer(chat_request), request)
         if chat_request.stream:
             return StreamingResponse(response.events(pieces), media_type="text/event-stream")
         return JSONResponse(await response.complete(pieces, request))
@@ -140,16 +141,7 @@ class _ChatResponse:
 
     async def complete(self, pieces: AsyncIterator[AnswerPart], request: Request) -> dict[str, Any]:
         """One object, when the answer is complete; the answer ends early if the client disconnects."""
-        disconnect = asyncio.create_task(_wait_for_disconnect(request))
-        collected = asyncio.create_task(_collect(pieces))
-        try:
-            await asyncio.wait((disconnect, collected), return_when=asyncio.FIRST_COMPLETED)
-            if not collected.done():
-                raise _CLIENT_LEFT
-            text, calls, end = collected.result()
-        finally:
-            for task in (disconnect, collected):
-                task.cancel()
+        text, calls, end = await _unless_left(_collect(pieces), request)
         message = ChatCompletionMessage(role="assistant", content=None if calls and not text else text)
         if calls:
             message.tool_calls = [*map(_tool_call, calls)]
@@ -192,6 +184,19 @@ class _ChatResponse:
             choices=[] if delta is None else [ChunkChoice(index=0, delta=delta, finish_reason=reason)],
         )  # fmt: skip
         return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+
+
+async def _unless_left(work: Coroutine[Any, Any, _T], request: Request) -> _T:
+    """The result of `work`. When the client leaves, it is cancelled, and RequestError is raised."""
+    disconnect, task = asyncio.create_task(_wait_for_disconnect(request)), asyncio.create_task(work)
+    try:
+        await asyncio.wait((disconnect, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _CLIENT_LEFT
+        return task.result()
+    finally:
+        disconnect.cancel()
+        task.cancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:

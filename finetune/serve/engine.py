@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_TOKEN_CHARACTERS = 256
 #: Longer prompts are tokenised in a thread of their own: others don't wait for them.
 _LONG_CHARACTERS = 10_000
+_NOTICED_WITHIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ class Engine:
         if request.model not in self.models.names:
             message = f"There is no model {request.model[:100]!r} here, only {', '.join(self.models.names)}."
             raise RequestError(message, status=404, param="model", code="model_not_found")
-        if (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
-            raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
-                               code="rate_limit_exceeded")  # fmt: skip
+        await self._require_few_waiting()
         if (characters := request.characters) > self.max_characters:
             message = f"This server has a limit of {self._tokens} tokens; the messages have {characters:,} characters."
             raise RequestError(message, param="messages", code="context_length_exceeded")
@@ -97,6 +96,16 @@ class Engine:
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
         return self._pieces(request, prompt, request.max_new_tokens or remaining)
+
+    async def _require_few_waiting(self) -> None:
+        """Raise RequestError when too many wait, also after the moment in which clients that have left are noticed."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _NOTICED_WITHIN_S
+        while (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
+            if loop.time() > end:
+                raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
+                                   code="rate_limit_exceeded")  # fmt: skip
+            await asyncio.sleep(_NOTICED_WITHIN_S / 10)
 
     def close(self) -> None:
         """End the current answer, and cancel the waiting requests."""

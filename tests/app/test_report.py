@@ -79,6 +79,10 @@ def test_runs_are_paired_on_the_rows_that_both_answered(runs):
     assert "not scored on the same rows" in Tags(page(runs)).text
 
 
+def test_an_evaluation_that_cannot_be_read_is_named(runs):
+    assert "scores-torn.json can't be read" in Tags(page(runs[:1])).text
+
+
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):
     for name in ("events.jsonl", "data/report.json"):
         (runs[0].path / name).unlink()

@@ -104,6 +104,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(engine):
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_clients_that_leave_while_their_prompts_are_tokenised_wait_no_more(address, engine):
+    engine._max_waiting = 0
+    engine.models.go.clear()
+    body = ASK % b"x"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(head % len(body) + body)
+        while not engine._tokenising:
+            time.sleep(0.01)
+    deadline = time.monotonic() + 30
+    while engine._tokenising and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine._tokenising
+
+
 @pytest.fixture
 def address(engine, monkeypatch):
     monkeypatch.setattr(http_server, "_REQUEST_HEAD_S", 0.2)
