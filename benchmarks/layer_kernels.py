@@ -92,8 +92,8 @@ def ratio_of(times: list[float], others: list[float]) -> str:
 def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
     """All variants by name."""
     if options.experts:
-        every = {"routed_experts.used_experts": lambda offsets, ends: None}
-        ordinary = {"experts.is_lean": lambda module: False}
+        every: dict[str, Any] = {"routed_experts.used_experts": lambda offsets, ends: None}
+        ordinary: dict[str, Any] = {"experts.is_lean": lambda module: False}
         return {
             "ordinary": Variant(False), "lean": Variant(), "lean, all experts dequantised": Variant(True, every),
             "lean but for experts": Variant(True, ordinary),

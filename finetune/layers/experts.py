@@ -160,7 +160,7 @@ def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scor
     other = trained or None in stacks or self.has_post_expert_norm or self._is_expert_parallel
     if other or not (is_lean(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return grouped_experts()(self, hidden, chosen, scores)
-    adapters = [tensor for stack in stacks for a, b, _ in stack.adapters for tensor in (a, b)]
+    adapters = [tensor for stack in stacks if stack for a, b, _ in stack.adapters for tensor in (a, b)]
     return RoutedExperts.apply(hidden, scores, chosen, self, tuple(stacks), *adapters)
 
 

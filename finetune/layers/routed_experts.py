@@ -170,6 +170,7 @@ class RoutedExperts(torch.autograd.Function):
         # an adapter gets the rows times their scores: then its gradients are right, and that of the rows lacks the scores
         weighted = functools.partial(_times, values, sorted_scores)
         d_gated, down_grads = _stack_backward(grad_rows, down, routing, weighted, needs_dx=True)
+        assert d_gated is not None
         d_scores = (d_gated * values).sum(-1)
         if down.bias is not None:
             d_scores += (grad_rows * down.bias[routing.experts]).sum(-1)
@@ -251,7 +252,7 @@ def _stack_backward(
     for a, b, scaling in stack.adapters:
         with _own_graph(grad.device.type, (False, grad.dtype)):
             inputs = [tensor.detach().requires_grad_() for tensor in (a, b, read_rows())]
-            out = _adapter_product(inputs[2], *inputs[:2], routing.offsets)
+            out = _adapter_product(inputs[2], inputs[0], inputs[1], routing.offsets)
         da, db, d_rows = torch.autograd.grad(out, inputs, grad)
         grads += [da.mul_(scaling), db.mul_(scaling)]
         dx = None if dx is None else dx.add_(d_rows, alpha=scaling)

@@ -6,6 +6,7 @@ import pytest
 from real_run import forecast, measured, planned, save_model
 
 from finetune.events import read_events
+from finetune.layers import routed_experts
 from finetune.run.worker import Worker
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
@@ -105,7 +106,9 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind, name):
+def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind, name, monkeypatch):
+    # a forecast's experts all get rows
+    monkeypatch.setattr(routed_experts, "used_experts", lambda offsets, ends: None)
     run, plan = planned(model(kind), tmp_path, **TECHNIQUES[name])
     expected, seen = forecast(plan), measured(run)
     phases = {"load", "forward", "loss", "loss backward", "backward", "optimizer", "save", "eval"}
@@ -114,6 +117,14 @@ def test_every_phase_of_a_run_needs_what_its_dry_run_says(model, tmp_path, kind,
     sequences = 1 if plan.settings.method == "sft" else 2 * plan.settings.per_device_train_batch_size
     pairs = {phase: (expected[phase], seen[phase]) for phase in phases}
     assert {phase: pair for phase, pair in pairs.items() if not is_close(*pair, sequences)} == {}
+
+
+def test_experts_without_rows_take_no_memory(model, tmp_path):
+    run, plan = planned(model("qwen3_moe"), tmp_path, **TECHNIQUES["nf4-recomputed"])
+    expected, seen = forecast(plan), measured(run)
+    assert {phase for phase in expected.keys() & seen.keys() if seen[phase] > expected[phase] + WAITING_BYTES} == set()
+    of_an_expert = 2 * 32 * 128 * 2  # gate and up in 16 bit
+    assert expected["forward"] - seen["forward"] > of_an_expert
 
 
 @pytest.mark.parametrize(("kind", "masked"), [("llama", False), ("qwen3_moe", True)])
