@@ -1,5 +1,5 @@
 """Writes the bundled datasets: `support`, customer messages, each answered with one line of JSON that routes it; and
-`support-pairs`, two messages of one customer in one, of which the second is to be routed. No dependencies.
+`support-pairs`, messages on topics that `support` lacks, each with the queue that is preferred and another. No dependencies.
 
     python scripts/bundled/make_data.py [FOLDER]
 

@@ -190,7 +190,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
 }
 TOPICS_WITHOUT_ARTICLE = ("login", "profile")
-TOPICS_BEFORE_BUYING = ("stock", "bulk order")
+TOPICS_BEFORE_BUYING = ("stock", "bulk order", "rental", "instalments", "showroom")
 
 #: Topics that only the pairs have: the fine-tune's rows never say where these go.
 NEW_TOPICS: dict[str, tuple[str, ...]] = {
@@ -332,7 +332,7 @@ class Message:
 
 
 def draw_message(rng: random.Random, topics: dict[str, tuple[str, ...]] = TOPICS) -> Message:
-    """One message; each topic, and for it each article and urgency, is equally likely."""
+    """One message; each of the topics, and for it each article and urgency, is equally likely."""
     topic = rng.choice(list(topics))
     article = NO_ARTICLE if topic in TOPICS_WITHOUT_ARTICLE else rng.choice(list(ARTICLES))
     urgency = rng.choice(list(URGENCY))

@@ -13,8 +13,8 @@ import pytest
 
 from finetune.bundled import dataset_paths, model_path
 from finetune.recipe import load_recipe
-from make_data import PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
-from messages import draw_messages
+from make_data import PREFERRED, PRIORITIES, PRODUCTS, QUEUES, bundled_texts, write
+from messages import NEW_TOPICS, TOPICS, draw_messages
 from pretraining import TASKS, questions
 
 BUNDLED = model_path("tiny").parent
@@ -56,13 +56,15 @@ def test_the_data_script_reproduces_the_committed_files_byte_for_byte(tmp_path: 
             assert (tmp_path / dataset / f"{part}.jsonl").read_bytes() == path.read_bytes()
 
 
-def test_the_answers_of_a_pair_differ_and_both_route_a_message() -> None:
-    pairs = [json.loads(line) for path in dataset_paths("support-pairs").values() for line in path.read_text().splitlines()]
+def test_the_answers_of_a_pair_differ_in_the_queue_alone_and_each_queue_is_as_often_preferred_as_not() -> None:
+    paths = dataset_paths("support-pairs").values()
+    pairs = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     for pair in pairs:
         chosen, rejected = (json.loads(pair[name][0]["content"]) for name in ("chosen", "rejected"))
-        assert chosen != rejected
-        assert all(answer["priority"] in PRIORITIES.values() for answer in (chosen, rejected))
-    assert len(pairs) == 570
+        assert chosen["queue"] != rejected["queue"] and chosen | {"queue": rejected["queue"]} == rejected
+    assert len({pair["prompt"][0]["content"] for pair in pairs}) == 570
+    preferred, others = (sorted(queues) for queues in zip(*PREFERRED.values(), strict=True))
+    assert preferred == others and PREFERRED.keys() == NEW_TOPICS.keys() and not NEW_TOPICS.keys() & TOPICS.keys()
 
 
 def test_there_are_enough_rows_and_no_message_is_there_twice() -> None:
