@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from finetune.errors import RecipeError
+from finetune.settings import AUTO
 
 from ..workspace import Workspace
 from .catalogue import DATA_ENDINGS
@@ -29,5 +30,5 @@ def take_upload(workspace: Workspace, path: str | None) -> str:
 
 
 def choose_data(draft: Draft, path: str | None) -> Edited:
-    """Set the draft's dataset, without the previous dataset's options."""
-    return draft.change(dataset={"path": (path or "").strip()})
+    """Set the draft's dataset, without the previous dataset's options, and the method that its columns are for."""
+    return draft.change(dataset={"path": (path or "").strip()}, method=AUTO)

@@ -142,13 +142,14 @@ def file_rows(
 
 def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
     """The held-out rows of a file that has some, else all. Rows in the format of the run's method are read as that, others by
-    their columns."""
+    their columns. Pairs are read as pairs also where a run trains on single answers: they say more than their answers do."""
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
     )  # fmt: skip
     own = METHODS[settings.method].row_format
-    for row_format in [own, *(METHOD_FORMATS - {own})] if own else []:
+    first = "preference" if own in METHOD_FORMATS else own
+    for row_format in dict.fromkeys([first, own, *METHOD_FORMATS]) if own else []:
         with contextlib.suppress(DataError):
             examples = read_examples(dataset.model_copy(update={"format": row_format}))
             return examples.eval or examples.train

@@ -230,6 +230,7 @@ def test_a_token_of_the_vocabulary_is_no_secret(key):
         ("task: llm-sft\nbase_model: x/y\nproject_name: p\nparams: {lr: 1e-4}\n", "AutoTrain's", "params.lr is learning_rate"),
         ("model_id_or_path: x\ndata: {instruct_data: d}\nlora: {rank: 8}\n", "mistral-finetune's", "lora.rank is lora_r"),
         ("model: x/y\ntuner_type: lora\nlora_rank: 8\ndataset: [a]\n", "ms-swift's", "lora_rank is lora_r"),
+        ("model: x/y\nrlhf_type: kto\nbeta: 0.1\ndesirable_weight: 1\n", "ms-swift's", "rlhf_type is method"),
         ("models: [a, b]\nmerge_method: slerp\n", "mergekit's", "finetune merge"),
         ("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n", "Accelerate's", "launch.num_processes"),
     ],

@@ -64,7 +64,8 @@ UNREAD: tuple[UnreadTool, ...] = (
         "per_device_train_batch_size": "per_device_train_batch_size",
         "gradient_accumulation_steps": "gradient_accumulation_steps", "global_batch_size": "effective_batch_size",
         "lr": "learning_rate", "train.lora_rank": "lora_r", "train.lora_alpha": "lora_alpha",
-        "split_dataset_ratio": "dataset.test_split_size", **{name: name for name in _SAME_NAME},
+        "split_dataset_ratio": "dataset.test_split_size", "rlhf_type": "method", "rpo_alpha": "sft_weight",
+        **{name: name for name in (*_SAME_NAME, "beta", "loss_type", "desirable_weight", "undesirable_weight")},
     }),
     UnreadTool("mistral-finetune", _keys("model_id_or_path lora", "data.instruct_data"), {
         "model_id_or_path": "model_name_or_path", "data.instruct_data": "dataset.path",

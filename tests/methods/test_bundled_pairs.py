@@ -1,0 +1,40 @@
+"""The bundled pairs after the bundled fine-tune: held-out pairs are put in order, and the fine-tune's task stays."""
+
+import pytest
+
+from finetune.recipe import load_recipe
+from finetune.run.prepare import create_run, prepare
+from finetune.run.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+
+    def trained(name, *overrides):
+        run = create_run(prepare(load_recipe("tiny-cpu", [*overrides, "sample_answers=0", f"output_dir={folder / name}"])))
+        assert Worker(run).main() == 0
+        return run
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def routes(train):
+    return train("routes")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method):
+    from finetune.evaluate.score import compare
+    from finetune.evaluate.scorers import scorer
+
+    settings = ["beta=0.5", "learning_rate=3e-4", "max_steps=100", "eval_steps=100"]
+    run = train(method, f"adapter_name_or_path={routes.path}", "dataset=support-pairs", f"method={method}", *settings)
+    pairs = compare(run, score=scorer("loss"), data="support-pairs")
+    assert 0.4 <= pairs.base.pairs_in_order <= 0.6 and pairs.tuned.pairs_in_order >= 0.9
+    task = compare(run, score=scorer("exact"), forgetting=True)
+    before, after = (sum(score.exact) / len(score.exact) for score in (task.base, task.tuned))
+    assert before >= 0.95 and after > before - 0.03
