@@ -208,6 +208,7 @@ def test_pairs_are_picked_planned_and_trained(served, visit):
     page.click("#fit-start")
     page.wait_for_url("**/run?run=*")
     page.wait_for_selector("#run-head [data-state=finished]")
+    page.click("text=More curves")
     for curve in ("Reward margin", "Held-out answers in order"):
         page.wait_for_selector(f"#run-body >> text={curve}")
 
