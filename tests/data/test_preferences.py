@@ -1,9 +1,12 @@
 """Pairs of answers in the shapes of other tools: the same prompt and answers from each, or one sentence why not."""
 
 import json
+import random
 
 import pytest
 from small_data import recipe, talk
+from test_labels import SHAPES as LABELLED_SHAPES
+from test_labels import labelled
 from test_nothing_learnt_by_mistake import DPO
 
 from finetune.data import prepare, read_examples
@@ -133,3 +136,30 @@ def test_answers_that_are_cut_to_the_same_are_refused(write, tokenizer):
     assert len(prepare(truncated, tokenizer, max_length=None).train) == 2
     with pytest.raises(DataError, match="cut to the same"):
         prepare(truncated, tokenizer, max_length=32)
+
+
+def damaged(value, rng):
+    """The value with one part of it left out or replaced."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    if not keys or rng.random() < 0.2:
+        return rng.choice([None, "", " ", 7, -0.5, 1e400, True, [], {}, [None], [[]], {"role": "user"}, "[{", "\n\nHuman: Hi"])
+    key, copied = rng.choice(keys), value.copy()
+    if rng.random() < 0.2:
+        del copied[key]
+    else:
+        copied[key] = damaged(value[key], rng)
+    return copied
+
+
+@pytest.mark.parametrize(("recipe_of", "shapes"), [(pairs, SHAPES), (labelled, SHAPES | LABELLED_SHAPES)], ids=["dpo", "kto"])
+def test_a_damaged_row_is_read_or_refused_in_one_sentence(write, tokenizer, recipe_of, shapes):
+    rng, refused = random.Random(0), 0
+    for _ in range(200):
+        good = rng.choice(list(shapes.values()))
+        path = write("rows.jsonl", [good, damaged(good, rng)])
+        try:
+            prepare(recipe_of(path), tokenizer, max_length=None)
+        except DataError as error:
+            refused += 1
+            assert all(len(problem.splitlines()) == 1 for problem in error.problems), error.problems
+    assert 50 < refused < 200
