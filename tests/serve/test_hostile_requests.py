@@ -28,6 +28,9 @@ class SlowTokeniser:
         self.go.wait(60)
         return [1]
 
+    def reads_pictures(self, name):
+        return False
+
     def stream(self, name, question, *, max_new_tokens, sampling, say, stopped):
         return Streamed("", 1, 1.0, False)
 
