@@ -169,7 +169,8 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(v
         assert asked.wait(60)
         view.slide("lora_r", 64, "one")
         newest = view.answer(0, "one")
-        assert first.result() == other_tab.result() == SKIPPED
+        assert first.result() == SKIPPED
+        assert "rank 48" not in str(other_tab.result())  # nothing, or the newest where this thread had its turn late
     assert view.context.draft.stamp in newest and "rank 64" in newest[5]
 
 
