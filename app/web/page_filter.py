@@ -21,10 +21,8 @@ from .own_files import compressed
 
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page, and those that Fit, the page with the most controls, does without.
-_SHARED, _NOT_OF_FIT = (
-    ("theme.css", "shell.css", "fit.css", "language.js", "page.js", "fit.js"),
-    ("run.css", "runs.css", "run.js", "runs.js", "pick.js"),
-)
+_SHARED: tuple[str, ...] = ("theme.css", "shell.css", "fit.css", "language.js", "page.js", "fit.js")
+_NOT_OF_FIT = ("run.css", "runs.css", "run.js", "runs.js", "pick.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.

@@ -59,6 +59,10 @@ PRIVATE_NAMES = (
         "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also without torch's", _READ_IN,
     ),
     PrivateName(
+        "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate", "private call",
+        "what experts do with gate and up, each type its own", _READ_IN,
+    ),
+    PrivateName(
         f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
         _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs",
     ),
@@ -427,6 +431,11 @@ def grouped_matmul(rows: Any, weights: Any, ends: Any) -> Any:
     from transformers.integrations import moe
 
     return moe._grouped_mm(rows, weights, offs=ends)
+
+
+def apply_gate(experts: Any, gate_up: Any) -> Any:
+    """What a module of experts makes of the product with its first matrices: gated, or only activated."""
+    return experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
 
 
 def enable_checkpointing(model: Any, arguments: dict[str, Any] | None, every_n_layers: int) -> None:

@@ -157,11 +157,12 @@ def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scor
     biases = [getattr(self, f"{name}_bias") if self.has_bias else None for name in names]
     stacks = [_stack(getattr(self, name), self.is_transposed, bias) for name, bias in zip(names, biases, strict=True)]
     trained = any(bias is not None and bias.requires_grad for bias in biases)
-    other = trained or None in stacks or self.has_post_expert_norm or self._is_expert_parallel
+    quantised = [stack for stack in stacks if stack]
+    other = trained or len(quantised) < len(stacks) or self.has_post_expert_norm or self._is_expert_parallel
     if other or not (is_lean(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return grouped_experts()(self, hidden, chosen, scores)
-    adapters = [tensor for stack in stacks if stack for a, b, _ in stack.adapters for tensor in (a, b)]
-    return RoutedExperts.apply(hidden, scores, chosen, self, tuple(stacks), *adapters)
+    adapters = [tensor for stack in quantised for a, b, _ in stack.adapters for tensor in (a, b)]
+    return RoutedExperts.apply(hidden, scores, chosen, self, tuple(quantised), *adapters)
 
 
 def is_packed(module: torch.nn.Module) -> bool:

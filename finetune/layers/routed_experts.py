@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
 from torch.autograd.function import once_differentiable
 
-from finetune.compat.transformers import grouped_matmul
+from finetune.compat.transformers import apply_gate, grouped_matmul
 from finetune.layers.host_memory import is_forecast
 
 #: Share of the experts from which on a CPU dequantises them all.
@@ -148,7 +148,7 @@ class RoutedExperts(torch.autograd.Function):
         up, down = stacks
         routing, top_k = _routing(chosen, up.state.shape[0]), chosen.shape[-1]
         gate_up = _stack_forward(x[routing.order // top_k].to(up.state.dtype), up, routing)
-        out = _stack_forward(_gated(module, gate_up), down, routing)
+        out = _stack_forward(apply_gate(module, gate_up), down, routing)
         out = out * _sorted_scores(scores, routing)
         ctx.module, ctx.stacks, ctx.top_k = module, stacks, top_k
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
@@ -165,7 +165,7 @@ class RoutedExperts(torch.autograd.Function):
         sorted_scores, grad_rows = _sorted_scores(scores, routing), grad[token].to(gate_up.dtype)
         with _own_graph(grad.device.type, ctx.autocast):
             gate_up = gate_up.detach().requires_grad_()
-            gated = _gated(ctx.module, gate_up)
+            gated = apply_gate(ctx.module, gate_up)
         values = gated.detach()
         # an adapter gets the rows times their scores: then its gradients are right, and that of the rows lacks the scores
         weighted = functools.partial(_times, values, sorted_scores)
@@ -209,10 +209,6 @@ def _times(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
     """(rows, hidden) -> (tokens, hidden)."""
     return _unsorted(rows, routing).view(-1, top_k, rows.shape[-1]).sum(dim=1)
-
-
-def _gated(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    return module._apply_gate(gate_up) if module.has_gate else module.act_fn(gate_up)
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
 #: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
 GROUPED_TILE_ROWS = 128
 #: Host time of a layer with experts against a dense one, by kernels (benchmarks/layer_kernels.py).
-EXPERTS_DISPATCH = 1.55
+EXPERTS_DISPATCH = 1.3
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
 #: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two. Both together launch

@@ -34,10 +34,10 @@ QUEUES = {
 }  # fmt: skip
 #: The queue that is preferred for each topic of the pairs, and the one that isn't. Each queue is as often in both.
 PREFERRED = {
-    "rental": ("sales", "account"), "recycling": ("returns", "technical"), "insurance": ("billing", "shipping"),
+    "rental": ("sales", "returns"), "recycling": ("returns", "technical"), "insurance": ("billing", "sales"),
     "instalments": ("billing", "returns"), "customs": ("shipping", "billing"), "gift wrapping": ("shipping", "sales"),
-    "workshop": ("technical", "account"), "accessories": ("technical", "sales"), "review": ("account", "returns"),
-    "bonus points": ("account", "billing"), "showroom": ("sales", "shipping"), "packaging": ("returns", "technical"),
+    "workshop": ("technical", "account"), "accessories": ("technical", "shipping"), "review": ("account", "technical"),
+    "bonus points": ("account", "billing"), "showroom": ("sales", "shipping"), "packaging": ("returns", "account"),
 }  # fmt: skip
 PRIORITIES = {"urgent": "high", "usual": "normal", "can wait": "low"}
 PRODUCTS = {article: article.replace(" ", "-") for article in (*ARTICLES, NO_ARTICLE)}

@@ -232,23 +232,6 @@ def test_pairs_are_picked_planned_and_trained(served, visit):
     page.click("#fit-start")
     page.wait_for_url("**/run?run=*")
     page.wait_for_selector("#run-head [data-state=finished]")
-    for curve in ("Reward margin", "Held-out answers in order"):
-        page.wait_for_selector(f"#run-body >> text={curve}")
-
-
-def test_pairs_are_picked_planned_and_trained(served, visit):
-    write_recipe(served, max_steps=8, eval_steps=4, sample_answers=0, learning_rate=3e-4, load_in_4bit="false")
-    page = visit("data")
-    page.fill("#data-name", "support-pairs")
-    page.click("text=Use it")
-    page.wait_for_selector("#data-head >> text=450 of 450 rows are ready")
-    page.wait_for_selector("#data-row pre mark")
-    page.click("text=Next: Fit")
-    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.body.textContent.includes('method dpo takes')")  # with the other plans
-    page.click("#fit-start")
-    page.wait_for_url("**/run?run=*")
-    page.wait_for_selector("#run-head [data-state=finished]")
     page.click("text=More curves")
     for curve in ("Reward margin", "Held-out answers in order"):
         page.wait_for_selector(f"#run-body >> text={curve}")
