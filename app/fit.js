@@ -30,7 +30,7 @@ export const send = (message) => {
 
 // Advanced: the form is fetched when it is opened. Its fields show the draft, but for the one that is being used.
 const fill = () => {
-  const text = document.querySelector("#fit-values")?.textContent.trim(), fields = document.querySelectorAll("[data-field]");
+  const text = document.querySelector("#fit-values [data-values]")?.dataset.values, fields = document.querySelectorAll("[data-field]");
   if (!text || !fields.length || text === state.values) return;
   const values = JSON.parse(text), used = [...fields].find((field) => field === document.activeElement);
   for (const field of fields) if (field !== used) field.value = values[field.dataset.field] ?? field.dataset.usual;

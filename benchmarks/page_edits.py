@@ -29,7 +29,7 @@ BOXES = {
     "effective_batch_size": ("batch", (4, 8, 16)),
 }  # fmt: skip
 _EDITS = ("bar", "key", "typed", "typed", "auto", "text", "field")
-_WAIT_MS = 300_000
+_WAIT_MS, _TAKEN_S = 300_000, 20
 #: The rank that the recipe's text has and the one that the plan shown is for; nothing while the plan is marked as old.
 _SHOWN = r"""() => {
     const text = (selector) => document.querySelector(selector)?.textContent.trim() ?? "";
@@ -46,6 +46,8 @@ class Editor:
         self.chosen: dict[str, int | None] = {}
         self.problems: list[str] = []
         self.made: dict[str, int] = {}
+        self.log: list[str] = []
+        self.used: tuple[str, Any] = ("", None)
         for tab in tabs:
             tab.click("#fit-advanced > summary")
             tab.wait_for_selector("[data-field=seed]", state="attached")
@@ -54,11 +56,35 @@ class Editor:
     def edit(self) -> None:
         """One edit in one of the tabs, and a pause."""
         kind, tab, setting = self.random.choice(_EDITS), self.random.choice(self.tabs), self.random.choice(list(BOXES))
+        if (kind, tab) != self.used:
+            self._wait_until_taken(tab)
+        self.used = kind, tab
         edited = getattr(self, f"_{kind}")(tab, setting)
         self.made[kind] = self.made.get(kind, 0) + bool(edited)
         self.chosen |= edited or {}
+        self.log.append(f"tab {self.tabs.index(tab)}: {kind} {edited}")
         tab.wait_for_timeout(self.random.choice((0, 30, 150, 600)))
         self._require_no_old_plan(tab)
+
+    def _wait_until_taken(self, tab: Any) -> None:
+        """Nobody changes to another control or tab in the time that a message takes; in one control nothing is waited for."""
+        until = time.monotonic() + _TAKEN_S
+        while (lost := self._not_taken()) and time.monotonic() < until:
+            tab.wait_for_timeout(50)
+        if lost:
+            self.problems.append(f"{lost} after {self.log[-6:]}")
+            for name in lost:
+                del self.chosen[name]
+
+    def _not_taken(self) -> dict[str, str]:
+        """Settings of which the recipe has not what was chosen last."""
+        recipe = load_recipe(str(self.draft))
+        drafted = {name: getattr(recipe, name) if name in recipe.model_fields_set else None for name in self.chosen}
+        return {
+            name: f"chosen last {value}, the recipe has {drafted[name]}"
+            for name, value in self.chosen.items()
+            if drafted[name] != value
+        }
 
     def _bar(self, tab: Any, setting: str) -> dict[str, int | None] | None:
         """Press a bar. A person presses what is there at that moment: nothing is waited for."""
@@ -139,11 +165,8 @@ class Editor:
             tab.evaluate("document.activeElement?.blur()")
             tab.wait_for_timeout(3000)
             tab.wait_for_selector("body:not([data-planning])")
+        self._wait_until_taken(self.tabs[0])
         recipe = load_recipe(str(self.draft))
-        for name, value in self.chosen.items():
-            drafted = getattr(recipe, name) if name in recipe.model_fields_set else None
-            if drafted != value:
-                self.problems.append(f"{name}: chosen last {value}, the recipe has {drafted}")
         tab = self.tabs[0]
         before = set(runs.glob("*/plan.json"))
         shown = self._boxes()

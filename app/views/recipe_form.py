@@ -80,9 +80,9 @@ def form() -> str:
 
 
 def changed_values(edited: Edited) -> str:
-    """What the fields show that are not at their default, as JSON in HTML: text by name."""
+    """What the fields show that are not at their default: text by name, as JSON in an attribute, as Gradio adds texts of its own."""
     texts = {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
-    return html.escape(json.dumps(texts))
+    return f'<i data-values="{html.escape(json.dumps(texts))}"></i>'
 
 
 def as_settings(field: Field, text: Any) -> dict[str, Any]:
