@@ -20,7 +20,7 @@ def parsed(options):
 
 
 def test_every_score_that_needs_no_file_and_no_address_can_be_chosen():
-    assert set(_SCORES.values()) == SCORES.keys() - {"sql", "judge"}
+    assert set(_SCORES.values()) == SCORES.keys() - {"sql", "judge", "code"}
 
 
 @pytest.mark.parametrize(

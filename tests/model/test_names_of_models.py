@@ -47,7 +47,7 @@ AMBIGUOUS_OR_UNKNOWN = {
     "mistral-small": "mistralai/Mistral-Small-Instruct-2409",
     "deepseek-r1:8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Qwen/Qwen3-8": "Qwen/Qwen3-8B", "qwn2.5-7b-instruct": Q,
     "lama-3.1-8b-instruct": L, "qwen2.5-9b-instruct": Q, "myorg/Qwen2.5-7B-Instruct": Q, "Qwen2.5-7B-Instruct-1M": Q,
-    "google/Qwen2.5-7B-Instruct": Q, "qwen2.5-vl-7b-instruct": Q, "my-llama-3.1-8b-finetune": "meta-llama/Llama-3.1-8B",
+    "google/Qwen2.5-7B-Instruct": Q, "qwen2.5-omni-7b-instruct": Q, "my-llama-3.1-8b-finetune": "meta-llama/Llama-3.1-8B",
     "dolphin-2.9-llama3-8b": "meta-llama/Meta-Llama-3-8B", "starcoder2-7b-instruct": "bigcode/starcoder2-7b",
     "llama-3.1-405b": "meta-llama/Llama-3.1-70B", "llama3": "meta-llama/Meta-Llama-3-8B",
     "Qwen1.5-7B-Chat": None,
