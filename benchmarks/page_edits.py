@@ -134,7 +134,7 @@ class Editor:
             box.dispatchEvent(new Event("input", {bubbles: true})); }""",
             text,
         )
-        until = time.monotonic() + _WAIT_MS / 1000
+        until = time.monotonic() + _TAKEN_S
         while time.monotonic() < until:
             if self.draft.read_text() == text:
                 taken = load_recipe(str(self.draft))
@@ -142,7 +142,9 @@ class Editor:
             if "has changed" in tab.inner_text("#fit-refused") or text == shown:
                 return None
             tab.wait_for_timeout(50)
-        self.problems.append("a recipe that was typed is neither taken nor refused")
+        now = tab.input_value("#fit-yaml textarea")
+        state = "is still in the box" if now == text else "was replaced in the box"
+        self.problems.append(f"a recipe that was typed is neither taken nor refused, and {state}, after {self.log[-6:]}")
         return None
 
     def _field(self, tab: Any, _: str) -> dict[str, int | None]:

@@ -80,7 +80,10 @@ def form() -> str:
 
 
 def changed_values(edited: Edited) -> str:
-    """What the fields show that are not at their default: text by name, as JSON in an attribute, as Gradio adds texts of its own."""
+    """What the fields show that are not at their default: text by name, as JSON.
+
+    In an attribute: Gradio adds texts of its own to a component's.
+    """
     texts = {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
     return f'<i data-values="{html.escape(json.dumps(texts))}"></i>'
 
