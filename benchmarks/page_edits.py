@@ -45,7 +45,7 @@ class Editor:
         self.tabs, self.draft, self.random = tabs, draft, random.Random(seed)
         self.chosen: dict[str, int | None] = {}
         self.problems: list[str] = []
-        self.made: dict[str, int] = {}
+        self.edit_counts: dict[str, int] = {}
         self.log: list[str] = []
         self.used: tuple[str, Any] = ("", None)
         for tab in tabs:
@@ -60,7 +60,7 @@ class Editor:
             self._wait_until_taken(tab)
         self.used = kind, tab
         edited = getattr(self, f"_{kind}")(tab, setting)
-        self.made[kind] = self.made.get(kind, 0) + bool(edited)
+        self.edit_counts[kind] = self.edit_counts.get(kind, 0) + bool(edited)
         self.chosen |= edited or {}
         self.log.append(f"tab {self.tabs.index(tab)}: {kind} {edited}")
         tab.wait_for_timeout(self.random.choice((0, 30, 150, 600)))
@@ -69,11 +69,11 @@ class Editor:
     def _wait_until_taken(self, tab: Any) -> None:
         """Nobody changes to another control or tab in the time that a message takes; in one control nothing is waited for."""
         until = time.monotonic() + _TAKEN_S
-        while (lost := self._not_taken()) and time.monotonic() < until:
+        while (unsaved := self._not_taken()) and time.monotonic() < until:
             tab.wait_for_timeout(50)
-        if lost:
-            self.problems.append(f"{lost} after {self.log[-6:]}")
-            for name in lost:
+        if unsaved:
+            self.problems.append(f"{unsaved} after {self.log[-6:]}")
+            for name in unsaved:
                 del self.chosen[name]
 
     def _not_taken(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ def edit_at_random(tabs: list[Any], runs: Path, edits: int, seed: int) -> tuple[
     editor = Editor(tabs, runs / ".app/draft/recipe.yaml", seed)
     for _ in range(edits):
         editor.edit()
-    return editor.end(runs), editor.made
+    return editor.end(runs), editor.edit_counts
 
 
 def main() -> int:
