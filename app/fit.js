@@ -50,27 +50,6 @@ document.addEventListener("change", ({ target }) => {
 });
 document.addEventListener("focusout", () => setTimeout(fill));
 
-// Numbers. Each one that is typed is sent as it is: Gradio would send what its box has when an earlier request has ended. And what
-// an answer writes into a box that is being typed in is taken back, or the next digit would join the older number.
-const settings = { "fit-length": "max_length", "fit-rank": "lora_r", "fit-batch": "effective_batch_size" };
-const settingOf = (target) => target.type === "number" && settings[target.closest?.(".block")?.id];
-const typed = new WeakMap();
-const restore = ({ target }) => {
-  if (!typed.has(target) || target.value === typed.get(target)) return false;
-  target.value = typed.get(target);
-  return true;
-};
-document.addEventListener("input", ({ target }) => {
-  if (!settingOf(target)) return;
-  typed.set(target, target.value);
-  if (target.value !== "") send({ set: settingOf(target), value: Number(target.value), typed: true });
-}, true);
-document.addEventListener("beforeinput", restore, true);
-document.addEventListener("focusout", (event) => {
-  if (restore(event)) event.target.dispatchEvent(new Event("change", { bubbles: true }));
-  typed.delete(event.target);
-}, true);
-
 const drawer = (open) => {
   document.body.toggleAttribute("data-drawer-open", open);
   document.querySelector("[data-drawer][aria-expanded]")?.setAttribute("aria-expanded", open);

@@ -70,10 +70,12 @@ def build(context: Context, page: gr.Blocks) -> None:
     ahead.change(view.what_if, None, layout.bars, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, [mine, settled], [layout.progress, asked, settled, ahead], **QUIET)
     settled.change(view.settle, form, form, **QUIET)
+    for name, number in layout.numbers.items():
+        number.input(functools.partial(view.slide, name), [number, tab], edited, **QUIET)
     layout.card.input(functools.partial(view.slide, "gpu"), [layout.card, tab], edited, **QUIET)
     layout.price.input(view.reprice, layout.price, layout.facts, **QUIET)
     layout.text.change(view.write, [layout.text, basis, tab], [layout.refused, asked, basis], js=_TYPED_BASIS, **QUIET)
-    layout.act.change(view.act, [layout.act, tab], edited, **QUIET)
+    layout.act.change(view.act, layout.act, edited, **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
     layout.start.click(view.start, layout.force, [layout.progress, mine], **BUTTON)
@@ -174,7 +176,7 @@ class _View:
             gr.skip(),
         ]
 
-    def act(self, text: str, tab: str = "") -> list[Any]:
+    def act(self, text: str) -> list[Any]:
         """What the page's own HTML asks for. Of several quick messages Gradio reports the last: each has those before it."""
         try:
             newest = json.loads(text)
@@ -186,12 +188,12 @@ class _View:
             for message in messages:
                 number = message.get("sent", math.inf)
                 if number > self._acted.get(page, 0):
-                    refusals += self._act(message, tab)
+                    refusals += self._act(message)
             self._acted.pop(page, None)
             self._acted = {**dict(list(self._acted.items())[-_PAGES:]), page: newest.get("sent", 0)}
         return ["".join(refusals), self.context.draft.stamp] if refusals else gr.skip()
 
-    def _act(self, message: dict[str, Any], tab: str) -> list[str]:
+    def _act(self, message: dict[str, Any]) -> list[str]:
         """Do what a message asks for: a value of a setting, `auto` for it, a field's text, or a change of a suggestion.
 
         Returns why it was refused, empty when it was not; nothing when there was nothing to do.
@@ -200,7 +202,7 @@ class _View:
         if message.get("auto") in RANGES:
             return self._changed("", "", **{message["auto"]: None})[:1]
         if message.get("set") in RANGES:
-            changed = self.slide(message["set"], message.get("value"), tab if message.get("typed") else "")
+            changed = self.slide(message["set"], message.get("value"), "")
             return changed[:1] if isinstance(changed, list) else []
         if isinstance(message.get("override"), str):
             return self._refusal(draft.apply(message["override"]))[:1]
