@@ -121,13 +121,8 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
     else:
         usual = max(USUAL_LENGTH, _with_text(sum(data.picture_tokens)) if data is not None else 0)
         length = min(usual, limit or usual)
-        why = (
-            "the model's limit"
-            if length < usual
-            else "the pictures and their text"
-            if usual > USUAL_LENGTH
-            else "the default length"
-        )
+        why = "the pictures and their text" if usual > USUAL_LENGTH else "the default length"
+        why = "the model's limit" if length < usual else why
         why += "; the rows have not been read, so every row is assumed this long"
     choices = choices.choose("max_length", length, why)
     if limit and choices.value("max_length") > limit:
