@@ -97,8 +97,9 @@ def _sandbox() -> list[str]:
     limits = ["prlimit", f"--cpu={_RUN_S}", f"--as={_MAX_MEMORY}", f"--fsize={_MAX_FILE}", "--core=0", "--"]
     folders = {"/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", sys.prefix, sys.base_prefix}
     mounts = [part for folder in sorted(folders) if Path(folder).exists() for part in ("--ro-bind", folder, folder)]
-    writable = ["--dev", "/dev", "--proc", "/proc", "--size", str(_MAX_FILE), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    return [*limits, "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *mounts, *writable]
+    # /tmp first: a Python that is installed below it would be hidden
+    own = ["--dev", "/dev", "--proc", "/proc", "--size", str(_MAX_FILE), "--tmpfs", "/tmp", *mounts, "--chdir", "/tmp"]
+    return [*limits, "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *own]
 
 
 @functools.cache

@@ -119,3 +119,8 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
     with pytest.raises(PackagesError, match="bwrap is not installed"):
         scorer("code", tests=write_tests(tmp_path, {"prompt": "a", "tests": "pass"}))
     code_score._sandbox_problem.cache_clear()
+
+
+def test_a_python_that_is_installed_below_tmp_is_not_hidden():
+    command = code_score._sandbox()
+    assert command.index("/tmp") < command.index("--ro-bind")
