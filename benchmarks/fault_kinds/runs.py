@@ -51,6 +51,8 @@ def import_worker() -> None:
     import finetune.run.worker  # noqa: F401 - so that a fork need not
 
     torch.set_num_threads(1)
+    # A fork gets a new thread pool before it has threads: of two that ask for the first one at once, one gets none.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     os.environ["OMP_NUM_THREADS"] = "1"
 
 

@@ -118,7 +118,8 @@ def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypat
 def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported, run, checkout, home):
     gc.freeze()
     for moment in (0, 1, 2, 3, 4, 5, 6, 15, 25, "end"):  # lines of progress: 6, and one for each of 20 answers
-        if not os.fork():
+        child = os.fork()
+        if not child:
             lines = itertools.count()
 
             def progress(_, lines=lines, moment=moment):
@@ -129,7 +130,7 @@ def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported,
                 gguf.rename = lambda *_: os._exit(9)
             gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=progress)
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert not (home / "out").exists()
     export = gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
     assert export.file.is_file() and not (home / ".out").exists()
@@ -144,7 +145,7 @@ def test_the_converter_of_a_killed_export_ends_with_it(exported, run, checkout, 
     while not (converter := psutil.Process(pid).children()):
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
-    os.wait()
+    os.waitpid(pid, 0)
     assert psutil.wait_procs(converter, timeout=600)[1] == [] and not (home / "out").exists()
 
 

@@ -24,7 +24,8 @@ def run(home, kept_run):
 def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, home):
     gc.freeze()
     for moment in range(10):
-        if not os.fork():
+        child = os.fork()
+        if not child:
             remaining, copy, merged = [moment * 5], shards._copy, shards.AdapterChanges.merged
 
             def counted(function, remaining=remaining):
@@ -39,7 +40,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
             shards._copy, shards.AdapterChanges.merged = counted(copy), counted(merged)
             merge(run, home / "merged")
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert not (home / "merged").exists()
         leftovers = home / ".merged"
         assert not list(leftovers.glob("*.json")), "without config.json nothing loads what was written"

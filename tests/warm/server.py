@@ -49,8 +49,16 @@ def warm_up():
     import finetune.run.training
     import finetune.run.worker  # noqa: F401
 
+    renew_thread_pool_in_forks()
     gc.freeze()
     gc.enable()
+
+
+def renew_thread_pool_in_forks():
+    """Have a fork renew torch's thread pool before it has threads: of two that ask for the first one at once, one gets none."""
+    import torch
+
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def handle(connection, listener):
