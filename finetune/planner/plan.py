@@ -80,16 +80,12 @@ class DataStatistics:
     pictures: tuple[tuple[int, int], ...] = ()  # width and height of those of the row with most pixels, after max_pixels
     eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
+    most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
-
-    @property
-    def most_pixels(self) -> int | None:
-        """Pixels of the largest picture that was planned for; None without any."""
-        return max((width * height for width, height in (*self.pictures, *self.eval_pictures)), default=None)
 
     @property
     def pictures_summary(self) -> str:

@@ -273,7 +273,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     processor = selected.encoded.encoder.picture_processor
     largest = [split.largest_pictures(processor) for split in selected.splits]
     tokens = tuple(processor.token_count(*size) for size in largest[0])
-    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens}
+    return {
+        "pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens,
+        "most_pixels": max(split.most_pixels for split in selected.splits),
+    }  # fmt: skip
 
 
 def statistics_of_lengths(

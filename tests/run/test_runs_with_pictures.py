@@ -98,6 +98,15 @@ def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
     assert lengths[1] < lengths[0]
 
 
+def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_one(model, tmp_path):
+    from finetune.planner.planning import encode_rows, statistics_of
+
+    for sizes, held_out_sizes, most in (([(300, 100), (400, 100)], [(60, 40)], 40_000), ([(60, 40)], [(300, 200)], 60_000)):
+        rows, held_out = save_picture_rows(tmp_path, sizes), save_picture_rows(tmp_path, held_out_sizes, "held_out")
+        settings = recipe(model, tmp_path, dataset={"path": rows, "eval_path": held_out})
+        assert statistics_of(encode_rows(settings).select(settings, None)).most_pixels == most
+
+
 @pytest.mark.slow
 def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer(model, tmp_path):
     sizes = [(28, 28)] * 12 + [(112, 112)] + [(28, 28)] * 2

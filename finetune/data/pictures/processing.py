@@ -14,6 +14,7 @@ import numpy as np
 
 from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
 from finetune.data.checks import BadRow
+from finetune.data.pictures.limits import MIN_SIDE
 from finetune.data.pictures.source import require_pillow
 from finetune.data.report import printable
 from finetune.errors import ModelError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Files with the settings of a processor.
 FILES = ("processor_config.json", "preprocessor_config.json")
+#: A processor that makes as much of a square of this side in pixels as of a small one scales each picture to one size.
+_LARGE_SIDE = 2048
 
 
 class PictureProcessor:
@@ -39,9 +42,11 @@ class PictureProcessor:
         self._texts: dict[tuple[int, int], str] = {}
         self._value_counts: dict[tuple[int, int], int] = {}
 
-    def limit(self, pixels: int | None) -> None:
-        """Scale down pictures of more pixels, too; None leaves the limit as it is."""
-        self.max_pixels = min((limit for limit in (self.max_pixels, pixels) if limit), default=None)
+    def limit(self, pixels: int) -> None:
+        """Scale down pictures of more pixels, too, unless the model gets each picture in one size; 0 changes nothing."""
+        side = max(MIN_SIDE, math.isqrt(pixels))
+        if pixels and (side >= _LARGE_SIDE or self.value_count(side, side) != self.value_count(_LARGE_SIDE, _LARGE_SIDE)):
+            self.max_pixels = min(pixels, self.max_pixels or pixels)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
