@@ -97,6 +97,15 @@ class DataStatistics:
             parts.append(f"{several[0]} of {width:,} x {height:,}, {tokens:,} tokens{several[1]}")
         return " and ".join(parts)
 
+    @property
+    def only_pictures(self) -> DataStatistics | None:
+        """The pictures without the rows; None without any."""
+        if not self.pictures:
+            return None
+        return DataStatistics(
+            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens
+        )
+
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
         shape = self._row_shape(settings, tokens)
