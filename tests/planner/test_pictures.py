@@ -58,6 +58,19 @@ def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_ar
     assert "qwen3_vl" in refused.value.fix
 
 
+def test_the_catalogue_is_asked_only_while_the_tokenizer_is_not_here(tmp_path, monkeypatch):
+    folder = Path(save_picture_model("qwen2_5_vl", tmp_path / "vl"))
+    with pytest.raises(RecipeError, match="chat_template: gone.jinja can't be read"):
+        picture_prompt(recipe(str(folder), chat_template="gone.jinja"), ((56, 56),))
+    away = [path.rename(tmp_path / path.name) for path in folder.glob("tokenizer*")]
+    by_catalogue = picture_prompt(recipe(str(folder)), ((56, 56),))
+    for path in away:
+        path.rename(folder / path.name)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    own = picture_prompt(recipe(str(folder)), ((56, 56),))
+    assert len(own.ids) > len(by_catalogue.ids)  # with the chat template
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("1024", "not a picture's width"), ("9x0", "shorter side"), ("9999x9999", "megapixels"), ("8x8x65", "not a picture's")],
