@@ -29,7 +29,7 @@ from finetune.events.kinds import (
 )
 
 __all__ = [
-    "ENDED_STATES", "KINDS", "VERSION", "Checkpoint", "Compiled", "Evaluation", "Event", "EventReader", "EventWriter", "ForecastCheck",
-    "LossSpike", "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start", "State", "Step",
-    "Unknown", "event_from", "event_json", "read_events",
+    "ENDED_STATES", "KINDS", "VERSION", "Checkpoint", "Compiled", "Evaluation", "Event", "EventReader", "EventWriter",
+    "ForecastCheck", "LossSpike", "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start",
+    "State", "Step", "Unknown", "event_from", "event_json", "read_events",
 ]  # fmt: skip

@@ -35,12 +35,13 @@ _LARGE_SIDE = 2048
 
 
 class PictureProcessor:
-    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit."""
+    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit. `value_counts`: pixel
+    values by size, `640x480`, of the sizes that were counted, which takes up to a second each."""
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
         self.processor, self.max_pixels = processor, max_pixels
         self._texts: dict[tuple[int, int], str] = {}
-        self._value_counts: dict[tuple[int, int], int] = {}
+        self.value_counts: dict[str, int] = {}
 
     def limit(self, pixels: int) -> None:
         """Scale down pictures of more pixels, too, unless the model gets each picture in one size; 0 changes nothing."""
@@ -91,14 +92,15 @@ class PictureProcessor:
 
     def value_count(self, width: int, height: int) -> int:
         """Pixel values that the model gets of a scaled picture of this size."""
-        if (width, height) not in self._value_counts:
+        size = f"{width}x{height}"
+        if size not in self.value_counts:
             tensors = self.tensors([[blank(width, height)]])
-            self._value_counts[width, height] = sum(
+            self.value_counts[size] = sum(
                 tensor.numel()
                 for tensor in tensors.values()
                 if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
             )
-        return self._value_counts[width, height]
+        return self.value_counts[size]
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
         """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""
