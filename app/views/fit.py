@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.planner.run_cost import run_cost
 from finetune.settings.base_formats import base_format_of
 from finetune.units import GIB, format_bytes
 
@@ -253,8 +254,10 @@ def facts(plan: Plan, price_per_hour: float) -> str:
     epochs = f", {settings.num_train_epochs:g} epoch{'' if settings.num_train_epochs == 1 else 's'}"
     cells = []
     if step_s and steps:
-        cost = f"{step_s * steps / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour" if price_per_hour else ""
-        cells.append((f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost))
+        cost = run_cost(price_per_hour or None, plan.run_time, step_s * steps)
+        cells.append(
+            (f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost.summary if cost else "")
+        )
     elif steps:
         cells.append(("Time", "not known", "this GPU's speed is not known" if not plan.card.is_cpu else "a run measures it"))
     if forecast and forecast.tokens_per_s:

@@ -192,10 +192,9 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Another max_length: bytes it adds (negative: saves), rows and tokens it drops."""
+    """Another max_length: rows and tokens it drops."""
 
     max_length: int
-    adds_bytes: int
     dropped_rows: int
     dropped_tokens: int
 
