@@ -7,14 +7,14 @@ import pytest
 
 from app.planning.what_if import Outcome, Outcomes
 from app.views import fit, what_if
-from app.views.words import gib, in_words, minutes
+from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
 from finetune.planner.run_time import RunTime
 from finetune.recipe import load_recipe
 from finetune.settings import resolved
-from finetune.units import GIB
+from finetune.units import GIB, gib
 
 SETTINGS = SimpleNamespace(lora_r=16, max_length=2048, per_device_train_batch_size=1, load_in_4bit=True, load_in_8bit=False,
                            dtype="bfloat16")  # fmt: skip
@@ -32,7 +32,8 @@ def plan_of(peak, high, budget):
     (10 * GIB, 12 * GIB, "May not fit: up to 1.0 GiB too big"), (18 * GIB, 19 * GIB, "Too big by 8.0 GiB"),
 ])  # fmt: skip
 def test_the_verdict_is_a_sentence_with_its_gib(peak, high, sentence):
-    assert fit.sentence(plan_of(peak, high, 11 * GIB)) == sentence
+    plan = plan_of(peak, high, 11 * GIB)
+    assert plan.verdict.sentence(plan.headroom_bytes) == sentence
 
 
 def test_the_cost_is_the_plans_own():
