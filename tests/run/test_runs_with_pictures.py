@@ -1,5 +1,6 @@
 """A run on rows with pictures: resumed exactly, merged without touching the tower, refused where it was not checked."""
 
+import io
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 
+from finetune.cli import main
 from finetune.errors import RecipeError
 from finetune.recipe import recipe_from
 from finetune.run.picture_collator import picture_processor_of
@@ -129,3 +131,14 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
     step = order[2:4]  # of two rows
     assert max(pictures) == 112 == max(pictures[index] for index in step)
     assert max(lengths) == max(lengths[index] for index in step) and pictures[lengths.index(max(lengths))] == 28
+
+
+@pytest.mark.slow
+def test_in_a_chat_of_two_runs_each_gets_the_pictures_that_it_was_shown(model, tmp_path, monkeypatch, capsys):
+    run = create_run(prepare(recipe(model, tmp_path, max_steps=1)))
+    assert Worker(run).main() == 0
+    shutil.copytree(run.path, tmp_path / "second")
+    lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "/use second", "Hello", "/use run", "Again"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    monkeypatch.setattr("sys.argv", ["finetune", "chat", str(run.path), str(tmp_path / "second"), "--max-new-tokens", "2"])
+    assert main() == 0, capsys.readouterr().err
