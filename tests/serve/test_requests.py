@@ -143,7 +143,7 @@ def test_no_more_requests_are_delayed_than_may_wait():
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [False] * 5 + [True] * 45
         assert all(task.exception().status == 429 for task in tasks[5:])
-        models.go.release(3)
+        models.go.release(5)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     models = OneWord()

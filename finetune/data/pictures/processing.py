@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Files with the settings of a processor.
 FILES = ("processor_config.json", "preprocessor_config.json")
 #: A processor that makes as much of a square of this side in pixels as of a small one scales each picture to one size.
-_LARGE_SIDE = 2048
+_LARGE_WIDTH = 2048
 
 
 class PictureProcessor:
@@ -45,8 +45,8 @@ class PictureProcessor:
 
     def limit(self, pixels: int) -> None:
         """Scale down pictures of more pixels, too, unless the model gets each picture in one size; 0 changes nothing."""
-        side = max(MIN_SIDE, math.isqrt(pixels))
-        if pixels and (side >= _LARGE_SIDE or self.value_count(side, side) != self.value_count(_LARGE_SIDE, _LARGE_SIDE)):
+        width = max(MIN_SIDE, math.isqrt(pixels))
+        if pixels and (width >= _LARGE_WIDTH or self.value_count(width, width) != self.value_count(_LARGE_WIDTH, _LARGE_WIDTH)):
             self.max_pixels = min(pixels, self.max_pixels or pixels)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
