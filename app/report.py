@@ -114,7 +114,7 @@ def _outcome(live: LiveRun) -> str:
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
     expense = expense_of(list(read_events(live.run.events)), live.plan().settings.price_per_hour).summary
-    spent = note(f"{expense.capitalize()}.") if expense else ""
+    spent = note(f"{expense[:1].upper()}{expense[1:]}.") if expense else ""
     return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
 
 
@@ -160,7 +160,7 @@ def _checks(live: LiveRun) -> str:
 def _evaluations(run: RunDirectory) -> str:
     evaluations, tasks = read_evaluations(run), task_table(read_tasks(run))
     if damaged := unreadable_evaluations(run):
-        tasks += note(f"{', '.join(damaged)} can't be read; measure again: finetune eval {run.path.name}")
+        tasks += note(damaged)
     if not evaluations and not tasks:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
     shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())

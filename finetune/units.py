@@ -30,6 +30,11 @@ def format_bytes(count: int | float | None) -> str:
     return f"{sign}{size:.0f} B"
 
 
+def gib(size: float) -> str:
+    """`22.7 GiB`; below 0.1 GiB in MiB."""
+    return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"
+
+
 def parse_bytes(text: str) -> int:
     """Read `22.1GiB`, `24 GB` or `1024` as bytes. Raises ValueError for anything else."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)

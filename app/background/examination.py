@@ -49,7 +49,7 @@ class Examination:
                 command, cwd=self._workspace.root, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=_DEADLINE_S, check=False,
             )  # fmt: skip
-            answer = parse_json(process.stdout.strip().splitlines()[-1])
+            answer = parse_json(process.stdout.strip().split("\n")[-1])
         except (OSError, ValueError, IndexError, FinetuneError, subprocess.TimeoutExpired) as error:
             answer = {"findings": [{"check": "doctor", "state": "fail", "what": f"gave no answer: {error}", "fix": ""}]}
         write_json(self._path, {**answer, "time_s": time.time()})

@@ -53,7 +53,7 @@ class Task:
 
     def result(self) -> Any:
         """The last line of JSON that the command printed; None without one."""
-        for line in reversed(self.output().strip().splitlines()):
+        for line in reversed(self.output().strip().split("\n")):
             try:
                 return parse_json(line)
             except ValueError:

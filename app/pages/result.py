@@ -10,7 +10,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from finetune.errors import FinetuneError
-from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks
+from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
 from finetune.run.base_adapter import base_adapter_of
@@ -288,7 +288,8 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
     """Progress of the evaluation that was started here, and all that the run has, the newest first and in full."""
     status, results = task.status(), read_evaluations(run)
     progress = "" if status is None or (status["state"] == "done" and results) else _task("eval", task)
-    benchmark = task_table(read_tasks(run))
+    damaged = unreadable_evaluations(run)
+    benchmark = task_table(read_tasks(run)) + (note(damaged) if damaged else "")
     if not results:
         return progress + benchmark or note("Not evaluated yet.")
     written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from finetune.planner.plan import Alternative, Plan, Verdict
+from finetune.units import gib
 
 from .markup import Safe, action, inert, table
-from .words import gib, in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
+from .words import in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
 
 #: Settings of which the reason is shown first: name, and the setting that has the reason.
 _FIRST = (

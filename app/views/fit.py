@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.planner.run_cost import run_cost
 from finetune.settings.base_formats import base_format_of
-from finetune.units import GIB, format_bytes
+from finetune.units import GIB, format_bytes, gib
 
 from .markup import action, inert, note
-from .words import gib, in_words, minutes, override_values, plan_in_words
+from .words import in_words, minutes, override_values, plan_in_words
 
-#: Below this a plan that fits does so only just.
-_JUST = 0.15 * GIB
 #: Phases of a run by their name in a forecast.
 PHASES = {"train": "Training", "load": "Loading", "eval": "Evaluating", "save": "Saving"}
 _SUGGESTIONS = 3
@@ -30,23 +29,9 @@ class Part:
     why: str
 
 
-def sentence(plan: Plan) -> str:
-    """The verdict as a sentence."""
-    spare = plan.headroom_bytes
-    if plan.verdict == Verdict.FITS and spare is not None:
-        return f"Fits, {'just: ' if spare < _JUST else 'with '}{gib(spare)} to spare"
-    if plan.verdict == Verdict.AT_LIMIT:
-        return "Fits, with allocator retries"
-    if plan.verdict == Verdict.TIGHT and spare is not None:
-        return f"May not fit: up to {gib(-spare)} too big"
-    if plan.verdict == Verdict.NO_FIT:
-        return f"Too big by {gib(-spare)}" if spare is not None else "Too big"
-    return "Can't say" if plan.forecast is None else str(plan.verdict).capitalize()
-
-
 def verdict(plan: Plan, *, blocked: bool = False) -> str:
     """The sentence as the page's heading, and the forecast behind it. `blocked`: a run would not start, so it isn't green."""
-    css, title, forecast = plan.verdict.level, sentence(plan), plan.forecast
+    css, title, forecast = plan.verdict.level, plan.verdict.sentence(plan.headroom_bytes), plan.forecast
     if blocked and css == "ok":
         css = "warn"
     if forecast is None:
@@ -253,8 +238,10 @@ def facts(plan: Plan, price_per_hour: float) -> str:
     epochs = f", {settings.num_train_epochs:g} epoch{'' if settings.num_train_epochs == 1 else 's'}"
     cells = []
     if step_s and steps:
-        cost = f"{step_s * steps / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour" if price_per_hour else ""
-        cells.append((f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost))
+        cost = run_cost(price_per_hour or None, plan.run_time, step_s * steps)
+        cells.append(
+            (f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost.summary if cost else "")
+        )
     elif steps:
         cells.append(("Time", "not known", "this GPU's speed is not known" if not plan.card.is_cpu else "a run measures it"))
     if forecast and forecast.tokens_per_s:

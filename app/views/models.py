@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.planner.plan import Verdict
-from finetune.units import format_count
+from finetune.units import format_count, gib
 
 from ..planning.catalogue import Model
 from .markup import inert
-from .words import gib
 
 
 def chooser() -> str:

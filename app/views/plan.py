@@ -11,14 +11,13 @@ from finetune.units import format_bytes, format_count, format_seconds
 
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .fit import sentence
 from .markup import Safe, action, inert, note, problem, table
 
 
 def verdict(plan: Plan) -> str:
     """The verdict: peak against budget, time and cost."""
     card, forecast = plan.card, plan.forecast
-    css, title = plan.verdict.level, sentence(plan)
+    css, title = plan.verdict.level, plan.verdict.sentence(plan.headroom_bytes)
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from finetune.events import Evaluation, Step
 from finetune.planner.plan import Plan
-from finetune.units import GIB
+from finetune.units import GIB, gib
 
 from .fit import parts_of
 from .markup import inert
 from .run import measured_peak
 from .series import smoothed
-from .words import gib, loss_text
+from .words import loss_text
 
 if TYPE_CHECKING:
     from ..live import Digest

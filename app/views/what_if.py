@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from finetune.units import GIB
+from finetune.units import GIB, gib
 
 from ..planning.what_if import Outcome
 from .markup import action, inert
-from .words import gib
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from finetune.memory.forecast import PARTS
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
-from finetune.units import GIB, MIB
 
 from ..language import mark, tr
 
@@ -105,11 +104,6 @@ def micro_batch(settings: Settings) -> str:
 
 def _rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-def gib(size: float) -> str:
-    """`22.7 GiB`; below 0.1 GiB in MiB."""
-    return f"{size / GIB:,.1f} GiB" if abs(size) >= 0.0995 * GIB else f"{size / MIB:,.0f} MiB"
 
 
 def loss_text(value: float) -> str:

@@ -16,10 +16,9 @@ COMMAND = "/image"
 
 
 class ChatPictures:
-    """The pictures of a chat: those of its messages, and those that wait for the next one."""
+    """The pictures that wait for a chat's next message."""
 
     def __init__(self) -> None:
-        self.sent: list[PictureSource] = []
         self._waiting: list[PictureSource] = []
 
     def add(self, command: str, answerer: Answerer) -> str:
@@ -35,10 +34,10 @@ class ChatPictures:
         self._waiting.append(PictureSource(path, None, digest_of(content), width, height))
         return f"{path.name}, {width:,} x {height:,} pixels, goes with the next message"
 
-    def message(self, text: str) -> dict[str, Any]:
-        """A user's message with the waiting pictures before its text."""
-        count = len(self._waiting)
-        self.sent += self._waiting
-        self._waiting = []
-        message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * count + text}
-        return message | ({"pictures": count} if count else {})
+    def message(self, text: str) -> tuple[dict[str, Any], list[PictureSource]]:
+        """A user's message with the waiting pictures before its text, which then has no other mark of one; and the pictures."""
+        pictures, self._waiting = self._waiting, []
+        if not pictures:
+            return {"role": "user", "content": text}, []
+        content = PICTURE_MARK * len(pictures) + text.replace(PICTURE_MARK, "")
+        return {"role": "user", "content": content, "pictures": len(pictures)}, pictures

@@ -25,6 +25,7 @@ from finetune.run.directory import open_run
 from finetune.units import format_measured, format_seconds
 
 if TYPE_CHECKING:
+    from finetune.data.pictures.source import PictureSource
     from finetune.evaluate.answerer import Answerer
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scorers import Scorer
@@ -228,26 +229,29 @@ def chat_with(
         err.print(f"[dim]{escape(run.path.name)} answers; /use {escape(' or /use '.join(list(answerers)[1:]))} changes that[/]")
     sampling, start = Sampling(temperature, top_p, seed), [{"role": "system", "content": system}] if system else []
     messages: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    pictures = ChatPictures()
+    waiting = ChatPictures()
+    sent: dict[tuple[str, str], list[PictureSource]] = {}
     used = [run.path.name] if prompt is None else list(answerers)
     for question in [prompt] if prompt is not None else _questions():
         if prompt is None and question.split()[:1] == ["/use"]:
             used = _switch_run(question, used, answerers, as_json)
             continue
         if prompt is None and question.split()[:1] == [COMMAND]:
-            _add_picture(pictures, question, first, as_json)
+            _add_picture(waiting, question, first, as_json)
             continue
-        message = pictures.message(question)
+        message, new_pictures = waiting.message(question)
         asked = [(name, model) for model in models for name in (used if model == "tuned" else used[:1])]
         for name, model in asked:
             answerer, turns = answerers[name], messages.setdefault((name, model), list(start))
+            pictures = sent.setdefault((name, model), [])
             turns.append(dict(message))
+            pictures += new_pictures
             if len(asked) > 1 and not as_json:
                 out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
             while True:
                 with answerer.using(model), _stop_on_ctrl_c() as stopped:
                     reply, answer = answer_turns(
-                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece, pictures.sent,
+                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece, pictures,
                         max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped,
                     )  # fmt: skip
                 if as_json:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
+    from finetune.data.pictures.columns import PictureSizes
     from finetune.data.pictures.processing import PictureProcessor
 
 #: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
@@ -109,11 +110,20 @@ class LimitedSplit:
 
     def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
         """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
-        sizes = self.stored.picture_sizes.of_rows(np.logical_or.reduce(self.passes))
+        sizes = self._picture_sizes
         values = processor.values_by_row(sizes, len(self.stored.row_numbers))
         largest = sizes.rows == values.argmax() if len(values) else sizes.rows < 0
         pairs = zip(sizes.widths[largest].tolist(), sizes.heights[largest].tolist(), strict=True)
         return tuple(processor.size(width, height) for width, height in pairs)
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest picture of the rows used, before `max_pixels`; 0 without any."""
+        return int((self._picture_sizes.widths * self._picture_sizes.heights).max(initial=0))
+
+    @property
+    def _picture_sizes(self) -> PictureSizes:
+        return self.stored.picture_sizes.of_rows(np.logical_or.reduce(self.passes))
 
     @property
     def total_tokens(self) -> int:

@@ -133,7 +133,8 @@ def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[dict[str, Any], 
     tools_match = _TOOLS.search(listing_match[0]) if listing_match else None
     if listing_match is None or tools_match is None:
         return prompt, ()
-    tools_text = tools_match[1] if tools_match[1].startswith("[") else f"[{','.join(tools_match[1].splitlines())}]"
+    listing = tools_match[1]
+    tools_text = listing if listing.startswith("[") else "[" + ",".join(listing.split("\n")) + "]"
     tools = _parse_literal(tools_text, path)
     return (prompt[: listing_match.start()] + prompt[listing_match.end() :]).strip(), read_tools(tools, path)
 

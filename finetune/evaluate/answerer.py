@@ -70,12 +70,8 @@ class Answerer:
     def sharing_base(self, run: RunDirectory) -> Answerer:
         """An answerer for another run on this one's base model. Raises CommandError if that run was trained on another base."""
         require_data(run)
+        require_shared_base(run, self.run)
         plan, folder = read_plan(run.plan), adapter_folder(run)
-        if _base_key(plan) != _base_key(self.plan):
-            raise CommandError(
-                f"{run.path.name} was trained on another base model than {self.run.path.name}, or on another form of it",
-                "Chat with each of them alone.",
-            )
         assert folder is not None
         answerer = copy.copy(self)
         answerer.switch_run(run, plan, folder, self._load_adapter(folder))
@@ -94,7 +90,6 @@ class Answerer:
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
         self._tensors = None
         if pictures:
-            self.encoder.picture_processor.limit(self.plan.data.most_pixels if self.plan.data else None)
             self._tensors = PictureTensors(self.encoder.picture_processor)
         self.plain = is_plain(run)
 
@@ -211,12 +206,24 @@ def _last_adapter(run: RunDirectory) -> Path:
     return run.last_adapter
 
 
-def _base_key(plan: Plan) -> tuple[Any, ...]:
-    """The values that two runs must have in common to share a loaded base model."""
-    settings = plan.settings
-    weights = weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision)
-    tokens = settings.new_tokens, settings.trained_embedding_rows
-    return weights, configuration_fingerprint(settings), base_format_of(settings), settings.dtype, tokens
+def require_shared_base(run: RunDirectory, other: RunDirectory) -> None:
+    """Raises CommandError, with what differs, for runs that can't share a loaded base model."""
+    expected, actual = (_base_key(read_plan(path).settings) for path in (other.plan, run.plan))
+    if differing := [name for name in expected if expected[name] != actual[name]]:
+        raise CommandError(
+            f"{run.path} was trained on another base model than {other.path}, or on another form of it: they differ in "
+            f"{', '.join(differing)}",
+            "Use each of them alone.",
+        )
+
+
+def _base_key(settings: Settings) -> dict[str, Any]:
+    """The values, by name, that two runs must have in common to share a loaded base model."""
+    return {
+        "weights": weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision),
+        "configuration": configuration_fingerprint(settings), "format": base_format_of(settings),
+        **{name: getattr(settings, name) for name in ("dtype", "vision", "new_tokens", "trained_embedding_rows")},
+    }  # fmt: skip
 
 
 def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _passes(code: str, tests: str) -> bool:
     """Whether `code` and then `tests` run to the end in the sandbox."""
     if not _is_python(code):
         return False
-    last_line = secrets.token_hex()  # an early exit is no pass, whatever it prints
+    last_line = secrets.token_hex()  # an early exit is no pass, unless the code reads this in its own frame
     program = f"{code}\n\n{tests}\n\nprint({last_line!r})\n"
     with tempfile.TemporaryFile() as output:  # a file, so that what is printed has an end
         try:
@@ -114,7 +114,7 @@ def _sandbox_problem() -> str | None:
 def _read_tests(path: str) -> dict[str, str]:
     """The tests of each prompt. Raises CommandError."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8").split("\n")  # JSON lines may have U+2028
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} can't be read: {error}", f"Give it as --tests FILE. {_EXAMPLE}") from None
     tests: dict[str, str] = {}

@@ -186,15 +186,19 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     return evaluations
 
 
-def unreadable_evaluations(run: RunDirectory) -> list[str]:
-    """Names of the files of the run's evaluations that can't be read, or have changed since they were written."""
-    names = []
+def unreadable_evaluations(run: RunDirectory) -> str:
+    """A sentence that names the files of the run's evaluations that can't be read, or have changed since they were written;
+    empty without any."""
+    names, evaluations = [], read_evaluations(run)
     for path in sorted((run.path / "evaluations").glob("*.json")):
         try:
             read_json(path)
         except (OSError, ValueError):
             names.append(path.name)
-    return names
+        else:
+            stem = path.stem.removeprefix("scores-")
+            names += [path.name] if stem != path.stem and stem not in evaluations else []
+    return f"{', '.join(names)} can't be read; measure again: finetune eval {run.path.name}" if names else ""
 
 
 def _is_consistent(comparison: Comparison) -> bool:

@@ -6,6 +6,7 @@ kinds and keys, and missing keys. docs/events.md documents every kind.
 
 from finetune.events.file import EventReader, EventWriter, event_from, event_json, read_events
 from finetune.events.kinds import (
+    ENDED_STATES,
     KINDS,
     VERSION,
     Checkpoint,
@@ -28,7 +29,7 @@ from finetune.events.kinds import (
 )
 
 __all__ = [
-    "KINDS", "VERSION", "Checkpoint", "Compiled", "Evaluation", "Event", "EventReader", "EventWriter", "ForecastCheck",
-    "LossSpike", "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start", "State", "Step",
-    "Unknown", "event_from", "event_json", "read_events",
+    "ENDED_STATES", "KINDS", "VERSION", "Checkpoint", "Compiled", "Evaluation", "Event", "EventReader", "EventWriter",
+    "ForecastCheck", "LossSpike", "Memory", "OutOfMemory", "Phase", "Result", "Retry", "RunWarning", "Sample", "Start",
+    "State", "Step", "Unknown", "event_from", "event_json", "read_events",
 ]  # fmt: skip

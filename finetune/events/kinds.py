@@ -9,6 +9,8 @@ from pydantic import Field
 
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
+#: States of a run's last event, from which it needs a new attempt to go on.
+ENDED_STATES = ("paused", "finished", "stopped", "diverged", "failed")
 #: Larger numbers are damage, and too large for a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 

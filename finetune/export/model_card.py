@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import __version__
 from finetune.errors import FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.evaluate.results import read_evaluations, read_forgetting
+from finetune.evaluate.results import read_evaluations, read_forgetting, unreadable_evaluations
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
 from finetune.hub import REPO_ID
@@ -199,6 +199,8 @@ def _evaluation(run: RunDirectory) -> str:
     if forgetting := read_forgetting(run):
         rows = [f"- {result['rows_of']} ({result['rows']:,} rows): {_loss_difference(result)}" for result in forgetting]
         sections.append("Forgetting (loss per trained token):\n\n" + "\n".join(rows))
+    if damaged := unreadable_evaluations(run):
+        sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
 
 

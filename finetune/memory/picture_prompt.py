@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,7 +18,8 @@ from finetune.data.pictures.processing import PictureProcessor
 from finetune.data.pictures.source import PictureSource, require_pillow
 from finetune.data.tokenizer import ModelPictures, load_tokenizer
 from finetune.data.tokens import Encoder
-from finetune.errors import ModelError, RecipeError
+from finetune.errors import ModelError
+from finetune.hub import HOLDS_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe
@@ -43,22 +45,41 @@ class PicturePrompt:
 
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
     """A message of pictures of these sizes and one character. Raises RecipeError where nothing here knows the processor."""
-    return _prompt(
-        settings.model_name_or_path, settings.model_revision, settings.chat_template, pixel_limit(settings), pictures
-    )
+    model = settings.model_name_or_path, settings.model_revision, settings.chat_template
+    has_tokenizer = _has_tokenizer(*model, int(time.monotonic() / HOLDS_S))
+    return _prompt(*model, pixel_limit(settings), pictures, has_tokenizer)
 
 
 @lru_cache(16)
-def _prompt(name: str, revision: str | None, template: str | None, max_pixels: int | None, pictures: Sizes) -> PicturePrompt:
-    recipe = Recipe(
+def _has_tokenizer(name: str, revision: str | None, template: str | None, _period: int) -> bool:
+    """Whether the model's tokenizer can be loaded; if not, it is tried again in the next period: the hub may answer then."""
+    try:
+        _own_tokenizer(name, revision, template)
+    except ModelError:
+        return False
+    return True
+
+
+@lru_cache(16)
+def _own_tokenizer(name: str, revision: str | None, template: str | None) -> Any:
+    return load_tokenizer(_recipe(name, revision, template, None))
+
+
+def _recipe(name: str, revision: str | None, template: str | None, max_pixels: int | None) -> Recipe:
+    return Recipe(
         model_name_or_path=name, model_revision=revision, chat_template=template, max_pixels=max_pixels,
         dataset=DatasetRecipe(path="unread"),
     )  # fmt: skip
-    try:
-        tokenizer = load_tokenizer(recipe)
-    except RecipeError:
+
+
+@lru_cache(16)
+def _prompt(
+    name: str, revision: str | None, template: str | None, max_pixels: int | None, pictures: Sizes, has_tokenizer: bool
+) -> PicturePrompt:
+    recipe = _recipe(name, revision, template, max_pixels)
+    if not has_tokenizer:
         return _catalogue_prompt(recipe, pictures)
-    encoder = Encoder(tokenizer, pictures=ModelPictures(recipe))
+    encoder = Encoder(_own_tokenizer(name, revision, template), pictures=ModelPictures(recipe))
     message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
     message |= {"pictures": len(pictures)} if pictures else {}
     sources = [PictureSource(None, None, "", *size) for size in pictures]

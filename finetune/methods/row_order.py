@@ -50,7 +50,8 @@ class LongestEarly(Sampler[int]):
     gradient accumulation, the gradients of earlier micro-batches are in memory, too: the peak that the forecast is of. They
     are swapped with the rows that were there, so each row still trains once an epoch. `batch` is the effective batch size:
     the order is independent of all that an out-of-memory retry changes. `steps`: the run's optimizer steps. `pixel_values`: of
-    each row's pictures; the row with most is in step 2, too.
+    each row's pictures; the row with most is in step 2, too, or where that has a single row in step 1 in place of the second
+    longest.
     """
 
     def __init__(self, lengths: list[int], seed: int, batch: int, steps: int, pixel_values: Sequence[int] = ()) -> None:

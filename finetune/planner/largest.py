@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import RecipeError
+from finetune.errors import ModelError, RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.largest_model import find_largest_model
 from finetune.planner.planner import make_plan, plan_or_excess
-from finetune.planner.planning import RowsRead, prepared
+from finetune.planner.planning import RowsRead, for_rows, prepared
 from finetune.planner.shape import shape_of
+from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, resolved
 
 if TYPE_CHECKING:
@@ -87,20 +88,35 @@ class Largest:
 def plan_largest(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, *, progress: Progress | None = None
 ) -> Largest:
-    """The largest value of a setting that fits, with its plan. `max_length` is planned for full rows, which are not read.
+    """The largest value of a setting that fits, with its plan. `max_length` is planned for full rows, which are read only for
+    their pictures.
 
     Raises PackagesError and RecipeError.
     """
     recipe, renamed, reasons = prepared(recipe)
+    read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
+        if read.has_pictures:
+            raise RecipeError(
+                "--largest model: the rows have pictures, and models of the catalogue are searched for rows of text",
+                "Plan models of images and text one by one: finetune plan MODEL --images WIDTHxHEIGHT",
+            )
         name, too_large, plan, overrides = find_largest_model(recipe, card, progress=progress)
         return Largest(setting, name, too_large, "the largest of the catalogue", plan, overrides)
-    read = RowsRead() if setting == "max_length" else rows(recipe)
+    recipe, more_reasons = for_rows(recipe, read)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
     plan = largest.plan
     for note in (renamed, *read.notes):
         plan = plan.with_note(note)
-    return replace(largest, plan=replace(plan, reasons={**plan.reasons, **reasons}))
+    return replace(largest, plan=replace(plan, reasons={**plan.reasons, **reasons, **more_reasons}))
+
+
+def _may_have_pictures(recipe: Recipe) -> bool:
+    """Whether the rows may have pictures, without reading them; where no data is given there is nothing to read."""
+    try:
+        return recipe.dataset.path == NO_DATASET or "vision_config" in read_config(recipe)
+    except ModelError:  # `model` is searched whether that of the recipe is here or not
+        return False
 
 
 def find_largest(
@@ -109,7 +125,7 @@ def find_largest(
 ) -> Largest:  # fmt: skip
     """By the secant of what two values that don't fit take too much, else by halves: a larger value never takes less memory.
 
-    `max_length` is planned for rows of that many tokens.
+    `max_length` is planned for rows of that many tokens, with the pictures of `data`.
 
     Raises RecipeError for another setting, and when the recipe can't be planned.
     """
@@ -118,7 +134,7 @@ def find_largest(
             f"--largest {setting}: the largest value is found of {', '.join(RANGES)}, model", "Name one of these."
         )
     searched, report_progress = RANGES[setting], progress or (lambda _: None)
-    data = None if setting == "max_length" else data
+    data = data and data.only_pictures if setting == "max_length" else data
 
     def with_value(value: int) -> Recipe:
         return resolved(recipe, **searched.settings(value, recipe))

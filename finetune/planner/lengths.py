@@ -11,7 +11,6 @@ from finetune.planner.speed import Batches
 if TYPE_CHECKING:
     from finetune.planner.choices import Choices
     from finetune.planner.plan import DataStatistics
-    from finetune.planner.search import EvaluatedStrategy, Search
 
 #: The planner never chooses a limit below this.
 LEAST_LENGTH = 256
@@ -43,18 +42,11 @@ def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
     return Batches(choices.value("max_length"), choices.value("packing") is True, data)
 
 
-def length_costs(search: Search, chosen: EvaluatedStrategy) -> tuple[LengthCost, ...]:
-    """Other values of max_length: bytes added or saved (scaled from the forecast), rows and tokens dropped."""
-    batches = search.job.batches
+def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
+    """Other values of max_length: rows and tokens dropped."""
     lengths = batches.data.lengths if batches.data else ()
     if not lengths:
         return ()
     at = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]
     limits = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in at} | {batches.max_length, 2 * batches.max_length})
-    rows = []
-    for limit in limits:
-        dropped_rows, dropped_tokens = batches.dropped_above(limit)
-        width = limit if limit > batches.max_length or batches.packed else min(limit, batches.longest)
-        added = search.high_bytes(chosen.strategy, width) - chosen.forecast.peak_high_bytes
-        rows.append(LengthCost(limit, added, dropped_rows, dropped_tokens))
-    return tuple(rows)
+    return tuple(LengthCost(limit, *batches.dropped_above(limit)) for limit in limits)

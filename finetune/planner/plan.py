@@ -25,14 +25,16 @@ from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
-from finetune.units import format_bytes, format_seconds
+from finetune.units import GIB, format_bytes, format_seconds, gib
 
 #: Version of plan.json. The first version had no such key.
 VERSION = 1
+#: Below this a plan that fits does so only just.
+_JUST = 0.15 * GIB
 
 
 class Verdict(StrEnum):
-    """Whether the plan fits its budget."""
+    """Whether the plan fits its budget: the words of plan.json and the terminal, and in `sentence` those of the page."""
 
     FITS = "fits"
     AT_LIMIT = "at the limit"
@@ -46,6 +48,18 @@ class Verdict(StrEnum):
         """How good that is, for its colour: ok, warn, bad or unknown."""
         levels = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
         return levels.get(self, "unknown")
+
+    def sentence(self, headroom_bytes: int | None) -> str:
+        """The verdict on the page. `headroom_bytes`: of the plan."""
+        if self == Verdict.FITS and headroom_bytes is not None:
+            return f"Fits, {'just: ' if headroom_bytes < _JUST else 'with '}{gib(headroom_bytes)} to spare"
+        if self == Verdict.AT_LIMIT:
+            return "Fits, with allocator retries"
+        if self == Verdict.TIGHT and headroom_bytes is not None:
+            return f"May not fit: up to {gib(-headroom_bytes)} too big"
+        if self == Verdict.NO_FIT:
+            return f"Too big by {gib(-headroom_bytes)}" if headroom_bytes is not None else "Too big"
+        return "Can't say" if self == Verdict.UNKNOWN else str(self).capitalize()
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
@@ -80,16 +94,12 @@ class DataStatistics:
     pictures: tuple[tuple[int, int], ...] = ()  # width and height of those of the row with most pixels, after max_pixels
     eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
+    most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
 
     @property
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
-
-    @property
-    def most_pixels(self) -> int | None:
-        """Pixels of the largest picture that was planned for; None without any."""
-        return max((width * height for width, height in (*self.pictures, *self.eval_pictures)), default=None)
 
     @property
     def pictures_summary(self) -> str:
@@ -100,6 +110,15 @@ class DataStatistics:
             several = (f"{count} pictures", " each") if count > 1 else ("1 picture", "")
             parts.append(f"{several[0]} of {width:,} x {height:,}, {tokens:,} tokens{several[1]}")
         return " and ".join(parts)
+
+    @property
+    def only_pictures(self) -> DataStatistics | None:
+        """The pictures without the rows; None without any."""
+        if not self.pictures:
+            return None
+        return DataStatistics(
+            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens
+        )
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
@@ -187,10 +206,9 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Another max_length: bytes it adds (negative: saves), rows and tokens it drops."""
+    """Another max_length: rows and tokens it drops."""
 
     max_length: int
-    adds_bytes: int
     dropped_rows: int
     dropped_tokens: int
 

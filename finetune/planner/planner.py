@@ -292,7 +292,7 @@ class _Planner:
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
-            modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search, chosen),
+            modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast), workload_s=workload,
             run_time=length, cost=run_cost(settings.price_per_hour, length, modelled_s),

@@ -51,6 +51,11 @@ class RowsRead:
     held_out: Callable[[], Sequences] | None = None
     trained_embedding_rows: tuple[int, ...] = ()
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some row has a picture."""
+        return self.statistics is not None and bool(self.statistics.pictures)
+
 
 def plan_recipe(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False,
@@ -63,10 +68,8 @@ def plan_recipe(
     """
     recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe)
-    recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
-    reasons |= {"trained_embedding_rows": reason} if reason else {}
-    recipe, vision_reasons = with_vision(recipe, has_pictures=bool(read.statistics and read.statistics.pictures))
-    reasons |= vision_reasons
+    recipe, more_reasons = for_rows(recipe, read)
+    reasons |= more_reasons
 
     def planned(recipe: Recipe, read: RowsRead, reasons: dict[str, str]) -> Plan:
         def completed(plan: Plan) -> Plan:
@@ -88,6 +91,14 @@ def plan_recipe(
             reason = f"{cost}: at their full size, pictures do not fit here"
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
     return plan
+
+
+def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with what follows from its rows: those of new tokens, and the vision tower; and the reasons. Raises
+    RecipeError."""
+    recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
+    recipe, reasons = with_vision(recipe, has_pictures=read.has_pictures)
+    return recipe, ({"trained_embedding_rows": reason} if reason else {}) | reasons
 
 
 def _with_smaller_pictures(
@@ -273,7 +284,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     processor = selected.encoded.encoder.picture_processor
     largest = [split.largest_pictures(processor) for split in selected.splits]
     tokens = tuple(processor.token_count(*size) for size in largest[0])
-    return {"pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens}
+    return {
+        "pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens,
+        "most_pixels": max(split.most_pixels for split in selected.splits),
+    }  # fmt: skip
 
 
 def statistics_of_lengths(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.events import Event, Start, State, Step
+from finetune.events import ENDED_STATES, Event, RunWarning, Start, State, Step
 
 if TYPE_CHECKING:
     from finetune.planner.run_time import RunTime
@@ -65,18 +65,19 @@ class Expense:
 
 
 def expense_of(events: Sequence[Event], price_per_hour: float | None) -> Expense:
-    """Of a run's events in order. Steps that a resumed run repeats count again: they were paid for."""
-    seconds, began_s, last_s = 0.0, None, 0.0
+    """Of a run's events in order. Steps that a resumed run repeats count again: they were paid for; the time between two
+    attempts does not."""
+    seconds = 0.0
+    last_s: float | None = None  # between attempts
     for event in events:
-        if event.time_s is None:
+        if event.time_s is None or isinstance(event, RunWarning):  # one of the next attempt comes before its start
             continue
-        if isinstance(event, Start) or (isinstance(event, State) and event.state == "starting"):
-            is_attempt = not isinstance(event, Start) or began_s is None
-            if is_attempt:
-                seconds += last_s - began_s if began_s is not None else 0.0
-                began_s = event.time_s
-        last_s = event.time_s
-    seconds += last_s - began_s if began_s is not None else 0.0
+        state = event.state if isinstance(event, State) else None
+        if last_s is None or state in ("queued", "starting"):  # of an attempt that was killed the last event is its end
+            last_s = event.time_s if state == "starting" or isinstance(event, Start) else None
+        else:
+            seconds += event.time_s - last_s
+            last_s = None if state in ENDED_STATES else event.time_s
     measured = [
         event.power_w * event.step_s / _HOUR_S for event in events if isinstance(event, Step) and event.power_w and event.step_s
     ]

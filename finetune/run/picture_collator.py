@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.compat.processors import save_processor
 from finetune.data.pictures.columns import PICTURES
 from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.files import read_object, write_json
+
+_PIXEL_VALUES = "pixel_values.json"
 
 if TYPE_CHECKING:
     from finetune.data.pictures.processing import PictureProcessor
@@ -28,6 +32,15 @@ class PictureCollator:
         return batch | self._tensors(batch["input_ids"], sources)
 
 
-def picture_processor_of(settings: Settings, folder: Path) -> PictureProcessor:
-    """The processor that a run has saved beside its tokenizer."""
-    return ModelPictures(settings, folder)(run_tokenizer(folder, settings))
+def save_picture_processor(processor: PictureProcessor, data: Path) -> None:
+    """Save the processor beside the tokenizer in a run's folder of data, and the pixel values that it has counted."""
+    save_processor(processor.processor, str(data / "tokenizer"))
+    write_json(data / _PIXEL_VALUES, processor.value_counts)
+
+
+def picture_processor_of(settings: Settings, data: Path) -> PictureProcessor:
+    """The processor in a run's folder of data."""
+    folder = data / "tokenizer"
+    processor = ModelPictures(settings, folder)(run_tokenizer(folder, settings))
+    processor.value_counts |= read_object(data / _PIXEL_VALUES) or {}
+    return processor

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
 from finetune.card.compiler import COMPILER_FIX
-from finetune.compat.processors import save_processor
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
@@ -132,6 +131,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.data.questions import questions_of
     from finetune.data.tokenizer import ModelPictures
     from finetune.model.library_warnings import quiet_libraries
+    from finetune.run.picture_collator import save_picture_processor
 
     quiet_libraries()
 
@@ -152,7 +152,7 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     if settings.vision:
-        save_processor(prepared.pictures.processor, str(run.data / "tokenizer"))
+        save_picture_processor(prepared.pictures, run.data)
     write_manifest(run.data, {})
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.events import EventReader, Start, State, Step
+from finetune.events import ENDED_STATES, EventReader, Start, State, Step
 from finetune.files import read_object
 from finetune.system import is_locked
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: queued starting running stopping paused finished stopped diverged failed lost
-ENDED = ("paused", "finished", "stopped", "diverged", "failed", "lost")
+ENDED = (*ENDED_STATES, "lost")
 _TAIL_BYTES = 256 * 1024
 
 

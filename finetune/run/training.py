@@ -91,7 +91,7 @@ class RunTrainer(SFTTrainer):
         self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
         super().__init__(**arguments)
         self.data_collator = self.method.collator(self.data_collator) or self.data_collator
-        self._processor = picture_processor_of(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
+        self._processor = picture_processor_of(plan.settings, run.data) if plan.settings.vision else None
         if self._processor:
             self.data_collator = PictureCollator(self.data_collator, self._processor)
         self.samples = Samples(plan, run, self.processing_class, self._processor)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.pictures.source import PictureSource, checked_picture
-from finetune.errors import CommandError, DataError
+from finetune.errors import CommandError, DataError, PackagesError
 from finetune.evaluate.call_stream import CallStream
 from finetune.serve.requests import ChatRequest, RequestError
 
@@ -62,7 +62,7 @@ class Engine:
         self._tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
         self._long_tokeniser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long prompts")
         self._open_requests: set[threading.Event] = set()
-        self._tokenising = self.unreadable_calls = 0
+        self._tokenising = self._delayed = self.unreadable_calls = 0
 
     @property
     def max_characters(self) -> int:
@@ -98,14 +98,19 @@ class Engine:
         return self._pieces(request, prompt, request.max_new_tokens or remaining)
 
     async def _require_few_waiting(self) -> None:
-        """Raise RequestError when too many wait, also after the moment in which clients that have left are noticed."""
+        """Raise RequestError when too many wait, also after the moment in which clients that have left are noticed; at once
+        when as many are delayed by that moment already."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + _NOTICED_WITHIN_S
-        while (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
-            if loop.time() > end:
-                raise RequestError(f"{waiting} requests are waiting already. Try again later.", status=429,
-                                   code="rate_limit_exceeded")  # fmt: skip
-            await asyncio.sleep(_NOTICED_WITHIN_S / 10)
+        end = loop.time() + (_NOTICED_WITHIN_S if self._delayed < self._max_waiting else 0)
+        self._delayed += 1
+        try:
+            while (waiting := len(self._open_requests) + self._tokenising) > self._max_waiting:
+                if loop.time() >= end:
+                    raise RequestError(f"{waiting + self._delayed - 1} requests are waiting already. Try again later.",
+                                       status=429, code="rate_limit_exceeded")  # fmt: skip
+                await asyncio.sleep(_NOTICED_WITHIN_S / 10)
+        finally:
+            self._delayed -= 1
 
     def close(self) -> None:
         """End the current answer, and cancel the waiting requests."""
@@ -135,6 +140,8 @@ class Engine:
         except DataError as error:
             param = "messages" if request.schema_of_answer is None else "response_format"
             raise RequestError(" ".join(error.problems), param=param, code="invalid_value") from None
+        except PackagesError as error:
+            raise RequestError(f"{error.problems[0]}.", status=500, code="internal_error") from None
 
     def _picture_prompt(self, request: ChatRequest) -> _Prompt:
         """The prompt of a request with pictures, each of which is decoded once here. Raises RequestError."""

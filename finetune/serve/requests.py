@@ -137,7 +137,8 @@ def read_request(body: Any) -> ChatRequest:
         if first_error["loc"][:1] == ("messages",) and first_error["loc"][2:3] == ("content",):
             name = ".".join(str(part) for part in first_error["loc"][:3])
             forms = "only text and pictures, as a string or as parts of type text and image_url"
-            reason = next((f"{other['msg']}" for other in error.errors() if "image_url" in other["loc"]), forms)
+            of_content = (other for other in error.errors() if other["loc"][:3] == first_error["loc"][:3])
+            reason = next((f"{other['msg']}" for other in of_content if "image_url" in other["loc"]), forms)
             message = reason.removeprefix("Value error, ")
             raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
         raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None

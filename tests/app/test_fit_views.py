@@ -1,18 +1,20 @@
 """The Fit page's HTML says what the plan says: the sentence, the bar whose scale is the GPU, words instead of options."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from app.planning.what_if import Outcome, Outcomes
 from app.views import fit, what_if
-from app.views.words import gib, in_words, minutes
+from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
+from finetune.planner.run_time import RunTime
 from finetune.recipe import load_recipe
 from finetune.settings import resolved
-from finetune.units import GIB
+from finetune.units import GIB, gib
 
 SETTINGS = SimpleNamespace(lora_r=16, max_length=2048, per_device_train_batch_size=1, load_in_4bit=True, load_in_8bit=False,
                            dtype="bfloat16")  # fmt: skip
@@ -30,7 +32,14 @@ def plan_of(peak, high, budget):
     (10 * GIB, 12 * GIB, "May not fit: up to 1.0 GiB too big"), (18 * GIB, 19 * GIB, "Too big by 8.0 GiB"),
 ])  # fmt: skip
 def test_the_verdict_is_a_sentence_with_its_gib(peak, high, sentence):
-    assert fit.sentence(plan_of(peak, high, 11 * GIB)) == sentence
+    plan = plan_of(peak, high, 11 * GIB)
+    assert plan.verdict.sentence(plan.headroom_bytes) == sentence
+
+
+def test_the_cost_is_the_plans_own():
+    plan = replace(plan_of(8 * GIB, 9 * GIB, 11 * GIB), settings=load_recipe("tiny-cpu"), total_steps=10)
+    plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0), run_time=RunTime(3600.0, 3600.0, 7200.0, 2, True))
+    assert "2.00 to 4.00 at 2 an hour" in fit.facts(plan, 2.0) and "an hour" not in fit.facts(plan, 0.0)
 
 
 def test_what_is_missing_is_counted_when_there_is_no_plan():

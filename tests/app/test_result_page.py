@@ -64,6 +64,20 @@ def test_evaluations_of_the_command_line_are_shown(page):
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
 
 
+def test_a_damaged_evaluation_is_named_beside_the_others(page):
+    write_scores(page.run, "exact")
+    write_scores(page.run, "json", prompts=[])
+    (page.run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
+    assert "scores-json.json, scores-torn.json can&#x27;t be read" in shown(page)[0]
+
+
+def test_an_answer_with_a_line_separator_does_not_cut_what_a_task_has_printed(page):
+    done(page, "eval", {})
+    task = page.tasks.of(page.run, "eval")
+    (task.path / "output.txt").write_text(json.dumps({"answers": ["a\u2028b"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert task.result() == {"answers": ["a\u2028b"]}
+
+
 def test_a_report_can_be_downloaded_once_it_is_written(page):
     assert "Not written yet" in shown(page)[1]
     (page.run.path / "report.html").write_text("<html>")

@@ -14,7 +14,7 @@ from small_data import build_tokenizer, recipe
 from app.views.data import marked
 from finetune.data import hub_datasets, prepare, read_examples
 from finetune.data.pictures.display import small_pictures, with_counts
-from finetune.data.pictures.placement import conversation
+from finetune.data.pictures.placement import PICTURE_MARK, conversation, with_parts
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
 from finetune.errors import PackagesError, RecipeError
@@ -211,3 +211,11 @@ def test_the_page_shows_small_pictures_and_counts_of_tokens(cats, write):
     (cats / "cats" / "1.png").unlink()
     assert "be opened any more" in marked({**row, "pictures": small_pictures(example.pictures)})
     assert with_counts("a<|image_pad|><|image_pad|>" + "<|image_pad|>" * 1000 + "b<x><x>") == "a<|image_pad|> x 1,002 b<x><x>"
+
+
+def test_the_mark_in_a_message_without_pictures_is_a_character():
+    asked = {"role": "user", "content": f"{PICTURE_MARK}What?", "pictures": 1}
+    with_mark = {"role": "assistant", "content": f"a{PICTURE_MARK}b"}
+    assert [message["content"] for message in with_parts([asked, with_mark])] == [
+        [{"type": "image"}, {"type": "text", "text": "What?"}], [{"type": "text", "text": f"a{PICTURE_MARK}b"}],
+    ]  # fmt: skip

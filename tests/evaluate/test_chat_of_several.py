@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.cli import main
 from finetune.errors import CommandError
-from finetune.evaluate.answerer import Answerer
+from finetune.evaluate.answerer import Answerer, require_shared_base
 from finetune.evaluate.kv_cache import ChatMemory, cache_token_bytes, chat_memory, token_bytes
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
@@ -56,11 +56,15 @@ def test_each_adapter_answers_as_it_does_alone(runs):
         assert answer(first) == answer(Answerer(runs[0])) and answer(second) == answer(alone)
         assert answer(second, "base") == answer(first, "base") == answer(alone, "base")
     assert len({str(answer(each_answerer)) for each_answerer in (first, second)}) == 2
+
+
+@pytest.mark.parametrize(("setting", "value"), [("dtype", "bfloat16"), ("vision", True)])
+def test_another_form_of_the_base_is_not_shared(runs, setting, value):
     values = json.loads(runs[1].plan.read_text())
-    values["plan"]["dtype"] = "bfloat16"
+    values["plan"][setting] = value
     runs[1].plan.write_text(json.dumps(values))
-    with pytest.raises(CommandError, match="another form of it"):
-        first.sharing_base(runs[1])
+    with pytest.raises(CommandError, match=f"another form of it: they differ in .*{setting}"):
+        require_shared_base(runs[1], runs[0])
 
 
 @pytest.mark.slow

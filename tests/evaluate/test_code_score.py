@@ -24,6 +24,11 @@ def add_score(tmp_path):
     return scorer("code", tests=write_tests(tmp_path, {"prompt": PROMPT, "tests": "assert add(1, 2) == 3"})).score_answer
 
 
+def test_a_line_of_tests_ends_at_a_newline_only(tmp_path):
+    row = json.dumps({"prompt": "a\u2028b\x85c", "tests": "assert True"}, ensure_ascii=False)
+    assert code_score._read_tests(write_tests(tmp_path, row)) == {"a\u2028b\x85c": "assert True"}
+
+
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("answer", "score", "valid"),

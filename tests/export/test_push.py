@@ -68,6 +68,12 @@ def test_the_card_has_figures_with_intervals_and_no_row_path_or_name(run, monkey
     assert json.loads(dict(files_in_push(run))["adapter_config.json"])["base_model_name_or_path"] == "tiny-base"
 
 
+def test_the_card_names_an_evaluation_that_cannot_be_read(run):
+    (run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
+    card = model_card(run, "adapter")
+    assert "scores-torn.json can't be read" in card and "+50 points" in card
+
+
 def files_in_push(run):
     return [(file.name, file.source) for file in files_to_send(run, "adapter")]
 

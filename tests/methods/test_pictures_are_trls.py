@@ -65,7 +65,7 @@ def test_a_batch_is_that_of_trls_vision_collator(model, tmp_path, kind):
     from finetune.run.picture_collator import PictureCollator, picture_processor_of
 
     run = picture_run(model(kind), tmp_path)
-    processor = picture_processor_of(read_plan(run.plan).settings, run.data / "tokenizer")
+    processor = picture_processor_of(read_plan(run.plan).settings, run.data)
     rows = [dict(row) for row in load_from_disk(str(run.data / "train"))]
     ours = PictureCollator(DataCollatorForLanguageModeling(pad_token_id=0), processor)(rows)
     examples = trl_examples(tmp_path / "rows" / "rows.jsonl")
@@ -126,7 +126,7 @@ def trl_losses(run, folder):
         seed=settings.seed,
         optim="adamw_torch",
     )  # fmt: skip
-    processor = picture_processor_of(settings, run.data / "tokenizer").processor
+    processor = picture_processor_of(settings, run.data).processor
     trainer = Trainer(model=model, args=arguments, train_dataset=dataset, processing_class=processor)
     losses = []
 

@@ -1,12 +1,19 @@
 """Plans for rows with pictures without the rows: tokens by the catalogue's processors, and max_pixels where they don't fit."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from picture_models import save_picture_model
 
 from finetune.card import find_card
 from finetune.cli.plan import _picture_sizes
-from finetune.errors import CommandError, ModelError
+from finetune.errors import CommandError, ModelError, RecipeError
 from finetune.memory.picture_prompt import picture_prompt
 from finetune.model.transformers_config import load_config
+from finetune.planner.largest import plan_largest
 from finetune.planner.plan import Verdict
 from finetune.planner.planning import plan_recipe, rows_with_pictures
 from finetune.recipe import recipe_from
@@ -51,6 +58,19 @@ def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_ar
     assert "qwen3_vl" in refused.value.fix
 
 
+def test_the_catalogue_is_asked_only_while_the_tokenizer_is_not_here(tmp_path, monkeypatch):
+    folder = Path(save_picture_model("qwen2_5_vl", tmp_path / "vl"))
+    with pytest.raises(RecipeError, match="chat_template: gone.jinja can't be read"):
+        picture_prompt(recipe(str(folder), chat_template="gone.jinja"), ((56, 56),))
+    away = [path.rename(tmp_path / path.name) for path in folder.glob("tokenizer*")]
+    by_catalogue = picture_prompt(recipe(str(folder)), ((56, 56),))
+    for path in away:
+        path.rename(folder / path.name)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    own = picture_prompt(recipe(str(folder)), ((56, 56),))
+    assert len(own.ids) > len(by_catalogue.ids)  # with the chat template
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("1024", "not a picture's width"), ("9x0", "shorter side"), ("9999x9999", "megapixels"), ("8x8x65", "not a picture's")],
@@ -58,6 +78,15 @@ def test_a_model_whose_processor_nobody_here_knows_is_refused_with_those_that_ar
 def test_pictures_that_no_run_takes_are_refused(text, reason):
     with pytest.raises(CommandError, match=reason):
         _picture_sizes(text)
+
+
+def test_the_largest_length_is_planned_with_the_pictures_and_no_model_of_text_is_searched_for_them(tmp_path):
+    small = recipe_from({"model_name_or_path": save_picture_model("qwen2_5_vl", tmp_path / "vl"), "dataset": "none"})
+    rows, card = rows_with_pictures(((112, 112),) * 2), find_card("rtx-4060")
+    plan = plan_largest(small, card, rows, "max_length").plan
+    assert plan.settings.vision and plan.settings.max_length == 2048 and plan.data.pictures == ((112, 112),) * 2
+    with pytest.raises(RecipeError, match="the rows have pictures"):
+        plan_largest(small, card, rows, "model")
 
 
 @pytest.mark.slow

@@ -207,7 +207,6 @@ def test_max_length_follows_the_rows_and_its_cost_is_shown(planned):
     assert plan.settings.max_length == 960 and "900" in plan.reasons["max_length"]
     costs = {row.max_length: row for row in plan.length_costs}
     assert costs[128].dropped_rows == 100 and costs[128].dropped_tokens == 100 * (900 - 128)
-    assert costs[128].adds_bytes < 0 < costs[1920].adds_bytes
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.events import Start, State, Step
+from finetune.events import RunWarning, Start, State, Step
 from finetune.planner.run_cost import expense_of, run_cost
 from finetune.planner.run_time import RunTime
 
@@ -29,6 +29,17 @@ def test_two_attempts_are_paid_and_the_time_between_them_is_not():
     expense = expense_of(events, 30.0)
     assert expense.seconds == 120.0 and expense.cost == pytest.approx(1.0) and expense.energy_wh == pytest.approx(5.0)
     assert expense.summary == "cost 1.00; energy of the steps 5.0 Wh"
+
+
+@pytest.mark.parametrize("end", [State(state="failed", time_s=160.0), Step(step=2, time_s=160.0)], ids=["ended", "killed"])
+def test_what_comes_between_two_attempts_is_not_paid(end):
+    events = [
+        State(state="queued", time_s=10.0), State(state="starting", time_s=100.0), end, RunWarning(message="", time_s=900.0),
+        State(state="queued", time_s=1000.0), RunWarning(message="", time_s=4000.0), State(state="starting", time_s=5000.0),
+        Start(time_s=5010.0), Step(step=2, time_s=5060.0), State(state="finished", time_s=5070.0),
+        RunWarning(message="the notice could not be sent", time_s=9000.0),
+    ]  # fmt: skip
+    assert expense_of(events, None).seconds == 60.0 + 70.0
 
 
 def test_what_is_not_measured_is_not_said():

@@ -1,5 +1,6 @@
 """A run on rows with pictures: resumed exactly, merged without touching the tower, refused where it was not checked."""
 
+import io
 import shutil
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 
+from finetune.cli import main
 from finetune.errors import RecipeError
 from finetune.recipe import recipe_from
+from finetune.run.picture_collator import picture_processor_of
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
 
@@ -98,6 +101,21 @@ def test_a_smaller_max_pixels_gives_fewer_tokens(model, tmp_path):
     assert lengths[1] < lengths[0]
 
 
+def test_the_largest_picture_that_was_planned_for_is_of_any_row_also_a_held_out_one(model, tmp_path):
+    from finetune.planner.planning import encode_rows, statistics_of
+
+    for sizes, held_out_sizes, most in (([(300, 100), (400, 100)], [(60, 40)], 40_000), ([(60, 40)], [(300, 200)], 60_000)):
+        rows, held_out = save_picture_rows(tmp_path, sizes), save_picture_rows(tmp_path, held_out_sizes, "held_out")
+        settings = recipe(model, tmp_path, dataset={"path": rows, "eval_path": held_out})
+        assert statistics_of(encode_rows(settings).select(settings, None)).most_pixels == most
+
+
+def test_a_run_starts_with_the_pixel_values_that_its_plan_has_counted(model, tmp_path):
+    prepared = prepare(recipe(model, tmp_path))
+    counts = picture_processor_of(prepared.plan.settings, create_run(prepared).data).value_counts
+    assert counts == prepared.pictures.value_counts and counts.keys() == {f"{width}x{height}" for width, height in SIZES}
+
+
 @pytest.mark.slow
 def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer(model, tmp_path):
     sizes = [(28, 28)] * 12 + [(112, 112)] + [(28, 28)] * 2
@@ -113,3 +131,14 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
     step = order[2:4]  # of two rows
     assert max(pictures) == 112 == max(pictures[index] for index in step)
     assert max(lengths) == max(lengths[index] for index in step) and pictures[lengths.index(max(lengths))] == 28
+
+
+@pytest.mark.slow
+def test_in_a_chat_of_two_runs_each_gets_the_pictures_that_it_was_shown(model, tmp_path, monkeypatch, capsys):
+    run = create_run(prepare(recipe(model, tmp_path, max_steps=1)))
+    assert Worker(run).main() == 0
+    shutil.copytree(run.path, tmp_path / "second")
+    lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "/use second", "Hello", "/use run", "Again"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    monkeypatch.setattr("sys.argv", ["finetune", "chat", str(run.path), str(tmp_path / "second"), "--max-new-tokens", "2"])
+    assert main() == 0, capsys.readouterr().err

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
 
 from finetune.data.pictures.placement import PICTURE_MARK
+from finetune.data.pictures.processing import processor_for
 from finetune.data.pictures.source import PictureSource, digest_of
+from finetune.evaluate.answerer import Answerer
 from finetune.recipe import recipe_from
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
@@ -78,8 +81,23 @@ def test_a_picture_is_answered_as_the_model_does_alone_and_decides_the_answer(mo
 
 
 def test_a_picture_larger_than_any_that_was_planned_for_is_scaled_down(models, ask):
-    assert models._answerers["run"].encoder.picture_processor.size(1000, 1000) == (94, 94)  # 150 x 60 pixels
+    answerer = models._answerers["run"]
+    assert answerer.encoder.picture_processor.size(1000, 1000) == (94, 94)  # 150 x 60 pixels
     assert ask(part(png(2000, 1500, "red")), TEXT)[0] == 200
+    own = Answerer(answerer.run).encoder.picture_processor  # as in chat and in an evaluation, whose rows have tokens already
+    assert own.size(1000, 1000) == (1000, 1000)
+
+
+def test_a_model_that_gets_each_picture_in_one_size_scales_none_down_before(tmp_path):
+    for kind, size in (("gemma3", (1000, 1000)), ("qwen2_5_vl", (60, 60))):
+        folder = save_picture_model(kind, tmp_path / kind)
+        processor = processor_for(
+            recipe_from({"model_name_or_path": folder, "dataset": "unread"}),
+            AutoTokenizer.from_pretrained(folder),
+            Path(folder),
+        )
+        processor.limit(60 * 60)
+        assert processor.size(1000, 1000) == size
 
 
 @pytest.mark.parametrize(

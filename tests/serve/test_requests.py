@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.errors import CommandError, OutOfMemory
+from finetune.errors import CommandError, OutOfMemory, PackagesError
 from finetune.model.generate import Streamed
 from finetune.serve.engine import AnswerEnd, Engine, StopFilter
 from finetune.serve.requests import RequestError, read_request
@@ -68,6 +68,13 @@ def test_what_is_not_supported_is_refused_by_name(change, param):
     assert error.value.status == 400 and error.value.as_json()["error"]["param"] == param
 
 
+def test_the_reason_is_that_of_the_message_that_is_named():
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}]}
+    for content, reason in ((5, "only text and pictures"), (picture["content"], "must be a data: address")):
+        with pytest.raises(RequestError, match=f"messages.0.content: .*{reason}"):
+            read_request({**REQUEST, "messages": [{"role": "user", "content": content}, picture]})
+
+
 def test_fields_without_effect_are_accepted_and_the_others_respected():
     body = {"n": 1, "user": "me", "presence_penalty": 0, "tools": None, "response_format": {"type": "text"}, "seed": 4}
     request = read_request({**REQUEST, **body, "temperature": 0, "max_tokens": 5, "max_completion_tokens": 7, "stop": "x"})
@@ -122,6 +129,37 @@ def test_requests_are_answered_in_order_and_a_client_that_disconnects_leaves_the
     asyncio.run(scenario(models, engine))
     engine.close()
     assert (models.stopped, models.answered) == ([1], [2, 3])
+
+
+def test_no_more_requests_are_delayed_than_may_wait():
+    async def scenario(engine):
+        async def drain(seed):
+            return [piece async for piece in await engine.answer(read_request({**REQUEST, "seed": seed, "max_tokens": 1}))]
+
+        tasks = [asyncio.create_task(drain(seed)) for seed in range(3)]
+        while len(engine._open_requests) < 3:
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(drain(seed)) for seed in range(3, 50)]
+        await asyncio.sleep(0)
+        assert [task.done() for task in tasks] == [False] * 5 + [True] * 45
+        assert all(task.exception().status == 429 for task in tasks[5:])
+        models.go.release(5)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    models = OneWord()
+    engine = Engine(models, tokens=20, max_waiting=2)
+    asyncio.run(scenario(engine))
+    engine.close()
+
+
+def test_a_missing_package_is_an_error_of_the_server(monkeypatch):
+    def opens_no_picture(*_):
+        raise PackagesError("the package that opens pictures is missing", "Install it.")
+
+    monkeypatch.setattr(OneWord, "prompt_ids", opens_no_picture)
+    with pytest.raises(RequestError, match="is missing") as error:
+        asyncio.run(Engine(OneWord(), tokens=20).answer(read_request(REQUEST)))
+    assert error.value.status == 500
 
 
 @pytest.mark.parametrize(

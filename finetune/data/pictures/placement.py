@@ -179,9 +179,16 @@ def with_parts(messages: list[Message]) -> list[Message]:
     if not any("pictures" in message for message in messages):
         return messages
     return [
-        {**{key: value for key, value in message.items() if key != "pictures"}, "content": content_parts(message["content"])}
+        {**{key: value for key, value in message.items() if key != "pictures"}, "content": _parts_of(message)}
         for message in messages
     ]
+
+
+def _parts_of(message: Message) -> list[dict[str, Any]]:
+    """A message's content parts; in one without pictures the mark is a character like others."""
+    if "pictures" in message:
+        return content_parts(message["content"])
+    return [{"type": "text", "text": message["content"]}] if message["content"] else []
 
 
 def text_pieces(message: Message) -> list[str]:

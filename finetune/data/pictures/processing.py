@@ -14,6 +14,7 @@ import numpy as np
 
 from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
 from finetune.data.checks import BadRow
+from finetune.data.pictures.limits import MIN_SIDE
 from finetune.data.pictures.source import require_pillow
 from finetune.data.report import printable
 from finetune.errors import ModelError
@@ -29,19 +30,24 @@ if TYPE_CHECKING:
 
 #: Files with the settings of a processor.
 FILES = ("processor_config.json", "preprocessor_config.json")
+#: A processor that makes as much of a square of this side in pixels as of a small one scales each picture to one size.
+_LARGE_WIDTH = 2048
 
 
 class PictureProcessor:
-    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit."""
+    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit. `value_counts`: pixel
+    values by size, `640x480`, of the sizes that were counted, which takes up to a second each."""
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
         self.processor, self.max_pixels = processor, max_pixels
         self._texts: dict[tuple[int, int], str] = {}
-        self._value_counts: dict[tuple[int, int], int] = {}
+        self.value_counts: dict[str, int] = {}
 
-    def limit(self, pixels: int | None) -> None:
-        """Scale down pictures of more pixels, too; None leaves the limit as it is."""
-        self.max_pixels = min((limit for limit in (self.max_pixels, pixels) if limit), default=None)
+    def limit(self, pixels: int) -> None:
+        """Scale down pictures of more pixels, too, unless the model gets each picture in one size; 0 changes nothing."""
+        width = max(MIN_SIDE, math.isqrt(pixels))
+        if pixels and (width >= _LARGE_WIDTH or self.value_count(width, width) != self.value_count(_LARGE_WIDTH, _LARGE_WIDTH)):
+            self.max_pixels = min(pixels, self.max_pixels or pixels)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
@@ -86,14 +92,15 @@ class PictureProcessor:
 
     def value_count(self, width: int, height: int) -> int:
         """Pixel values that the model gets of a scaled picture of this size."""
-        if (width, height) not in self._value_counts:
+        size = f"{width}x{height}"
+        if size not in self.value_counts:
             tensors = self.tensors([[blank(width, height)]])
-            self._value_counts[width, height] = sum(
+            self.value_counts[size] = sum(
                 tensor.numel()
                 for tensor in tensors.values()
                 if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
             )
-        return self._value_counts[width, height]
+        return self.value_counts[size]
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
         """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""

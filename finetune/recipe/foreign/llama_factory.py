@@ -284,7 +284,7 @@ def count_rows(path: Path) -> int | None:
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
-        return sum(bool(line.strip()) for line in text.splitlines())
+        return sum(bool(line.strip()) for line in text.split("\n"))
     try:
         rows = parse_json(text)
     except ValueError:
