@@ -36,6 +36,7 @@ const submit = () => {
   if (!box || !last) return;
   write(box, JSON.stringify({ ...last, page: state.page, earlier: state.waiting.slice(0, -1), at: performance.now() }));
   if (document.querySelector("#fit-acted")) state.timer = setTimeout(submit, RESENT_MS);
+  fill();
 };
 // Gradio is told what its box has, or it would copy or send what it had before.
 const write = (box, text) => {
@@ -51,12 +52,12 @@ const controls = () => document.querySelectorAll('[class*="ft-own-"] :is(input[t
 const nameOf = (control) => control.dataset.field ?? control.closest?.('[class*="ft-own-"]')?.className.match(/ft-own-(\w+)/)[1];
 const isUsed = (control) => control === document.activeElement && document.hasFocus();
 const fill = () => {
+  const [asked, answered] = ["asked", "answered"].map((name) => document.querySelector(`#fit-${name}`)?.textContent.trim());
+  if (asked === undefined) return;
   const acted = values("acted"), drafted = values("drafted"), planned = values("planned");
   state.waiting = state.waiting.filter(({ sent }) => sent > (acted?.sent ?? 0));
   if (!state.waiting.length) clearTimeout(state.timer);
-  const asked = document.querySelector("#fit-asked")?.textContent.trim();
-  const planning = Boolean(state.waiting.length) || !asked || asked !== document.querySelector("#fit-answered")?.textContent.trim();
-  document.body.toggleAttribute("data-planning", planning && Boolean(document.querySelector("#fit-asked")));
+  document.body.toggleAttribute("data-planning", state.waiting.length > 0 || asked === "" || asked !== answered);
   if (!drafted || state.waiting.length || (acted && drafted.read < acted.read && drafted.stamp !== acted.stamp)) return;
   const numbers = { ...(planned?.stamp === drafted.stamp ? planned.numbers : {}), ...drafted.numbers };
   const isRefused = acted?.refused && state.basis !== drafted.stamp;
