@@ -105,8 +105,9 @@ class _View:
         """The draft as it is now: the card where another one is shown, the command, and the rest for fit.js."""
         version = self.context.draft.version()
         recipe = version.edited.recipe
-        is_shown = recipe is None or recipe.gpu == card
-        return [gr.skip() if is_shown else recipe.gpu, command_line(recipe) if recipe else "", _for_script(_drafted(version))]
+        if recipe is None:
+            return [gr.skip(), "", _for_script(_drafted(version))]
+        return [gr.skip() if recipe.gpu == card else recipe.gpu, command_line(recipe), _for_script(_drafted(version))]
 
     def answer(self) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
