@@ -11,7 +11,6 @@ from .chat.chats import Chats
 from .live import LiveRuns
 from .planning.draft import Draft
 from .planning.planner import Planner
-from .preferences import Preferences
 from .scores import Scores
 from .workspace import Workspace
 
@@ -22,7 +21,7 @@ class Context:
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
         self.lives = LiveRuns(workspace.folder("series"))
-        self.scores, self.preferences = Scores(), Preferences(workspace)
+        self.scores = Scores()
         self.draft = Draft(workspace)
         self.planner = Planner(workspace)
         self.queue = Queue(workspace)

@@ -1,6 +1,8 @@
 // The Fit page: which phase and part are shown, its buttons' messages to the server, the drawer, and focus across answers.
 // Gradio replaces the HTML of an answer, so what a person chose here is applied anew and a replaced control has the focus again.
-const state = { phase: "train", part: "", focus: "", page: Math.random().toString(36).slice(2), sent: [], values: "" };
+const state = { phase: "train", part: "", focus: "", page: Math.random().toString(36).slice(2), sent: 0, waiting: [], basis: "" };
+// A message that is not acknowledged after this long is sent again.
+const RESENT_MS = 3000;
 
 const apply = () => {
   for (const panel of document.querySelectorAll(".ft-phase")) panel.hidden = panel.dataset.phase !== state.phase;
@@ -18,26 +20,57 @@ const apply = () => {
 };
 
 // A message to the page's server: its text box is the one whose name ends so. Gradio may report the last of several quick ones
-// only, so each has those before it, with their numbers.
+// only, so each has those before it that Fit's server has not acknowledged; of those for one control the last is enough.
+const values = (name) => JSON.parse(document.querySelector(`#fit-${name} [data-json]`)?.dataset.json ?? "null");
+const controlOf = ({ set, auto, field, basis }) => set ?? auto ?? field ?? (basis === undefined ? "" : "text");
 export const send = (message) => {
-  const box = document.querySelector('[id$="-act"] :is(textarea, input)');
-  if (!box) return;
-  const last = { ...message, sent: (state.sent.at(-1)?.sent ?? 0) + 1 };
-  box.value = JSON.stringify({ ...last, page: state.page, earlier: state.sent });
-  state.sent = [...state.sent, last].slice(-20);
+  const isFit = document.querySelector("#fit-acted"), last = state.waiting.at(-1);
+  if (last && controlOf(message) && controlOf(last) === controlOf(message)) state.waiting.pop();
+  state.sent += 1;
+  state.waiting = [...(isFit ? state.waiting : []), { ...message, sent: state.sent }];
+  submit();
+};
+const submit = () => {
+  const box = document.querySelector('[id$="-act"] :is(textarea, input)'), last = state.waiting.at(-1);
+  clearTimeout(state.timer);
+  if (!box || !last) return;
+  write(box, JSON.stringify({ ...last, page: state.page, earlier: state.waiting.slice(0, -1), at: performance.now() }));
+  if (document.querySelector("#fit-acted")) state.timer = setTimeout(submit, RESENT_MS);
+  fill();
+};
+// Gradio is told what its box has, or it would copy or send what it had before.
+const write = (box, text) => {
+  state.writing = true;
+  box.value = text;
   box.dispatchEvent(new Event("input", { bubbles: true }));
+  state.writing = false;
 };
 
-// Advanced: the form is fetched when it is opened. Its fields show the draft, but for the one that is being used.
+// The controls that are this script's show the draft: numbers, recipe, and the fields of Advanced, a form that is fetched when it
+// is opened. While a message waits, an answer may be older than it, and then nothing is written; nor is what is being used.
+const controls = () => document.querySelectorAll('[class*="ft-own-"] :is(input[type=number], textarea), [data-field]');
+const nameOf = (control) => control.dataset.field ?? control.closest?.('[class*="ft-own-"]')?.className.match(/ft-own-(\w+)/)[1];
+const isUsed = (control) => control === document.activeElement && document.hasFocus();
 const fill = () => {
-  const text = document.querySelector("#fit-values [data-values]")?.dataset.values, fields = document.querySelectorAll("[data-field]");
-  if (!text || !fields.length || text === state.values) return;
-  const values = JSON.parse(text), used = [...fields].find((field) => field === document.activeElement);
-  for (const field of fields) if (field !== used) field.value = values[field.dataset.field] ?? field.dataset.usual;
-  if (!used) state.values = text;
+  const [asked, answered] = ["asked", "answered"].map((name) => document.querySelector(`#fit-${name}`)?.textContent.trim());
+  if (asked === undefined) return;
+  const acted = values("acted"), drafted = values("drafted"), planned = values("planned");
+  state.waiting = state.waiting.filter(({ sent }) => sent > (acted?.sent ?? 0));
+  if (!state.waiting.length) clearTimeout(state.timer);
+  document.body.toggleAttribute("data-planning", state.waiting.length > 0 || asked === "" || asked !== answered);
+  if (!drafted || state.waiting.length || (acted && drafted.read < acted.read && drafted.stamp !== acted.stamp)) return;
+  const numbers = { ...(planned?.stamp === drafted.stamp ? planned.numbers : {}), ...drafted.numbers };
+  const isRefused = acted?.refused && state.basis !== drafted.stamp;
+  for (const control of controls()) {
+    const name = nameOf(control);
+    if (isUsed(control) && !(name === "text" && isRefused)) continue;
+    const text = control.dataset.field ? drafted.values[name] ?? control.dataset.usual : name === "text" ? drafted.text : numbers[name];
+    if (name === "text") state.basis = drafted.stamp;
+    if (text !== undefined && control.value !== String(text)) write(control, text);
+  }
 };
 document.addEventListener("toggle", async ({ target }) => {
-  const form = target.id === "fit-advanced" && target.open && document.querySelector("#fit-fields:empty");
+  const form = target.id === "fit-advanced" && target.open && document.querySelector("#fit-fields:not(:has([data-field]))");
   if (!form) return;
   const response = await fetch("/ft/fields.html").catch(() => null);
   if (!response?.ok) { form.textContent = "The page's server does not answer: close this and open it again."; return; }
@@ -48,6 +81,12 @@ document.addEventListener("toggle", async ({ target }) => {
 document.addEventListener("change", ({ target }) => {
   if (target.dataset.field) send({ field: target.dataset.field, text: target.value });
 });
+document.addEventListener("input", ({ target }) => {
+  if (state.writing || target.dataset.field || !target.matches("input[type=number], textarea")) return;
+  const name = nameOf(target);
+  if (name === "text") send({ text: target.value, basis: state.basis });
+  else if (name && target.value !== "") send({ set: name, value: Number(target.value) });
+}, true);
 document.addEventListener("focusout", () => setTimeout(fill));
 
 const drawer = (open) => {

@@ -21,6 +21,8 @@ COOKIE = "ft_language"
 #: The English HTML that pages start with -> what makes it in the language of a request: Gradio keeps one page for all.
 FIRST_HTML: dict[str, Callable[[], str]] = {}
 _ENTRY = re.compile(r'^(msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
+#: A part of the header accept-language: the language without its region, and its weight.
+_PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
 
 
@@ -63,10 +65,9 @@ def preferred(cookie: str, accepted: str) -> str:
         return chosen[1]
     weights: dict[str, float] = {}
     for part in accepted.split(","):
-        code, _, weight = part.strip().partition(";q=")
-        code = code.partition("-")[0].lower()
-        if code in LANGUAGES and re.fullmatch(r"[01](\.\d{0,3})?|", weight):
-            weights[code] = max(weights.get(code, 0.0), float(weight or 1))
+        preference = _PREFERENCE.fullmatch(part)
+        if preference and (code := preference[1].lower()) in LANGUAGES:
+            weights[code] = max(weights.get(code, 0.0), float(preference[2] or 1))
     return max(weights, key=lambda code: weights[code]) if weights and max(weights.values()) > 0 else "en"
 
 

@@ -1,5 +1,5 @@
-// What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, say while a
-// plan is that of an older recipe, know what a person typed, bring an entered number into its range, and load the charts.
+// What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, bring an
+// entered number into its range, and load the charts.
 import { tr } from "./language.js";
 
 const update = () => {
@@ -16,13 +16,7 @@ const update = () => {
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
   const theme = document.querySelector("[data-theme-choice]:not([data-set])");
   if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") ?? "" }).dataset.set = "1";
-  const stamp = (name) => document.querySelector(`#fit-${name}`)?.textContent.trim();
-  const planning = stamp("asked") !== stamp("answered") || stamp("asked") === "";
-  if (planning !== "planning" in document.body.dataset) document.body.toggleAttribute("data-planning", planning);
 };
-document.addEventListener("input", ({ target }) => {
-  if (target.matches("#fit-yaml textarea")) window.ftTyped = target.value;
-}, true);
 
 // An entered number that its box refuses becomes the nearest one that it takes; an empty box keeps the last one.
 const numbers = new WeakMap();

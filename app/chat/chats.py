@@ -55,7 +55,7 @@ class Turn:
                 if event.tokens is not None:
                     rate = f", {event.tokens_per_s:.1f} tokens/s" if event.tokens_per_s else ""
                     self.notes[event.model] = f"{event.tokens:,} tokens{rate}{', stopped' if event.stopped else ''}"
-                    self.notes[event.model] += ", loaded in turn: both don't fit" if event.alone else ""
+                    self.notes[event.model] += ", loaded in turn: both may not fit" if event.alone else ""
             case Failure():
                 self.error, self.done = event.text, True
             case Done():

@@ -38,7 +38,7 @@ class Piece(Event):
 class Answer(Event):
     """The whole answer of a model to the question of that id, its calls of tools, how fast it was, and whether it was stopped.
 
-    `alone`: the model was loaded in place of the other one, as both don't fit.
+    `alone`: the model was loaded in place of the other one, as both may not fit.
     """
 
     kind: ClassVar[str] = "answer"

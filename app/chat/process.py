@@ -108,13 +108,24 @@ class LoadedModels:
         if shared := self._sharing_base(run):
             self._answerers[name] = shared
             return shared, False
-        is_alone = False
-        if self._answerers and not self._has_memory_for(run):
-            is_alone = not self._answerers.keys().isdisjoint(names)
-            self._answerers.clear()
-            release_memory()
+        is_alone = self._unload_for(run, names)
         self._answerers[name] = Answerer(run)
         return self._answerers[name], is_alone
+
+    def _unload_for(self, run: RunDirectory, names: Collection[str]) -> bool:
+        """Unload bases until there is memory for the run, first those that no one of `names` needs; whether one is needed."""
+        is_needed = False
+        while self._answerers and not self._has_memory_for(run):
+            bases: dict[int, set[str]] = {}
+            for name, answerer in self._answerers.items():
+                bases.setdefault(id(answerer.model), set()).add(name)
+            unloaded = min(bases.values(), key=lambda runs: not runs.isdisjoint(names))
+            is_needed |= not unloaded.isdisjoint(names)
+            for name in unloaded:
+                del self._answerers[name]
+            del answerer  # the loop's, which would keep the model
+            release_memory()
+        return is_needed
 
     def _sharing_base(self, run: RunDirectory) -> Any:
         """An answerer for the run on a base that is loaded; None where none is its own."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,9 @@ def _who() -> list[Any]:
 def _two_models() -> list[Any]:
     """Any two models; `offer` fills in which there are."""
     return [
-        gr.Dropdown([("Nobody", "")], value="", label=label, elem_id=f"chat-{identity}", scale=1)
+        gr.Dropdown(  # any value: after a restart of the app an open page has models that `offer` has not told it of
+            [("Nobody", "")], value="", label=label, elem_id=f"chat-{identity}", scale=1, allow_custom_value=True
+        )
         for label, identity in (("First model", "left"), ("Second model", "right"))
     ]
 
@@ -82,9 +85,10 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
                 seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
     changed = change_trigger()
     asked = [name, question, most, system, temperature, top_p, seed, *chosen]
-    name.change(view.tick, name, changed, **QUIET)
-    timer.tick(view.tick, name, changed, **QUIET)
-    changed.change(view.show, name, [turns, warning, stop], **QUIET)
+    shown = [name, *chosen]
+    name.change(view.tick, shown, changed, **QUIET)
+    timer.tick(view.tick, shown, changed, **QUIET)
+    changed.change(view.show, shown, [turns, warning, stop], **QUIET)
     send.click(view.ask, asked, [question, status], **BUTTON)
     question.submit(view.ask, asked, [question, status], **BUTTON)
     stop.click(view.stop, name, status, **BUTTON)
@@ -105,7 +109,8 @@ class _View:
         first = named if named is not None and has_adapter(named) else next(iter(runs), None)
         bases = {self._base(run): run.path.name for run in [*reversed(runs), *([first] if first else [])]}
         tuned = [(run.path.name, f"tuned/{run.path.name}") for run in runs]
-        offered = [*tuned, *((f"{base}, the base model", f"base/{name}") for base, name in bases.items())]
+        labels = _labels(bases)
+        offered = [*tuned, *((labels[base], f"base/{name}") for base, name in bases.items())]
         left, right = (f"{kind}/{first.path.name}" if first else "" for kind in ("tuned", "base"))
         return [
             gr.Dropdown(offered or [("No run has a model yet", "")], value=left),
@@ -113,9 +118,9 @@ class _View:
         ]
 
     def _base(self, run: RunDirectory) -> str:
-        """Name of a run's base model."""
+        """A run's base model as its recipe names it."""
         try:
-            return Path(self.context.lives.of(run).plan().settings.model_name_or_path).name
+            return self.context.lives.of(run).plan().settings.model_name_or_path
         except (FinetuneError, OSError, ValueError):
             return f"that of {run.path.name}"
 
@@ -133,27 +138,29 @@ class _View:
             for kind, _, name in split.values()
             if kind == "base" and (run := self.context.workspace.run(name))
         }
+        labels = _labels([*bases.values(), *(name for _, _, name in split.values())])
         return {
-            model: model if not name else name if kind == "tuned" else f"{bases.get(name, name)}, the base model"
+            model: model if not name else name if kind == "tuned" else labels[bases.get(name, name)]
             for model, (kind, _, name) in split.items()
         }
 
-    def tick(self, name: str | None) -> str:
+    def tick(self, name: str | None, *chosen: str) -> str:
         """A fingerprint of all that is shown."""
-        return fingerprint(name, self._shown(name))
+        return fingerprint(name, self._shown(name, chosen))
 
-    def show(self, name: str | None) -> list[Any]:
+    def show(self, name: str | None, *chosen: str) -> list[Any]:
         """The conversation, the current memory warning, and whether there is an answer to stop."""
-        shown, warning, answering = self._shown(name)
+        shown, warning, answering = self._shown(name, chosen)
         return [shown, warning, gr.Button(interactive=answering)]
 
-    def _shown(self, name: str | None) -> tuple[str, str, bool]:
+    def _shown(self, name: str | None, chosen: Sequence[str]) -> tuple[str, str, bool]:
         run = self._conversation_of(name)
         if run is None:
             return "", "", False
         turns = self.context.chats.turns(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
-        return _conversation(turns, self._names(turns)), self._offloading_note(run) + self._warning(run), answering
+        notes = "".join(map(self._offloading_note, dict.fromkeys(_run_name(model, run) for model in _models(chosen))))
+        return _conversation(turns, self._names(turns)), notes + self._warning(run), answering
 
     def ask(  # None: a field of the closed panel
         self, name: str | None, question: str, most: float | None, system: str | None,
@@ -161,10 +168,10 @@ class _View:
     ) -> list[Any]:  # fmt: skip
         """Send the message to the chat's process; the answers come with the ticks."""
         run = self._conversation_of(name)
-        models = _WHO.get(chosen[0]) or tuple(model for model in dict.fromkeys(chosen) if model)
+        models = _models(chosen)
         if run is None or not models or not question.strip():
-            return [gr.skip(), note("Choose a run and write a message.")]
-        names = [model.partition("/")[2] or run.path.name for model in models]
+            return [gr.skip(), note("Choose a model and write a message.")]
+        names = [_run_name(model, run) for model in models]
         if missing := [name for name in names if not self._can_answer(name)]:
             problems = [f"{name} has no adapter or checkpoint" for name in missing]
             return [gr.skip(), problem("No model to chat with yet", problems, "Wait for its first checkpoint.")]
@@ -193,13 +200,14 @@ class _View:
             self.context.chats.clear(run)
         return ""
 
-    def _offloading_note(self, run: RunDirectory) -> str:
-        """What a token of an answer copies, where layers are offloaded; an unreadable plan is reported in the chat itself."""
+    def _offloading_note(self, name: str) -> str:
+        """What a token of a run's answer copies, where layers are offloaded; the chat itself reports an unreadable plan."""
         try:
-            copies = self.context.lives.of(run).plan().layer_copies
-        except (FinetuneError, OSError):
+            run = self.context.workspace.run(name)
+            copies = self.context.lives.of(run).plan().layer_copies if run else None
+        except (FinetuneError, OSError, ValueError):
             return ""
-        return note(copies.generation_summary, "warn") if copies else ""
+        return note(f"{name}: {copies.generation_summary}", "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits together with the run that is training; empty when none is."""
@@ -222,6 +230,23 @@ class _View:
             f"{who}; forecast for both: {format_bytes(both)} of {format_bytes(budget)}, it does not fit.",
             "bad",
         )
+
+
+def _models(chosen: Sequence[str]) -> tuple[Model, ...]:
+    """The models that were chosen: a run's own, or any."""
+    return _WHO.get(chosen[0]) or tuple(model for model in dict.fromkeys(chosen) if model)
+
+
+def _run_name(model: Model, run: RunDirectory) -> str:
+    """The run whose model it is: `run` for its own; what a person typed that is no model is the name of none."""
+    kind, _, name = model.partition("/")
+    return model if kind not in MODELS else name or run.path.name
+
+
+def _labels(bases: Iterable[str]) -> dict[str, str]:
+    """What each base model is called: by the last part of its name, in whole where two have the same."""
+    counts = Counter(Path(base).name for base in dict.fromkeys(bases))
+    return {base: f"{base if counts[Path(base).name] > 1 else Path(base).name}, the base model" for base in bases}
 
 
 def has_adapter(run: RunDirectory) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import html
 import json
-import math
-import secrets
 import shutil
 import threading
 import time
@@ -24,7 +22,7 @@ from finetune.settings import Recipe
 
 from ..context import Context
 from ..planning.blocker import Blocker, blocker_of
-from ..planning.draft import TYPED, Edited, command_line
+from ..planning.draft import Edited, Version, command_line
 from ..planning.planner import SupersededError
 from ..planning.what_if import Outcomes, outcome_of
 from ..views import choices as choices_view
@@ -40,45 +38,31 @@ from .starting import progress_of
 
 _TICK_S = 1.0
 _PLAN_GOOD_S = 10.0
-#: Seconds after which a change is no longer one of several.
-_SETTLED_S = 1.0
 #: Opened pages of which the last message is remembered.
 _PAGES = 64
-#: The control of a draft's version that is the card box or a slider.
-_SLIDER = "slider"
-#: Gradio's change also reports what the server writes, and its input does not report what is pasted or deleted.
-_TYPED_BASIS = "(text, basis, tab) => [text, window.ftTyped === text ? basis : '', tab]"
 
 
 def build(context: Context, page: gr.Blocks) -> None:
     """Components, and the handlers that keep them in agreement."""
     view = _View(context)
     layout = lay_out()
-    mine, tab = gr.State(""), gr.State("")
-    asked, answered, basis, settled, ahead, alone, fields = (
-        change_trigger(f"fit-{name}") for name in ("asked", "answered", "basis", "settled", "ahead", "alone", "values")
+    mine = gr.State("")
+    asked, answered, planned, drafted, acted, ahead, alone = (
+        change_trigger(f"fit-{name}") for name in ("asked", "answered", "planned", "drafted", "acted", "ahead", "alone")
     )
-    form = [layout.card, *layout.numbers.values()]
-    shown = [*layout.answer, answered, alone, ahead]
-    texts = [layout.text, layout.command, basis]
     edited = [layout.refused, asked]
 
-    page.load(view.open, None, [tab, asked, layout.price], **QUIET)
-    asked.change(view.follow, tab, [*texts, *form, fields], **QUIET)
-    asked.change(view.answer, [layout.price, tab], [*shown, *form], **QUIET)
-    alone.change(view.compare, layout.price, [layout.others, layout.ledger, ahead], **QUIET)
+    page.load(view.stamp, None, asked, **QUIET)
+    asked.change(view.follow, layout.card, [layout.card, layout.command, drafted], **QUIET)
+    asked.change(view.answer, None, [*layout.answer, answered, planned, alone, ahead], **QUIET)
+    alone.change(view.compare, None, [layout.others, layout.ledger, ahead], **QUIET)
     ahead.change(view.what_if, None, layout.bars, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, [mine, settled], [layout.progress, asked, settled, ahead], **QUIET)
-    settled.change(view.settle, form, form, **QUIET)
-    for name, number in layout.numbers.items():
-        number.input(functools.partial(view.slide, name), [number, tab], edited, **QUIET)
-    layout.card.input(functools.partial(view.slide, "gpu"), [layout.card, tab], edited, **QUIET)
-    layout.price.input(view.reprice, layout.price, layout.facts, **QUIET)
-    layout.text.change(view.write, [layout.text, basis, tab], [layout.refused, asked, basis], js=_TYPED_BASIS, **QUIET)
-    layout.act.change(view.act, layout.act, edited, **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, mine, [layout.progress, asked, ahead], **QUIET)
+    layout.card.input(view.choose_card, layout.card, edited, **QUIET)
+    layout.act.change(view.act, layout.act, [*edited, acted], **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
-    layout.start.click(view.start, layout.force, [layout.progress, mine], **BUTTON)
+    layout.start.click(view.start, [layout.force, layout.act], [layout.progress, mine], **BUTTON)
 
 
 @dataclass(frozen=True)
@@ -98,34 +82,34 @@ class _Question:
 
 class _View:
     """Handlers. Those of controls change the draft file and return at once, with its stamp; that makes the browser ask for the
-    text (`follow`) and for the plan (`answer`) of the draft as it then is."""
+    draft (`follow`) and for its plan (`answer`) as it then is. Numbers, recipe and fields are fit.js's: it sends what a person
+    chose (`act`), and shows what `follow` brings where nothing is being typed."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self._fields = {field.name: field for field in recipe_form.fields()}
-        #: The last message of each opened page that was acted on.
+        #: The number of the last message of each opened page that was acted on.
         self._acted: dict[str, int] = {}
         self._question: _Question | None = None
-        self._lock = threading.Lock()
+        self._lock, self._acting = threading.Lock(), threading.Lock()
         self._compared = ""
         self._outcomes = Outcomes(context.planner.outcomes_path)
         #: The newest answer: the draft's stamp, the draft and its plan.
         self._latest: tuple[str, Edited, Plan | None] | None = None
 
-    def open(self) -> list[Any]:
-        """A name for the tab, the draft's stamp, and the usual price of an hour."""
-        return [secrets.token_hex(8), self.context.draft.stamp, self.context.preferences.price]
+    def stamp(self) -> str:
+        """The draft's stamp."""
+        return self.context.draft.stamp
 
-    def follow(self, tab: str) -> list[Any]:
-        """Text and form as the draft is now, but for what a person uses in this tab: that shows the draft already."""
+    def follow(self, card: str | None) -> list[Any]:
+        """The draft as it is now: the card where another one is shown, the command, and the rest for fit.js."""
         version = self.context.draft.version()
-        edited, mine = version.edited, version.control if version.tab == tab else ""
-        command = command_line(edited.recipe) if edited.recipe else ""
-        texts = [gr.skip(), command, gr.skip()] if mine == TYPED else [edited.text, command, version.stamp]
-        form = [gr.skip()] * 4 if mine == _SLIDER else self._form(edited, edited.recipe)
-        return [*texts, *form, recipe_form.changed_values(edited)]
+        recipe = version.edited.recipe
+        if recipe is None:
+            return [gr.skip(), "", _for_script(_drafted(version))]
+        return [gr.skip() if recipe.gpu == card else recipe.gpu, command_line(recipe), _for_script(_drafted(version))]
 
-    def answer(self, price: float | None, tab: str) -> list[Any]:
+    def answer(self) -> list[Any]:
         """The plan of the draft and all that is shown of it; nothing when the draft has changed since."""
         asked = self.context.draft.version()
         shown: list[Any] = []
@@ -133,85 +117,77 @@ class _View:
             if asked.stamp != self.context.draft.stamp:
                 return gr.skip()
             with contextlib.suppress(SupersededError):
-                shown, plan = self._shown(asked.edited, _price(price))
-        now = self.context.draft.version()
-        if asked.stamp != now.stamp:
+                shown, plan = self._shown(asked.edited)
+        if asked.stamp != self.context.draft.stamp:
             return gr.skip()
         self._latest = asked.stamp, asked.edited, plan
-        sliding = (now.tab, now.control) == (tab, _SLIDER)
-        form = [gr.skip()] * 4 if sliding or plan is None else self._form(asked.edited, plan.settings)
-        return [*shown, asked.stamp, asked.stamp if plan else "", self._ahead(), *form]
+        planned = {"stamp": asked.stamp, "numbers": _numbers(plan.settings if plan else None)}
+        return [*shown, asked.stamp, _for_script(planned), asked.stamp if plan else "", self._ahead()]
 
-    def settle(self, *shown: Any) -> list[Any]:
-        """Card and sliders when nobody moves them: set by the recipe, or chosen by the plan.
-
-        Only those that show another value are set: the answer may arrive when a person has begun to move one.
-        """
-        _, edited, plan = self._latest or ("", None, None)
-        if edited is None or plan is None:
-            return [gr.skip()] * 4
-        form = self._form(edited, plan.settings)
-        return [gr.skip() if value == now else value for value, now in zip(form, shown, strict=True)]
-
-    def slide(self, name: str, value: Any, tab: str) -> list[Any]:
-        """Set a slider's setting or the card. A number out of the slider's range changes nothing: it is being typed."""
-        if name != "gpu":
-            lowest, highest = RANGES[name]
-            if value is None or value != int(value) or not lowest <= value <= highest:
-                return gr.skip()
-            value = int(value)
-        return self._changed(tab, _SLIDER, **{name: value})
-
-    def write(self, text: str, basis: str, tab: str) -> list[Any]:
-        """Take the recipe's text when a person typed or pasted it in this tab; `basis` is empty when none did."""
-        draft = self.context.draft
-        if not basis or text == draft.read().text:
-            return gr.skip()
-        if draft.type_text(text, basis, tab):
-            return ["", draft.stamp, draft.stamp]
-        problems = ["the recipe was changed by another control or tab while you typed, so your text was not taken"]
-        return [
-            problem("The recipe has changed", problems, "Type it again, in the recipe as it is now."),
-            draft.stamp,
-            gr.skip(),
-        ]
+    def choose_card(self, card: str) -> list[Any]:
+        """Set the card."""
+        return [self._change(gpu=card), self.context.draft.stamp]
 
     def act(self, text: str) -> list[Any]:
-        """What the page's own HTML asks for. Of several quick messages Gradio reports the last: each has those before it."""
+        """What the page's own HTML asks for. Of several quick messages Gradio reports the last: each has those that this server
+        has not acknowledged yet. Returns why they were refused, the draft's stamp, and the acknowledgement: the number of the
+        last message, the draft that came of it, and whether a typed recipe was refused."""
         try:
             newest = json.loads(text)
-            messages = [*newest.get("earlier", []), newest]
-        except (ValueError, AttributeError, TypeError):
+            page, messages = str(newest["page"])[:40], [*newest.get("earlier", []), newest]
+            numbers = [int(message["sent"]) for message in messages]
+        except (ValueError, AttributeError, KeyError, TypeError):  # no message of this page
             return gr.skip()
-        with self._lock:
-            page, refusals = str(newest.get("page"))[:40], []
-            for message in messages:
-                number = message.get("sent", math.inf)
-                if number > self._acted.get(page, 0):
-                    refusals += self._act(message)
-            self._acted.pop(page, None)
-            self._acted = {**dict(list(self._acted.items())[-_PAGES:]), page: newest.get("sent", 0)}
-        return ["".join(refusals), self.context.draft.stamp] if refusals else gr.skip()
+        refusals, is_text_refused = [], False
+        with self._acting:
+            for number, message in zip(numbers, messages, strict=True):
+                if number <= self._acted.get(page, 0):
+                    continue
+                # Before it is acted on: one that fails is not tried again with each message that follows.
+                others = {name: last for name, last in self._acted.items() if name != page}
+                self._acted = {**dict(list(others.items())[1 - _PAGES :]), page: number}
+                refusals.append(self._act(message, page))
+                is_text_refused |= "text" in message and "field" not in message and bool(refusals[-1])
+            version = self.context.draft.version()
+        acknowledged = {"sent": numbers[-1], "read": version.read_s, "stamp": version.stamp, "refused": is_text_refused}
+        return ["".join(refusals) if refusals else gr.skip(), version.stamp, _for_script(acknowledged)]
 
-    def _act(self, message: dict[str, Any]) -> list[str]:
-        """Do what a message asks for: a value of a setting, `auto` for it, a field's text, or a change of a suggestion.
-
-        Returns why it was refused, empty when it was not; nothing when there was nothing to do.
-        """
+    def _act(self, message: dict[str, Any], page: str) -> str:
+        """Do what a message asks for: the recipe's text, a value of a setting, `auto` for it, a field's text, or a change of a
+        suggestion. Returns why it was refused; empty when it was not."""
         draft, field = self.context.draft, self._fields.get(str(message.get("field")))
         if message.get("auto") in RANGES:
-            return self._changed("", "", **{message["auto"]: None})[:1]
+            return self._change(**{message["auto"]: None})
         if message.get("set") in RANGES:
-            changed = self.slide(message["set"], message.get("value"), "")
-            return changed[:1] if isinstance(changed, list) else []
+            return self._set_number(message["set"], message.get("value"))
         if isinstance(message.get("override"), str):
-            return self._refusal(draft.apply(message["override"]))[:1]
+            return _refusal(draft.apply(message["override"]))
+        if isinstance(message.get("basis"), str):
+            return self._write(str(message.get("text")), message["basis"], page)
         if field is None or field.text(draft.read()) == str(message.get("text")).strip():
-            return []
+            return ""
         try:
-            return self._changed("", "", **recipe_form.as_settings(field, message.get("text")))[:1]
+            return self._change(**recipe_form.as_settings(field, message.get("text")))
         except RecipeError as error:
-            return [settings_problem(error.problems, error.fix)]
+            return settings_problem(error.problems, error.fix)
+
+    def _set_number(self, name: str, value: Any) -> str:
+        """A number out of the setting's range changes nothing: it is being typed."""
+        lowest, highest = RANGES[name]
+        if not isinstance(value, (int, float)) or value != int(value) or not lowest <= value <= highest:
+            return ""
+        return self._change(**{name: int(value)})
+
+    def _write(self, text: str, basis: str, page: str) -> str:
+        """Take the recipe's text as a person typed or pasted it in a page that showed the draft of the stamp `basis`."""
+        draft = self.context.draft
+        if text == draft.read().text or draft.type_text(text, basis, page):
+            return ""
+        problems = ["the recipe was changed by another control or tab while you typed, so your text was not taken"]
+        return problem("The recipe has changed", problems, "Type it again, in the recipe as it is now.")
+
+    def _change(self, **settings: Any) -> str:
+        return _refusal(self.context.draft.change(**settings))
 
     def load(self, path: str | None) -> list[Any]:
         """Replace the draft by an uploaded recipe file."""
@@ -226,43 +202,26 @@ class _View:
             self.context.draft.start_from(str(name))
         return ["", self.context.draft.stamp]
 
-    def _changed(self, tab: str, control: str, **settings: Any) -> list[Any]:
-        return self._refusal(self.context.draft.change(tab, control, **settings))
-
-    def _refusal(self, edited: Edited) -> list[Any]:
-        """Why a change was refused, and the draft's stamp."""
-        refusal = settings_problem(edited.problems, edited.fix) if edited.problems and edited.recipe else ""
-        return [refusal, self.context.draft.stamp]
-
-    def reprice(self, price: float | None) -> Any:
-        """Update the cost only."""
-        stamp, edited, plan = self._latest or ("", None, None)
-        if edited is None or plan is None or stamp != self.context.draft.stamp:
-            return gr.skip()
-        return fit_view.facts(plan, _price(price))
-
-    def start(self, force: bool) -> list[Any]:
-        """Queue the draft; the starter does what the command line does."""
+    def start(self, force: bool, messages: str) -> list[Any]:
+        """Queue the draft; the starter does what the command line does. `messages`: the page's last ones for `act`, which may
+        still be on their way."""
+        self.act(messages)
         edited = self.context.draft.read()
         if edited.recipe is None:
             return [settings_problem(edited.problems, edited.fix), ""]
         entry = self.context.queue.add(edited.recipe, force=force)
         return [progress_of(self.context.queue, entry.path.name), entry.path.name]
 
-    def tick(self, mine: str, settled: str | None) -> list[Any]:
-        """Progress of the requested start; the draft's stamp, which another tab may have changed; and once more when it was
-        planned and is a while old.
+    def tick(self, mine: str) -> list[Any]:
+        """Progress of the requested start, and the draft's stamp, which another tab may have changed.
 
         The stamp is the draft's whatever the browser had when it asked: the answer to a tick from before the page was filled
         may come after that, and must not empty it.
         """
         self.context.queue.ensure_starter()
-        now = self.context.draft.stamp
-        if self._latest and self._latest[0] == now and self.context.draft.age_s > _SETTLED_S:
-            settled = now
-        return [progress_of(self.context.queue, mine), now, settled, self._ahead()]
+        return [progress_of(self.context.queue, mine), self.context.draft.stamp, self._ahead()]
 
-    def compare(self, _price: float | None) -> list[Any]:
+    def compare(self) -> list[Any]:
         """Forecast the other plans of this recipe: that takes seconds, so after the plan itself is shown."""
         stamp, edited = self.context.draft.stamp, self.context.draft.read()
         if edited.recipe is None:
@@ -309,7 +268,7 @@ class _View:
                 question.answer.set_exception(error)
         return Plan.from_json(question.answer.result()["plan"])
 
-    def _shown(self, edited: Edited, price: float) -> tuple[list[Any], Plan | None]:
+    def _shown(self, edited: Edited) -> tuple[list[Any], Plan | None]:
         """Values for `shown` but the stamp, and the plan when there is one."""
         trouble = settings_problem(edited.problems, edited.fix) if edited.problems else ""
         if edited.recipe is None:
@@ -323,7 +282,7 @@ class _View:
         too_big = plan.verdict == Verdict.NO_FIT
         return [
             (plan_view.blocker_note(blocked) if blocked else "") + plan_view.data_note(plan),
-            fit_view.verdict(plan, blocked=_is_fault(blocked)), fit_view.memory(plan), fit_view.facts(plan, price),
+            fit_view.verdict(plan, blocked=_is_fault(blocked)), fit_view.memory(plan), fit_view.facts(plan),
             fit_view.smaller(plan), choices_view.chosen(plan), choices_view.other_plans(plan, complete=complete),
             fit_view.ready(plan, _obstacle(blocked)), gr.Checkbox(visible=too_big),
             gr.Button(interactive=blocked is None),
@@ -333,12 +292,30 @@ class _View:
         """Values for `shown` without a plan."""
         return [trouble, fit_view.cannot_say(count), *[""] * 6, gr.Checkbox(visible=False), gr.Button(interactive=False)]
 
-    def _form(self, edited: Edited, settings: Recipe | None) -> list[Any]:
-        """Values of card and sliders; those that `settings` leave open stay."""
-        if edited.recipe is None or settings is None:
-            return [gr.skip()] * 4
-        numbers = [getattr(settings, name) for name in RANGES]
-        return [edited.recipe.gpu, *(number if isinstance(number, int) else gr.skip() for number in numbers)]
+
+def _drafted(version: Version) -> dict[str, Any]:
+    """The draft as fit.js shows it."""
+    edited = version.edited
+    return {
+        "read": version.read_s, "stamp": version.stamp, "text": edited.text, "numbers": _numbers(edited.recipe),
+        "values": recipe_form.changed_values(edited),
+    }  # fmt: skip
+
+
+def _numbers(settings: Recipe | None) -> dict[str, int]:
+    """The settings that have a box for their number and are not left to the planner."""
+    numbers = {name: getattr(settings, name, None) for name in RANGES}
+    return {name: number for name, number in numbers.items() if isinstance(number, int)}
+
+
+def _for_script(values: dict[str, Any]) -> str:
+    """Values for fit.js. In an attribute: Gradio adds texts of its own to a component's."""
+    return f'<i data-json="{html.escape(json.dumps(values))}"></i>'
+
+
+def _refusal(edited: Edited) -> str:
+    """Why a change was refused."""
+    return settings_problem(edited.problems, edited.fix) if edited.problems and edited.recipe else ""
 
 
 def _obstacle(blocked: Blocker | None) -> str:
@@ -351,8 +328,3 @@ def _obstacle(blocked: Blocker | None) -> str:
 def _is_fault(blocked: Blocker | None) -> bool:
     """Whether something is wrong with the recipe, and not only planned for another machine."""
     return blocked is not None and not blocked.elsewhere
-
-
-def _price(price: float | None) -> float:
-    """Price per hour: nothing where the box is empty."""
-    return max(0.0, price or 0.0)

@@ -1,4 +1,8 @@
-"""The components of the Fit page, in their order."""
+"""The components of the Fit page, in their order.
+
+Those of the class ft-own-SETTING are fit.js's, and no handler's: Gradio would send what a box holds when an earlier request
+ends, and write a late answer into a box that is being typed in.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from finetune.card.device_selection import cards_here
 from finetune.recipe import shipped_recipes
 
 from ..planning.catalogue import card_choices
-from ..views.binding import NumberBox, show
+from ..views.binding import show
 
 #: Setting -> name and identity of its box.
 NUMBERS = {
@@ -32,7 +36,6 @@ class Layout:
     """Components by what they are for. `answer`: what a plan fills, in the order of the handler's values."""
 
     card: Any
-    numbers: dict[str, Any]
     bars: list[Any]
     refused: Any
     trouble: Any
@@ -46,11 +49,9 @@ class Layout:
     force: Any
     start: Any
     progress: Any
-    text: Any
     command: Any
     load: Any
     shipped: Any
-    price: Any
     act: Any
 
     @property
@@ -87,21 +88,22 @@ def _head() -> dict[str, Any]:
 
 def _middle() -> dict[str, Any]:
     """What if, and other plans."""
-    numbers, bars = {}, []
+    bars = []
     with gr.Row(elem_id="fit-more"):
         with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
             show('<h2>What if</h2><p class="ft-note">Each with its own fastest plan; an outline is not planned yet.</p>')
             for name, (label, identity) in NUMBERS.items():
                 lowest, highest = RANGES[name]
                 with gr.Row(elem_classes="ft-whatif"):
-                    numbers[name] = NumberBox(
+                    gr.Number(
                         label=label, minimum=lowest, maximum=highest, precision=0, elem_id=f"fit-{identity}", min_width=110,
+                        elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
                     bars.append(show(elem_id=f"fit-{identity}-bars"))
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show('<h2>Other plans</h2><p class="ft-note">The same settings, other ways to fit.</p>')
             others = show(elem_id="fit-alternatives")
-    return {"numbers": numbers, "bars": bars, "others": others}
+    return {"bars": bars, "others": others}
 
 
 def _bottom() -> dict[str, Any]:
@@ -123,8 +125,8 @@ def _drawer() -> dict[str, Any]:
         show(
             '<div class="ft-drawer-head"><h2>Recipe</h2><button type="button" class="ft-plain" data-drawer>Close</button></div>'
         )
-        parts["text"] = gr.Textbox(
-            label="Recipe", lines=14, max_lines=24, buttons=["copy"], elem_id="fit-yaml", elem_classes="ft-mono"
+        gr.Textbox(
+            label="Recipe", lines=14, max_lines=24, buttons=["copy"], elem_id="fit-yaml", elem_classes="ft-mono ft-own-text"
         )
         parts["command"] = gr.Textbox(
             label="The same as a command", interactive=False, buttons=["copy"], elem_id="fit-command", elem_classes="ft-mono"
@@ -133,5 +135,4 @@ def _drawer() -> dict[str, Any]:
             show('<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">Download</a>')
             parts["load"] = gr.UploadButton("Upload a recipe", file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
         parts["shipped"] = gr.Dropdown(["", *shipped_recipes()], label="Recipes", elem_id="fit-shipped")
-        parts["price"] = NumberBox(0.0, label="Price per hour", minimum=0, info="optional, for the cost", elem_id="fit-price")
     return parts

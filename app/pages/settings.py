@@ -17,15 +17,18 @@ from ..language import tr
 from ..views import settings as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.markup import note, problem, settings_problem
+from ..views.recipe_form import as_settings, fields
 
 _TICK_S = 1.0
+#: The page's forms -> the setting of the recipe that is being made.
+_SETTINGS = {"price": "price_per_hour", "budget": "memory_budget"}
 
 
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
     act = gr.Textbox(visible="hidden", elem_id="settings-act")
-    chosen, status = show(lambda: view_of.choices(0, "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
+    chosen, status = show(lambda: view_of.choices("", "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
     with gr.Column(elem_classes="ft-box"):
         examined = show(lambda: view_of.examined(None, is_running=False), elem_id="settings-machine")
     changed = change_trigger()
@@ -44,8 +47,9 @@ class _View:
 
     def choices(self) -> str:
         """What is chosen now."""
-        budget = self.context.draft.read().values.get("memory_budget") or ""
-        return view_of.choices(self.context.preferences.price, "" if budget == "auto" else str(budget), _token_from())
+        values = self.context.draft.read().values
+        price, budget = (str(values.get(setting) or "") for setting in _SETTINGS.values())
+        return view_of.choices(price, "" if budget == "auto" else budget, _token_from())
 
     def tick(self) -> str:
         """A fingerprint of what the examination came to."""
@@ -62,23 +66,19 @@ class _View:
             if wish.get("examine"):
                 self._examination.start()
                 status = ""
-            elif "price" in wish:
-                status = note(tr("Saved."), "ok") if self.context.preferences.set_price(str(wish["price"])) else _no_price()
             else:
-                status = self._set_budget(str(wish["budget"]).strip())
+                (name, text), *_ = wish.items()
+                status = self._set(_SETTINGS[name], str(text).strip())
         except (ValueError, KeyError, AttributeError, TypeError):  # no message of this page
             return [gr.skip(), gr.skip()]
         except FinetuneError as error:
             status = problem(error.title, error.problems, error.fix)
         return [status, self.tick()]
 
-    def _set_budget(self, budget: str) -> str:
-        edited = self.context.draft.change(memory_budget=budget or None)
+    def _set(self, setting: str, text: str) -> str:
+        field = next(field for field in fields() if field.name == setting)
+        edited = self.context.draft.change(**as_settings(field, text.replace(",", ".")))
         return settings_problem(edited.problems, edited.fix) if edited.problems else note(tr("Saved."), "ok")
-
-
-def _no_price() -> str:
-    return problem(tr("Not saved"), [tr("the price is a number from 0")])
 
 
 def _token_from() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shlex
 import threading
 import time
@@ -21,8 +20,6 @@ from ..workspace import Workspace
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
-#: The control of a draft's version that is the recipe's text box.
-TYPED = "text"
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,11 @@ class Edited:
 
 @dataclass(frozen=True)
 class Version:
-    """The draft at one moment: its stamp, what it is, and the tab and control that made it so; empty when that is not known."""
+    """The draft at one moment: when it was read (by the monotonic clock), its stamp, and what it is."""
 
+    read_s: float
     stamp: str
     edited: Edited
-    tab: str = ""
-    control: str = ""
 
 
 class Draft:
@@ -58,15 +54,13 @@ class Draft:
 
     def __init__(self, workspace: Workspace) -> None:
         self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.RLock()
-        #: Stamp of the last change, the tab that made it and its control.
-        self._author = ("", "", "")
+        #: Stamp of the last text that was typed, and its tab.
+        self._typed = ("", "")
 
     def version(self) -> Version:
         """The draft as it is now."""
         with self._lock:
-            stamp = self.stamp
-            changed, tab, control = self._author
-            return Version(stamp, self.read(), *((tab, control) if changed == stamp else ()))
+            return Version(time.monotonic(), self.stamp, self.read())
 
     @property
     def stamp(self) -> str:
@@ -76,14 +70,6 @@ class Draft:
             return f"{stat.st_mtime_ns}-{stat.st_ino}"
         except FileNotFoundError:
             return "0"
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the last change."""
-        try:
-            return time.time() - self._path.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
 
     def read(self) -> Edited:
         """The draft; the FIRST recipe when there is none yet."""
@@ -105,11 +91,12 @@ class Draft:
         False, and nothing is changed, when the draft is newer than `basis` and the change was not typed in the same tab.
         """
         with self._lock:
-            now = self.version()
-            if basis != now.stamp and (now.tab, now.control) != (tab, TYPED):
+            stamp = self.stamp
+            if basis != stamp and (stamp, tab) != self._typed:
                 return False
             if len(text) <= recipe_yaml.MAX_BYTES:
-                self._store(text, tab, TYPED)
+                self._store(text)
+                self._typed = (self.stamp, tab)
             return True
 
     def start_from(self, name: str) -> Edited:
@@ -118,10 +105,9 @@ class Draft:
             raise RecipeError(f"there is no shipped recipe {name!r}")
         return self.write(find_recipe(name).read_text(encoding="utf-8"))
 
-    def change(self, tab: str = "", control: str = "", /, **settings: Any) -> Edited:
+    def change(self, **settings: Any) -> Edited:
         """Set (or, with None, unset) settings by dotted name written with `__`. An invalid combination changes nothing.
 
-        `tab` and `control`: who makes the change, which `version` then says.
         `trust_remote_code` is never changed here: a click must not allow a model's own code.
         """
         with self._lock:
@@ -138,9 +124,7 @@ class Draft:
                 return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
             text = write_recipe(recipe)
             if text != now.text:
-                self._store(text, tab, control)
-            else:
-                self._author = (self.stamp, tab, control)
+                self._store(text)
             return parse_draft(text)
 
     def apply(self, override: str) -> Edited:
@@ -156,10 +140,9 @@ class Draft:
             self._store(write_recipe(recipe))
             return parse_draft(write_recipe(recipe))
 
-    def _store(self, text: str, tab: str = "", control: str = "") -> None:
+    def _store(self, text: str) -> None:
         with self._lock:
             write_text(self._path, text)
-            self._author = (self.stamp, tab, control)
 
 
 def parse_draft(text: str) -> Edited:

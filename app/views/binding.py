@@ -6,7 +6,6 @@ says that all were answered; an event that joins at that moment is never answere
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
@@ -26,18 +25,6 @@ def show(value: str | Callable[[], str] = "", elem_id: str | None = None) -> gr.
         render, value = value, value()
         FIRST_HTML[value] = render
     return gr.HTML(value, elem_id=elem_id, apply_default_css=False, js_on_load=None)
-
-
-def _of_any_number(component: type) -> Any:
-    """A number component that gives handlers any number, also one that is being typed; Gradio's own answers with an error.
-
-    page.js brings what is entered into range. Gradio's metaclass would write a .pyi file for the subclass beside this one.
-    """
-    attributes = {"is_template": True, "preprocess": lambda _self, payload: payload}
-    return ABCMeta.__new__(type(component), f"AnyNumber{component.__name__}", (component,), attributes)
-
-
-NumberBox = _of_any_number(gr.Number)
 
 
 def change_trigger(elem_id: str | None = None) -> gr.HTML:

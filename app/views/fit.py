@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.planner.run_cost import run_cost
 from finetune.settings.base_formats import base_format_of
 from finetune.units import GIB, format_bytes, gib
 
@@ -231,17 +230,15 @@ def _slower(plan: Plan, tokens_per_s: float | None) -> str:
     return f", {abs(change)} % {'slower' if change < 0 else 'faster'}" if change else ", same speed"
 
 
-def facts(plan: Plan, price_per_hour: float) -> str:
-    """Time, speed, steps and size of the adapter in a line."""
+def facts(plan: Plan) -> str:
+    """Time with its cost, speed, steps and size of the adapter in a line."""
     forecast, settings = plan.forecast, plan.settings
     step_s, steps = (forecast.step_s if forecast else None), plan.total_steps
     epochs = f", {settings.num_train_epochs:g} epoch{'' if settings.num_train_epochs == 1 else 's'}"
     cells = []
     if step_s and steps:
-        cost = run_cost(price_per_hour or None, plan.run_time, step_s * steps)
-        cells.append(
-            (f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost.summary if cost else "")
-        )
+        cost = plan.cost.summary if plan.cost else ""
+        cells.append((f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost))
     elif steps:
         cells.append(("Time", "not known", "this GPU's speed is not known" if not plan.card.is_cpu else "a run measures it"))
     if forecast and forecast.tokens_per_s:

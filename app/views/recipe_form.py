@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from typing import Any
 
@@ -43,7 +42,8 @@ class Field:
             control = f"<select {named}>{options}</select>"
         else:
             control = f'<textarea rows="1" maxlength="4000" spellcheck="false" {named}>{value}</textarea>'
-        info = f"{self.row.description} Default: {self.default or 'none'}."
+        members = "" if self.choices or not self.row.type.startswith("list of ") else f" A {self.row.type}."
+        info = f"{self.row.description}{members} Default: {self.default or 'none'}."
         return (
             f'<div><label for="{identity}">{inert(self.name)}</label>{control}'
             f'<p class="ft-note" id="{identity}-help">{inert(info)}</p></div>'
@@ -79,13 +79,9 @@ def form() -> str:
     return note("A model's own code can be allowed on the command line only.") + "".join(groups)
 
 
-def changed_values(edited: Edited) -> str:
-    """What the fields show that are not at their default: text by name, as JSON.
-
-    In an attribute: Gradio adds texts of its own to a component's.
-    """
-    texts = {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
-    return f'<i data-values="{html.escape(json.dumps(texts))}"></i>'
+def changed_values(edited: Edited) -> dict[str, str]:
+    """What the fields show that are not at their default: text by name."""
+    return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
 
 
 def as_settings(field: Field, text: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ _STATES = {
 }  # fmt: skip
 
 
-def choices(price: float, budget: str, token_from: str) -> str:
+def choices(price: str, budget: str, token_from: str) -> str:
     """Theme, language, price, memory budget and login."""
     themes = "".join(f'<option value="{value}">{tr(name)}</option>' for value, name in _THEMES.items())
     languages = "".join(
@@ -27,7 +27,7 @@ def choices(price: float, budget: str, token_from: str) -> str:
         if token_from
         else tr("Not logged in. Models that ask for consent, and pushing, need {command} in a terminal.", command=_LOGIN)
     )
-    forms = _form("price", tr("Price of an hour"), f"{price:g}" if price else "", "0", tr("Fit shows what a run costs."))
+    forms = _form("price", tr("Price of an hour"), price, "0", tr("Of the recipe that is being made; empty: no cost is shown."))
     hint = tr("Of the recipe that is being made; empty: all that is free.")
     forms += _form("budget", tr("Most GPU memory to use"), budget, "20GiB", hint)
     return (

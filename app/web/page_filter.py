@@ -27,10 +27,10 @@ if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr\(\s*"([^"\\]+)"')
-#: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
 #: Properties of Gradio's components that are texts of the page.
 _TEXTS = ("label", "info", "placeholder", "value")
+#: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
 _COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
 
 

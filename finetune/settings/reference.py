@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from finetune.settings.schema import ALIASES, AUTO, Recipe
+from finetune.settings.schema import ALIASES, AUTO, Recipe, takes_auto
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
         rows.append(
             Setting(
                 name=prefix + name,
-                type=type_name(annotation, auto=field.default == AUTO),
+                type=type_name(annotation, auto=field.default == AUTO or takes_auto(field)),
                 default="required" if field.is_required() else field.default,
                 choices=choices(annotation),
                 aliases=[alias for alias, canonical in ALIASES.items() if canonical == name and not prefix],
@@ -50,7 +50,9 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 def type_name(annotation: Any, auto: bool = False) -> str:
     """A type for readers: `whole number | auto`, `text | list`."""
     names = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
-    if choices(annotation):
+    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
+        name = f"list of {type_name(get_args(annotation)[0])}"
+    elif choices(annotation):
         name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
     elif get_origin(annotation) is list:
         name = "list"
@@ -64,7 +66,9 @@ def type_name(annotation: Any, auto: bool = False) -> str:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The allowed values if the type enumerates them, else an empty list."""
+    """The allowed values if the type enumerates them, else an empty list: also for a list, which has several."""
+    if get_origin(annotation) is list:
+        return []
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     values: list[Any] = []

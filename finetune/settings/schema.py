@@ -12,6 +12,7 @@ from enum import Flag, auto
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic.fields import FieldInfo
 
 from finetune.settings import compatibility
 from finetune.settings.methods import METHODS, USUAL_VALUES
@@ -71,6 +72,13 @@ def _tokens(value: Any) -> Any:
 
 #: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
+
+
+def takes_auto(field: FieldInfo) -> bool:
+    """Whether a field is an AutoOr."""
+    return any(getattr(validator, "func", None) is _auto_or for validator in field.metadata)
+
+
 #: Text that may look like a number: `gpu: 4090`, `output_dir: 2024`.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 #: A size in bytes with its unit; a bare number of up to four digits is GiB.

@@ -2,14 +2,17 @@
 
 import json
 import time
+from types import SimpleNamespace
 
+import gradio as gr
 import pytest
 
 from app.chat.chats import COMPARISON, Chats, Turn
 from app.chat.process import Conversation, LoadedModels
 from app.context import Context
-from app.pages.chat import _conversation, _View
+from app.pages.chat import _conversation, _two_models, _View
 from app.workspace import Workspace
+from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 
 
@@ -100,6 +103,54 @@ def test_the_page_offers_every_run_with_a_model_and_each_base_once(tmp_path, kep
     assert "no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "tuned/gone", "")[1]
     assert not context.chats.turns(RunDirectory(runs / COMPARISON))
     context.close()
+
+
+def test_bases_whose_names_end_alike_are_both_offered(tmp_path, kept_run):
+    runs = tmp_path / "runs"
+    for name in ("one", "two"):
+        run = kept_run(runs).rename(runs / name)
+        plan = json.loads((run / "plan.json").read_text())
+        plan["plan"]["model_name_or_path"] = f"{name}/tiny-2"
+        (run / "plan.json").write_text(json.dumps(plan))
+    context = Context(Workspace(tmp_path, runs), tmp_path / "temporary")
+    choices = dict(_View(context).offer(Address())[0].choices)
+    assert choices["one/tiny-2, the base model"] == "base/one" and choices["two/tiny-2, the base model"] == "base/two"
+    asked = [Turn("Hello", {}, models=("base/one", "base/two"))]
+    assert list(_View(context)._names(asked).values()) == ["one/tiny-2, the base model", "two/tiny-2, the base model"]
+    context.close()
+
+
+def test_a_model_of_before_a_restart_is_taken_and_one_that_is_none_is_refused_by_its_name(tmp_path):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    with gr.Blocks():
+        assert [box.preprocess("tuned/first") for box in _two_models()] == ["tuned/first"] * 2
+    for typed in ("first", "other/first"):
+        assert f"{typed} has no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, typed, "")[1]
+    assert "Choose a model" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "", "")[1]
+    context.close()
+
+
+def test_what_offloaded_layers_cost_is_said_of_each_chosen_run(tmp_path, kept_run, monkeypatch):
+    runs = tmp_path / "runs"
+    kept_run(runs)
+    context = Context(Workspace(tmp_path, runs), tmp_path / "temporary")
+    copies = SimpleNamespace(generation_summary="each token copies 9 GiB")
+    live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies))
+    monkeypatch.setattr(context.lives, "of", lambda run: live)
+    view = _View(context)
+    assert view.show(COMPARISON, "tuned/finished", "base/finished")[1].count("finished: each token copies 9 GiB") == 1
+    assert "each token copies" in view.show("finished", "Tuned")[1] and "copies" not in view.show(COMPARISON, "", "")[1]
+    context.close()
+
+
+def test_a_base_that_no_answer_needs_goes_first_and_that_is_not_called_loading_in_turn(tmp_path, kept_run):
+    needed = read_plan(RunDirectory(kept_run(tmp_path)).plan).forecast.peaks["load"]
+    loaded = LoadedModels(lambda _: needed * (3 - len(loaded._answerers)))
+    run = RunDirectory(tmp_path / "finished")
+    loaded._answerers = {name: SimpleNamespace(model=object()) for name in ("asked", "earlier", "older")}
+    assert not loaded._unload_for(run, {"asked", "finished"}) and list(loaded._answerers) == ["asked", "older"]
+    loaded._free_bytes = lambda _: 0
+    assert loaded._unload_for(run, {"asked", "finished"}) and loaded._answerers == {}
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from app.context import Context
-from app.pages.fit import _View as FitView
 from app.pages.models import _of
 from app.pages.settings import _View
 from app.views.model_files import models_table
@@ -25,14 +24,12 @@ def acted(context, **wish):
     return _View(context).act(json.dumps(wish))[0]
 
 
-def test_the_price_stays_and_is_that_of_fit(context):
-    assert "Saved" in acted(context, price="1,25")
-    assert FitView(context).open()[2] == 1.25
-    for text in ("a", "-1", "nan", "1e999"):
-        assert "Not saved" in acted(context, price=text)
-    assert context.preferences.price == 1.25 and 'value="1.25"' in _View(context).choices()
-    (context.workspace.state / "preferences.json").write_text("{")
-    assert context.preferences.price == 0
+def test_the_price_is_the_drafts_and_a_wrong_one_is_said(context):
+    assert "Saved" in acted(context, price="1,25") and context.draft.read().recipe.price_per_hour == 1.25
+    for text in ("a", "-1"):
+        assert "1 setting to correct" in acted(context, price=text)
+    assert 'value="1.25"' in _View(context).choices()
+    assert "Saved" in acted(context, price="") and context.draft.read().recipe.price_per_hour is None
 
 
 def test_the_budget_is_the_drafts_and_a_wrong_one_is_said(context):
