@@ -3,7 +3,7 @@
 import { send } from "./fit.js";
 
 const input = ({ dataset }) => document.querySelector(`input[type=file]:has(+ #${dataset.pick})`);
-const zoneOf = ({ target, dataTransfer }) => (dataTransfer?.types.includes("Files") ? target.closest?.("[data-pick]") ?? document.querySelector("[data-pick]") : null);
+const zoneOf = ({ target, dataTransfer }) => (dataTransfer?.types.includes("Files") ? target.closest?.("[data-pick]") ?? [...document.querySelectorAll("[data-pick]")].find((zone) => zone.checkVisibility()) : null);
 
 document.addEventListener("click", ({ target }) => {
   const zone = target.closest?.("[data-pick]");

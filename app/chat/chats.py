@@ -39,6 +39,7 @@ class Turn:
     partial: dict[Model, str] = field(default_factory=dict)
     notes: dict[Model, str] = field(default_factory=dict)
     calls: dict[Model, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()
 
     def add(self, event: Piece | Answer | Failure | Done) -> None:
         """Add an event to the turn; an answer that nobody asked for is left out."""
@@ -62,6 +63,11 @@ class Turn:
                 self.done = True
 
 
+def pictures_beside(path: Path) -> Path:
+    """The folder of the pictures of a conversation's file."""
+    return path.with_name("pictures")
+
+
 class Chats:
     """Keeps one process with models: a question in another conversation ends the previous one's.
 
@@ -77,7 +83,7 @@ class Chats:
     def ask(self, run: RunDirectory, question: str, max_new_tokens: int, **how: Any) -> None:
         """Send a question; returns at once. The answers appear in `turns` as they are made.
 
-        `how`: `models`, `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
+        `how`: `models`, `system`, `pictures`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
         """
         with self._lock:
             self._send(self._process_of(run), {"question": question, "max_new_tokens": max_new_tokens, **how})
@@ -93,7 +99,7 @@ class Chats:
         turns: dict[str, Turn] = {}
         for event in read_events(self.path(run), KINDS):
             if isinstance(event, Question):
-                turns[event.id] = Turn(event.text, models=event.models)
+                turns[event.id] = Turn(event.text, models=event.models, pictures=event.pictures)
             elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in turns:
                 turns[event.id].add(event)
         return list(turns.values())
@@ -108,6 +114,11 @@ class Chats:
     def path(self, run: RunDirectory) -> Path:
         """The file of this run's conversation."""
         return self._folder / f"{run.path.name}.jsonl"
+
+    @property
+    def pictures(self) -> Path:
+        """The folder of the pictures of all conversations."""
+        return pictures_beside(self._folder / "any")
 
     def is_running(self, run: RunDirectory) -> bool:
         """True while this run's chat process is alive."""

@@ -21,6 +21,8 @@ class Question(Event):
     id: str
     text: str
     models: tuple[Model, ...] = MODELS
+    #: Names of its files.
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

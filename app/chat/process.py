@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.data.pictures.placement import message_with_pictures
+from finetune.data.pictures.source import PictureSource
 from finetune.errors import CommandError, FinetuneError
 from finetune.events import EventWriter, read_events
 from finetune.gc_settings import raise_gc_thresholds
@@ -24,8 +26,9 @@ from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
 
 from ..process import redirect_stdout
-from .chats import IDLE_S
+from .chats import IDLE_S, pictures_beside
 from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
+from .pictures import kept_pictures
 
 #: Seconds between two pieces of an answer in the file.
 _PIECE_S = 0.2
@@ -41,7 +44,8 @@ def main() -> int:
     while message := requests.next():
         identity = uuid.uuid4().hex
         models = tuple(dict.fromkeys(message.get("models", MODELS)))
-        writer.emit(Question(id=identity, text=message["question"], models=models))
+        pictures = tuple(message.get("pictures", ()))
+        writer.emit(Question(id=identity, text=message["question"], models=models, pictures=pictures))
         try:
             chat.answer(message, writer, identity, requests.is_stopped)
             writer.emit(Done(id=identity))
@@ -171,6 +175,8 @@ class Conversation:
     def __init__(self, run: RunDirectory, path: Path, loaded: LoadedModels | None = None) -> None:
         self._run, self._loaded = run, loaded or LoadedModels()
         self._messages: dict[str, list[dict[str, Any]]] = {model: [] for model in MODELS}
+        self._pictures: dict[str, list[PictureSource]] = {}
+        self._folder = pictures_beside(path)
         self._restore(path)
 
     def answer(self, request: dict[str, Any], writer: EventWriter, identity: str, stopped: Callable[[], bool]) -> None:
@@ -194,18 +200,22 @@ class Conversation:
         answerer, is_alone = self._loaded.of(self._run_of(model), names)
         sampling = Sampling(float(request.get("temperature", 0)), float(request.get("top_p", 1)), int(request.get("seed", 0)))
         system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
-        messages = [*self._messages.get(model, []), {"role": "user", "content": request["question"]}]
+        added = kept_pictures(self._folder, request.get("pictures", ()))
+        messages = [*self._messages.get(model, []), message_with_pictures(request["question"], len(added))]
+        if pictures := [*self._pictures.get(model, []), *added]:
+            answerer.require_vision()
         reader = answerer.reader
         with answerer.using(model.partition("/")[0]):
             reply = answerer.stream(
-                answerer.prompt_ids([*system, *messages]), max_new_tokens=int(request["max_new_tokens"]),
+                answerer.prompt_ids([*system, *messages], pictures=pictures), pictures=pictures,
+                max_new_tokens=int(request["max_new_tokens"]),
                 sampling=sampling, say=lambda piece: pieces.add(reader.without_special_tokens(piece) if reader else piece),
                 stopped=stopped, with_calls=reader is not None,
             )  # fmt: skip
         read = reader.read(reply.text) if reader else None
         text = read.text if read else reply.text
         calls = tuple(call["function"] for call in read.calls) if read else ()
-        self._messages[model] = [*messages, _assistant(text, calls)]
+        self._messages[model], self._pictures[model] = [*messages, _assistant(text, calls)], pictures
         return Answer(
             id=pieces.identity, model=model, text=text, tokens=reply.tokens, tokens_per_s=reply.tokens_per_s,
             stopped=reply.stopped, calls=calls, alone=is_alone,
@@ -214,11 +224,14 @@ class Conversation:
     def _restore(self, path: Path) -> None:
         """Restore the conversation that the page shows."""
         events = read_events(path, KINDS)
-        questions = {event.id: event.text for event in events if isinstance(event, Question)}
+        questions = {event.id: event for event in events if isinstance(event, Question)}
         for event in events:
             if isinstance(event, Answer) and event.id in questions:
-                pair = [{"role": "user", "content": questions[event.id]}, _assistant(event.text, event.calls)]
+                question = questions[event.id]
+                pictures = kept_pictures(self._folder, question.pictures)
+                pair = [message_with_pictures(question.text, len(pictures)), _assistant(event.text, event.calls)]
                 self._messages.setdefault(event.model, []).extend(pair)
+                self._pictures.setdefault(event.model, []).extend(pictures)
 
 
 def _assistant(text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:

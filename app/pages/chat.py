@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,19 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from finetune.errors import FinetuneError
+from finetune.data.pictures.display import small_copy
+from finetune.data.pictures.limits import MAX_PICTURES
+from finetune.data.pictures.source import BadPicture, PictureSource
+from finetune.errors import FinetuneError, PackagesError
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
 from ..chat.chats import COMPARISON, Turn
 from ..chat.events import MODELS, Model
+from ..chat.pictures import keep_picture, kept_pictures
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
+from ..views.data import small_pictures
 from ..views.markup import inert, note, problem
 
 if TYPE_CHECKING:
     from ..context import Context
 
+_ADD_PICTURE = '<button type="button" class="ft-act ft-plain" data-pick="chat-picture">Add a picture, or drop one</button>'
 #: Seconds between two looks at the conversation.
 TICK_S = 0.5
 _MOST_TOKENS = 128
@@ -70,9 +77,13 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
         )  # fmt: skip
         with gr.Row(elem_classes="ft-controls"):
             chosen = choosers()
+            remove = gr.Button("Remove the pictures", elem_id="chat-without", scale=0, visible=False)
             clear = gr.Button("New conversation", elem_id="chat-clear", scale=0)
             stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, scale=0)
             send = gr.Button("Send", variant="primary", elem_id="chat-send", scale=0)
+        pictures = show(elem_id="chat-pictures")
+        upload = gr.UploadButton("Add a picture", file_types=["image"], elem_id="chat-picture")
+        waiting = gr.Textbox(visible="hidden", elem_id="chat-waiting")
         status = show(elem_id="chat-status")
         with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
             system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
@@ -84,13 +95,15 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
                 top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
                 seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
     changed = change_trigger()
-    asked = [name, question, most, system, temperature, top_p, seed, *chosen]
-    shown = [name, *chosen]
+    asked = [name, question, most, system, temperature, top_p, seed, waiting, *chosen]
+    shown = [name, waiting, *chosen]
     name.change(view.tick, shown, changed, **QUIET)
     timer.tick(view.tick, shown, changed, **QUIET)
-    changed.change(view.show, shown, [turns, warning, stop], **QUIET)
-    send.click(view.ask, asked, [question, status], **BUTTON)
-    question.submit(view.ask, asked, [question, status], **BUTTON)
+    changed.change(view.show, shown, [turns, warning, stop, pictures, remove], **QUIET)
+    send.click(view.ask, asked, [question, status, waiting], **BUTTON)
+    question.submit(view.ask, asked, [question, status, waiting], **BUTTON)
+    upload.upload(view.add_picture, [waiting, upload], [waiting, status], **BUTTON)
+    remove.click(lambda: "", None, waiting, **BUTTON)
     stop.click(view.stop, name, status, **BUTTON)
     clear.click(view.clear, name, status, **BUTTON)
     return chosen
@@ -131,7 +144,7 @@ class _View:
 
     def _names(self, turns: list[Turn]) -> dict[Model, str]:
         """What the models of a conversation are called."""
-        models = {model for turn in turns for model in turn.models}
+        models = dict.fromkeys(model for turn in turns for model in turn.models)
         split = {model: model.partition("/") for model in models}
         bases = {
             name: self._base(run)
@@ -144,43 +157,69 @@ class _View:
             for model, (kind, _, name) in split.items()
         }
 
-    def tick(self, name: str | None, *chosen: str) -> str:
+    def tick(self, name: str | None, waiting: str, *chosen: str) -> str:
         """A fingerprint of all that is shown."""
-        return fingerprint(name, self._shown(name, chosen))
+        return fingerprint(name, self._shown(name, waiting, chosen))
 
-    def show(self, name: str | None, *chosen: str) -> list[Any]:
-        """The conversation, the current memory warning, and whether there is an answer to stop."""
-        shown, warning, answering = self._shown(name, chosen)
-        return [shown, warning, gr.Button(interactive=answering)]
+    def show(self, name: str | None, waiting: str, *chosen: str) -> list[Any]:
+        """The conversation, the memory warning, whether there is an answer to stop, and the pictures of the next message."""
+        shown, warning, answering, pictures = self._shown(name, waiting, chosen)
+        return [shown, warning, gr.Button(interactive=answering), pictures, gr.Button(visible=bool(waiting))]
 
-    def _shown(self, name: str | None, chosen: Sequence[str]) -> tuple[str, str, bool]:
+    def add_picture(self, waiting: str, path: str | None) -> list[str]:
+        """Keep an uploaded picture for the next message."""
+        names = waiting.split()
+        if len(names) >= MAX_PICTURES:
+            return [waiting, note(f"A message has at most {MAX_PICTURES} pictures.", "warn")]
+        try:
+            return [" ".join([*names, keep_picture(self.context.chats.pictures, path or "")]), ""]
+        except BadPicture as error:
+            return [waiting, problem("No picture that can be read", [f"{Path(path or '').name} {error}"], "Give another file.")]
+        except PackagesError as error:
+            return [waiting, problem("Pictures can't be read here", error.problems, error.fix)]
+
+    def _reads_pictures(self, name: str) -> bool:
+        """Whether the models of a run were trained with pictures."""
+        try:
+            run = self.context.workspace.run(name)
+            return run is not None and self.context.lives.of(run).plan().settings.vision is True
+        except (FinetuneError, OSError, ValueError):
+            return False
+
+    def _pictures(self, names: Sequence[str]) -> str:
+        """Small copies of pictures of a conversation."""
+        return small_pictures([_small_copy(picture) for picture in kept_pictures(self.context.chats.pictures, names)])
+
+    def _shown(self, name: str | None, waiting: str, chosen: Sequence[str]) -> tuple[str, str, bool, str]:
         run = self._conversation_of(name)
         if run is None:
-            return "", "", False
+            return "", "", False, ""
         turns = self.context.chats.turns(run)
         answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
-        notes = "".join(map(self._offloading_note, dict.fromkeys(_run_name(model, run) for model in _models(chosen))))
-        return _conversation(turns, self._names(turns)), notes + self._warning(run), answering
+        names = dict.fromkeys(_run_name(model, run) for model in _models(chosen))
+        notes = "".join(map(self._offloading_note, names))
+        pictures = f"{_ADD_PICTURE}{self._pictures(waiting.split())}" if any(map(self._reads_pictures, names)) else ""
+        return _conversation(turns, self._names(turns), self._pictures), notes + self._warning(run), answering, pictures
 
     def ask(  # None: a field of the closed panel
         self, name: str | None, question: str, most: float | None, system: str | None,
-        temperature: float | None, top_p: float | None, seed: float | None, *chosen: str,
+        temperature: float | None, top_p: float | None, seed: float | None, waiting: str, *chosen: str,
     ) -> list[Any]:  # fmt: skip
         """Send the message to the chat's process; the answers come with the ticks."""
         run = self._conversation_of(name)
         models = _models(chosen)
         if run is None or not models or not question.strip():
-            return [gr.skip(), note("Choose a model and write a message.")]
+            return [gr.skip(), note("Choose a model and write a message."), gr.skip()]
         names = [_run_name(model, run) for model in models]
         if missing := [name for name in names if not self._can_answer(name)]:
             problems = [f"{name} has no adapter or checkpoint" for name in missing]
-            return [gr.skip(), problem("No model to chat with yet", problems, "Wait for its first checkpoint.")]
+            return [gr.skip(), problem("No model to chat with yet", problems, "Wait for its first checkpoint."), gr.skip()]
         self.context.chats.ask(
             run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=models,
-            system=(system or "").strip(),
+            system=(system or "").strip(), pictures=waiting.split(),
             temperature=temperature or 0.0, top_p=top_p or 1.0, seed=int(seed or 0),
         )  # fmt: skip
-        return ["", ""]
+        return ["", "", ""]
 
     def _can_answer(self, name: str) -> bool:
         run = self.context.workspace.run(name)
@@ -254,7 +293,14 @@ def has_adapter(run: RunDirectory) -> bool:
     return run.adapter.is_dir() or any(run.checkpoints.glob("checkpoint-*"))
 
 
-def _conversation(turns: list[Turn], names: Mapping[Model, str]) -> str:
+@functools.lru_cache(maxsize=256)
+def _small_copy(picture: PictureSource) -> dict[str, Any]:
+    return small_copy(picture)
+
+
+def _conversation(
+    turns: list[Turn], names: Mapping[Model, str], pictures: Callable[[Sequence[str]], str] = lambda _: ""
+) -> str:
     if not turns:
         return note("Send a message: the models answer it side by side, one after the other, with the same settings.")
     shown = []
@@ -262,7 +308,7 @@ def _conversation(turns: list[Turn], names: Mapping[Model, str]) -> str:
         sides = "".join(_answer_column(turn, model, names.get(model, model)) for model in turn.models)
         error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         shown.append(
-            f'<li><div class="ft-turn user"><b>you</b><p>{inert(turn.question, 10_000)}</p></div>'
+            f'<li><div class="ft-turn user"><b>you</b>{pictures(turn.pictures)}<p>{inert(turn.question, 10_000)}</p></div>'
             f'<div class="ft-sides">{sides}</div>{error}</li>'
         )
     busy = "true" if not turns[-1].done else "false"

@@ -141,13 +141,13 @@ def marked(answer: Mapping[str, Any]) -> str:
     return (
         f'<div class="ft-boxhead"><h2>{name}</h2>{_steps(index, count, "row")}</div>'
         f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{name}">{text}</pre>'
-        f'{_pictures(answer["pictures"])}<p class="ft-note">{answer["tokens"]:,} tokens, '
+        f'{small_pictures(answer["pictures"])}<p class="ft-note">{answer["tokens"]:,} tokens, '
         f"<mark>{answer['trained_tokens']:,} trained</mark></p>"
     )
 
 
-def _pictures(small: Sequence[Mapping[str, Any]]) -> str:
-    """Small copies of a row's pictures; those that are gone as text."""
+def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
+    """Small copies of pictures, as `display.small_pictures` makes them; those that are gone as text."""
     shown = []
     for picture in small:
         size = f"{picture['width']:,} x {picture['height']:,} pixels"

@@ -198,6 +198,7 @@ def chat_with(
     """
     from finetune.cli.chat_pictures import COMMAND, ChatPictures
     from finetune.cli.chat_tools import answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
+    from finetune.data.pictures.placement import message_with_pictures
 
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
@@ -229,29 +230,28 @@ def chat_with(
         err.print(f"[dim]{escape(run.path.name)} answers; /use {escape(' or /use '.join(list(answerers)[1:]))} changes that[/]")
     sampling, start = Sampling(temperature, top_p, seed), [{"role": "system", "content": system}] if system else []
     messages: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    waiting = ChatPictures()
     sent: dict[tuple[str, str], list[PictureSource]] = {}
+    pictures = ChatPictures()
     used = [run.path.name] if prompt is None else list(answerers)
     for question in [prompt] if prompt is not None else _questions():
         if prompt is None and question.split()[:1] == ["/use"]:
             used = _switch_run(question, used, answerers, as_json)
             continue
         if prompt is None and question.split()[:1] == [COMMAND]:
-            _add_picture(waiting, question, first, as_json)
+            _add_picture(pictures, question, first, as_json)
             continue
-        message, new_pictures = waiting.message(question)
+        added = pictures.take()
         asked = [(name, model) for model in models for name in (used if model == "tuned" else used[:1])]
         for name, model in asked:
             answerer, turns = answerers[name], messages.setdefault((name, model), list(start))
-            pictures = sent.setdefault((name, model), [])
-            turns.append(dict(message))
-            pictures += new_pictures
+            turns.append(message_with_pictures(question, len(added)))
+            seen = sent[name, model] = [*sent.get((name, model), ()), *added]
             if len(asked) > 1 and not as_json:
                 out.print(f"[bold]{escape(name) if len(runs) > 1 and model == 'tuned' else model}[/]")
             while True:
                 with answerer.using(model), _stop_on_ctrl_c() as stopped:
                     reply, answer = answer_turns(
-                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece, pictures,
+                        answerer, turns, tools, (lambda _: None) if as_json else _print_piece, seen,
                         max_new_tokens=max_new_tokens, sampling=sampling, stopped=stopped,
                     )  # fmt: skip
                 if as_json:

@@ -60,6 +60,11 @@ class Answerer:
         self._adapter_name = "default"
         self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
+    def require_vision(self) -> None:
+        """Raises CommandError for a model that reads no pictures."""
+        if not self.plan.settings.vision:
+            raise CommandError(f"{self.run.path.name} was trained on text; its model is loaded without a vision tower", "")
+
     def _load_adapter(self, folder: Path) -> str:
         """Load another adapter; returns PEFT's name for it."""
         name = f"adapter{len(self.model.peft_config)}"

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from finetune.data.checks import BadRow
+from finetune.data.pictures.limits import MAX_PICTURES
 from finetune.data.pictures.references import PICTURE_MARK, PictureReference, picture_reference
 from finetune.data.tool_calls import name_replies, read_calls
 
 MAX_TOOLS = 128  # as OpenAI's interface
 #: Pictures of a request, and characters of the data: address of one.
-MAX_PICTURES, MAX_PICTURE_CHARACTERS = 16, 12 * 2**20
+MAX_PICTURE_CHARACTERS = 12 * 2**20
 _NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 
 

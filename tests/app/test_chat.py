@@ -100,7 +100,7 @@ def test_the_page_offers_every_run_with_a_model_and_each_base_once(tmp_path, kep
     assert (left.value, right.value) == ("tuned/first", "base/first")
     assert {value for _, value in left.choices} == {"tuned/first", "tuned/second", "base/first"}
     assert dict(right.choices)["Nobody"] == ""
-    assert "no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "tuned/gone", "")[1]
+    assert "no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "", "tuned/gone", "")[1]
     assert not context.chats.turns(RunDirectory(runs / COMPARISON))
     context.close()
 
@@ -125,8 +125,8 @@ def test_a_model_of_before_a_restart_is_taken_and_one_that_is_none_is_refused_by
     with gr.Blocks():
         assert [box.preprocess("tuned/first") for box in _two_models()] == ["tuned/first"] * 2
     for typed in ("first", "other/first"):
-        assert f"{typed} has no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, typed, "")[1]
-    assert "Choose a model" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "", "")[1]
+        assert f"{typed} has no adapter" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "", typed, "")[1]
+    assert "Choose a model" in _View(context).ask(COMPARISON, "Hello", 16, "", 0, 1, 0, "", "", "")[1]
     context.close()
 
 
@@ -135,11 +135,11 @@ def test_what_offloaded_layers_cost_is_said_of_each_chosen_run(tmp_path, kept_ru
     kept_run(runs)
     context = Context(Workspace(tmp_path, runs), tmp_path / "temporary")
     copies = SimpleNamespace(generation_summary="each token copies 9 GiB")
-    live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies))
+    live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies, settings=SimpleNamespace(vision=False)))
     monkeypatch.setattr(context.lives, "of", lambda run: live)
     view = _View(context)
-    assert view.show(COMPARISON, "tuned/finished", "base/finished")[1].count("finished: each token copies 9 GiB") == 1
-    assert "each token copies" in view.show("finished", "Tuned")[1] and "copies" not in view.show(COMPARISON, "", "")[1]
+    assert view.show(COMPARISON, "", "tuned/finished", "base/finished")[1].count("finished: each token copies 9 GiB") == 1
+    assert "each token copies" in view.show("finished", "", "Tuned")[1] and "copies" not in view.show(COMPARISON, "", "", "")[1]
     context.close()
 
 

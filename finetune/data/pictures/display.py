@@ -23,10 +23,10 @@ def with_counts(text: str) -> str:
 
 def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
     """Small copies of the first pictures of a row, with their sizes."""
-    return [_small(source) for source in pictures[:_SHOWN]]
+    return [small_copy(source) for source in pictures[:_SHOWN]]
 
 
-def _small(source: PictureSource) -> dict[str, Any]:
+def small_copy(source: PictureSource) -> dict[str, Any]:
     """A small JPEG as a data: address, empty for a file that is gone; and the size of the picture."""
     try:
         picture = open_picture(source)

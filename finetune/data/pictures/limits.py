@@ -1,4 +1,4 @@
-"""Limits of one picture."""
+"""Limits of pictures."""
 
 #: Pixels of one picture: 50-megapixel photos pass, and one decoded picture takes 256 MB at most (4 bytes a pixel).
 MAX_PIXELS = 64_000_000
@@ -8,6 +8,8 @@ MAX_FILE_BYTES = 256 * 2**20
 MIN_SIDE = 4
 #: Longer side over shorter side, from which a picture is refused: Qwen2-VL's resize raises above it.
 MAX_ASPECT = 200
+#: Pictures of one message in a chat, and of one request to `serve`.
+MAX_PICTURES = 16
 
 
 def size_problem(width: int, height: int) -> str | None:

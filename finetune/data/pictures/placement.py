@@ -58,6 +58,13 @@ def _has_tag(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_tag, value))
 
 
+def message_with_pictures(text: str, count: int) -> dict[str, Any]:
+    """A user's message with `count` pictures before its text, which then has no other mark of one."""
+    if not count:
+        return {"role": "user", "content": text}
+    return {"role": "user", "content": PICTURE_MARK * count + text.replace(PICTURE_MARK, ""), "pictures": count}
+
+
 def take_pictures(
     row: dict[str, Any], columns: Sequence[str]
 ) -> tuple[dict[str, Any], list[PictureReference] | None]:  # fmt: skip

@@ -93,6 +93,13 @@ def checked_size(content: bytes) -> tuple[int, int]:
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
+def picture_file(path: Path) -> PictureSource:
+    """The picture in a file. Raises BadPicture, PackagesError."""
+    content = read_bytes(path)
+    width, height = checked_size(content)
+    return PictureSource(path, None, digest_of(content), width, height)
+
+
 def checked_picture(reference: PictureReference) -> PictureSource:
     """A picture whose bytes came with a request. Raises ValueError for one that can't be used, PackagesError."""
     content = reference.content or b""
