@@ -79,9 +79,13 @@ document.addEventListener("toggle", async ({ target }) => {
   fill();
 }, true);
 document.addEventListener("change", ({ target }) => {
-  if (target.dataset.field) send({ field: target.dataset.field, text: target.value });
+  // A field that Enter has sent changes once more for the browser when it is left, perhaps after another tab's edit.
+  if (!target.dataset.field || target.dataset.sent === target.value) return;
+  target.dataset.sent = target.value;
+  send({ field: target.dataset.field, text: target.value });
 });
 document.addEventListener("input", ({ target }) => {
+  delete target.dataset.sent;
   if (state.writing || target.dataset.field || !target.matches("input[type=number], textarea")) return;
   const name = nameOf(target);
   if (name === "text") send({ text: target.value, basis: state.basis });

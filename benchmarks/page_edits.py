@@ -126,20 +126,21 @@ class Editor:
     def _text(self, tab: Any, _: str) -> dict[str, int | None] | None:
         """Type into the recipe as it is shown. What was changed elsewhere meanwhile is refused, and the page says so."""
         value = self.random.choice(BOXES["lora_r"][1])
-        shown = tab.input_value("#fit-yaml textarea")
-        lines = [line for line in shown.splitlines() if not line.startswith("lora_r:")]
-        text = "\n".join([*lines, f"lora_r: {value}", ""])
-        tab.evaluate(
-            """text => { const box = document.querySelector("#fit-yaml textarea"); box.value = text;
-            box.dispatchEvent(new Event("input", {bubbles: true})); }""",
-            text,
-        )
+        types = r"""value => {
+            const box = document.querySelector("#fit-yaml textarea"), shown = box.value;
+            const lines = shown.split("\n").filter((line) => line && !line.startsWith("lora_r:"));
+            box.value = [...lines, `lora_r: ${value}`, ""].join("\n");
+            box.dispatchEvent(new Event("input", {bubbles: true}));
+            return [shown, box.value];
+        }"""
+        shown, text = tab.evaluate(types, value)
         until = time.monotonic() + _TAKEN_S
         while time.monotonic() < until:
             if self.draft.read_text() == text:
                 taken = load_recipe(str(self.draft))
                 return {name: getattr(taken, name) for name in BOXES if name in taken.model_fields_set} | {"lora_r": value}
-            if "has changed" in tab.inner_text("#fit-refused") or text == shown:
+            is_replaced = tab.input_value("#fit-yaml textarea") != text  # the message alone may be that of an earlier text
+            if (is_replaced and "has changed" in tab.inner_text("#fit-refused")) or text == shown:
                 return None
             tab.wait_for_timeout(50)
         now = tab.input_value("#fit-yaml textarea")
