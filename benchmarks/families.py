@@ -118,7 +118,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4, "head_dim": 32,
         "mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 128,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 128,
     },
     "olmo2": {},
     "olmo3": {**_WINDOW},

@@ -1,11 +1,11 @@
 """The output layer with its loss: full logits, TRL's head and torch.nn.functional.linear_cross_entropy.
 
-    python benchmarks/loss_head.py                             # 2,048 tokens of an 8B with 128,256 words
-    python benchmarks/loss_head.py --tokens 16384 --hidden 2560 --words 262144
+    python benchmarks/loss_head.py                             # 2,048 tokens of an 8B with a vocabulary of 128,256
+    python benchmarks/loss_head.py --tokens 16384 --hidden 2560 --vocabulary 262144
 
-Bytes are the peak above the inputs, products those of all tokens with the whole output layer, forward and backward: of fake bf16
-tensors on a card, the output layer frozen as in LoRA. Seconds are of the CPU in fp32, at a sixteenth of each size, the median
-of five. Needs no GPU.
+Bytes are the peak above the inputs, products those of all tokens with the whole output layer, forward and backward: of
+fake bf16 tensors as on a card, the output layer frozen as in LoRA. Seconds are of the CPU in fp32, at a sixteenth of each
+size, the median of five. Needs no GPU and torch 2.13.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune.units import GIB
 
 #: What TRL computes with each loss, for its logs.
 LOGGED = ("entropy", "is_top1")
-#: Words in one product, as TRL's `add_fused_lm_head` sets them.
+#: Columns of logits in one product, as TRL's `add_fused_lm_head` sets them.
 CHUNK = 32768
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -63,10 +63,10 @@ def torchs_function(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
 HEADS: dict[str, Head] = {"full logits": full_logits, "TRL's head": trls_head, "linear_cross_entropy": torchs_function}
 
 
-def inputs(tokens: int, hidden: int, words: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(tokens: int, hidden: int, vocabulary: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states with gradients, the frozen output layer, targets."""
     states = torch.randn(tokens, hidden, requires_grad=True, **more)
-    return states, torch.randn(words, hidden, **more), torch.randint(words, (tokens,))
+    return states, torch.randn(vocabulary, hidden, **more), torch.randint(vocabulary, (tokens,))
 
 
 def run(head: Head, values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -109,10 +109,10 @@ def seconds(head: Head, size: tuple[int, int, int]) -> float:
 def main() -> None:
     """Print a line for each head."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 2048), ("hidden", 4096), ("words", 128256)):
+    for name, default in (("tokens", 2048), ("hidden", 4096), ("vocabulary", 128256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    size = (options.tokens, options.hidden, options.words)
+    size = (options.tokens, options.hidden, options.vocabulary)
     torch.set_num_threads(1)
     for name, head in HEADS.items():
         print(

@@ -320,7 +320,7 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
     stored = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
     stored = {name: re.sub(r"[\\^]", "", source).replace("*", "0") for name, source in stored.items()}
     endings = {name: source for name, source in stored.items() if "experts" in name}
-    starts = {name: source for name, source in stored.items() if re.fullmatch(r"\w+\.", name) and re.fullmatch(r"\w+\.", source)}
+    starts = {name: source for name, source in stored.items() if re.fullmatch(r"\w+\.:\w+\.", f"{name}:{source}")}
 
     def name_of(path: str) -> str:
         first = path.partition(".")[0] + "."

@@ -131,7 +131,8 @@ def _candidates(typed: str) -> list[str]:
         return exact
     eligible = {
         name: parsed for name, parsed in _parsed_entries().items()
-        if not (parsed.packing and parsed.account in _COPIES) and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
+        if not (parsed.packing and parsed.account in _COPIES)
+        and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
     }  # fmt: skip
     same_words = [name for name, parsed in eligible.items() if parsed.terms == wanted.terms]
     loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.terms and parsed.terms != wanted.terms]
