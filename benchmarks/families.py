@@ -115,6 +115,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
         "image_token_id": 5, "video_token_id": 6, "out_hidden_size": 128, "projector_hidden_size": 64,
         **_text(**_WINDOW, head_dim=32, num_key_value_heads=2)},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4, "head_dim": 32,
+        "mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 128,
+    },
     "olmo2": {},
     "olmo3": {**_WINDOW},
     "phi": {"partial_rotary_factor": 0.5},

@@ -42,6 +42,7 @@ from blocks.plans import (
     many_cards,
     needs,
     needs_offloaded,
+    newest,
     offloading,
     plan_of,
     recipes,
@@ -85,7 +86,7 @@ QUICK: dict[str, Callable[[], str]] = {
 SLOW: dict[str, Callable[[], str]] = {
     "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
-    "needs-offloaded": needs_offloaded, "offloading": offloading,
+    "needs-offloaded": needs_offloaded, "offloading": offloading, "newest": newest,
     "reserved": reserved, "speed": speed,
 }  # fmt: skip
 DERIVED: dict[str, Callable[[], str]] = {

@@ -29,6 +29,14 @@ LARGE = MODELS[MODELS.index("mistralai/Mistral-7B-Instruct-v0.3") :]
 SMALL_CARDS = CARDS[: CARDS.index("rtx-4090") + 1]
 #: The shipped recipes whose models are larger than their cards.
 OFFLOADING = ("14b-4060", "32b-3060", "70b-4090")
+#: The newest models, as people type them, and the settings that their table is planned with.
+NEWEST = (
+    "qwen3.8:27b", "qwen3.6:27b", "Qwen/Qwen3.6-35B-A3B", "qwen3.5 2b", "qwen3.5-9b", "muse glimmer 30b",
+    "unsloth/Nemotron-3-Nano-30B-A3B-GGUF", "ministral-3:3b", "ministral-3:14b", "granite4:micro", "granite 4 h tiny",
+    "granite-4.0-h-small", "glm-4.7-flash", "LFM2.5-1.2B-Instruct", "lfm2.5-8b-a1b", "gemma-4-e4b-it", "gemma-4-12b-it",
+    "gemma-4-31b-it", "gpt-oss:20b", "olmo-3-32b-think", "nemotron 3 super", "zai-org/GLM-5.3-Flash", "kimi-k2.5",
+)  # fmt: skip
+NEWEST_SETTINGS = ("gpu=rtx-4090", "max_length=2048")
 #: The card of the table of needs; `_room` translates to the others.
 REFERENCE_CARD = "rtx-4090"
 
@@ -76,6 +84,32 @@ def recipes() -> str:
     names = [name for name in shipped_recipes() if load_recipe(name).gpu != "cpu"]
     columns = ("recipe", "model", "card", ">row", "plan", ">peak, GiB", "verdict", ">tokens/s, modelled")
     return markdown(columns, [recipe_row(name) for name in names])
+
+
+def newest_row(typed: str) -> list[str]:
+    """A model's row of the table of the newest: its plan and what that needs, or why there is none and the way on."""
+    from finetune.card import find_card
+    from finetune.cli.source import recipe_of
+    from finetune.errors import RecipeError
+    from finetune.planner.planning import plan_recipe, without_rows
+
+    try:
+        recipe = recipe_of(typed, list(NEWEST_SETTINGS))
+        plan = plan_recipe(recipe, find_card(recipe.gpu), without_rows)
+    except RecipeError as error:
+        return [f"`{typed}`", "-", f"refused: {'; '.join(error.problems)}. {error.fix}", "-", "-"]
+    forecast = plan.forecast
+    assert forecast is not None  # only a CPU plan has none
+    chosen = next(row.plan for row in plan.alternatives if row.chosen)
+    speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "unknown"
+    model = plan.settings.model_name_or_path.rpartition("/")[2]
+    return [f"`{typed}`", model, f"{plan.verdict}: {chosen}", _gib(forecast.peak_high_bytes), speed]
+
+
+def newest() -> str:
+    """The table of the newest models on one card."""
+    columns = ("typed", "model", "plan", ">upper end, GiB", ">tokens/s, modelled")
+    return markdown(columns, [newest_row(typed) for typed in NEWEST])
 
 
 def _gib(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -312,12 +313,22 @@ def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None
         os.environ.update({name: before} if before is not None else {})
 
 
-def names_in_checkpoint(model: Any) -> dict[str, str]:
-    """Ending of a fused weight's name -> ending of the first name that its parts have in a checkpoint."""
+def name_in_checkpoint(model: Any) -> Callable[[str], str]:
+    """A function: path of a module or weight -> its name in a checkpoint, of a fused weight the name of its first part."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    fused = [entry for entry in get_model_conversion_mapping(model) if "experts" in entry.target_patterns[0]]
-    return {entry.target_patterns[0]: min(entry.source_patterns).replace("*", "0").replace("\\", "") for entry in fused}
+    stored = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
+    stored = {name: re.sub(r"[\\^]", "", source).replace("*", "0") for name, source in stored.items()}
+    endings = {name: source for name, source in stored.items() if "experts" in name}
+    starts = {name: source for name, source in stored.items() if re.fullmatch(r"\w+\.:\w+\.", f"{name}:{source}")}
+
+    def name_of(path: str) -> str:
+        first = path.partition(".")[0] + "."
+        path = starts[first] + path.removeprefix(first) if first in starts else path
+        ending = next((ending for ending in endings if path.endswith(ending)), "")
+        return path.removesuffix(ending) + endings.get(ending, "")
+
+    return name_of
 
 
 @contextmanager

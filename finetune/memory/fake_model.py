@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.compat.peft import dora_weights
-from finetune.compat.transformers import names_in_checkpoint
+from finetune.compat.transformers import name_in_checkpoint
 from finetune.layers.layer_offloading import offloading_of
 from finetune.memory.tracker import OFFLOADED
 from finetune.model.adapters import trainable_parameters
@@ -84,11 +84,10 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
     The weight loaded last decides the load peak of a quantised model: it is in memory in 16 bit besides all packed ones.
     Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     """
-    stored = names_in_checkpoint(model.get_base_model())
+    name_of = name_in_checkpoint(model.get_base_model())
 
     def order(path: str) -> list[tuple[int, int, str]]:
-        ending = next((ending for ending in stored if path.endswith(ending)), "")
-        name = path.removesuffix(ending) + stored.get(ending, "")
+        name = name_of(path.removeprefix("base_model.model."))
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
     modules = sorted(_all_parameters(model), key=lambda item: order(item[0]))

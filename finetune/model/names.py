@@ -27,7 +27,7 @@ _PACKED = (
 )
 _PACKING = re.compile(rf"(?<![a-z0-9])(?:{_PACKED})(?![a-z0-9])")
 _CHAT, _BASE = {"instruct", "it", "chat", "inst", "instruction"}, {"base", "pt", "pretrained", "text"}
-_IGNORED = {"hf", "meta", "latest", "model", "the"}
+_IGNORED = {"hf", "meta", "nvidia", "latest", "model", "the"}
 _WORD = re.compile(r"\d+x\d+(?:\.\d+)?b|[ae]?\d+(?:\.\d+)?[bmk](?![a-z0-9])|v?\d+(?:\.\d+)*|[a-z]+")
 _SIZE = re.compile(r"(\d+x)?(\d+(?:\.\d+)?)([bm])")
 _OPTIONAL = re.compile(r"\d{4}|v\d+(?:\.\d+)*")
@@ -131,7 +131,8 @@ def _candidates(typed: str) -> list[str]:
         return exact
     eligible = {
         name: parsed for name, parsed in _parsed_entries().items()
-        if not parsed.packing and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
+        if not (parsed.packing and parsed.account in _COPIES)
+        and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
     }  # fmt: skip
     same_words = [name for name, parsed in eligible.items() if parsed.terms == wanted.terms]
     loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.terms and parsed.terms != wanted.terms]

@@ -27,11 +27,7 @@ _OTHERS = (
     (r"llama[- ]?4(?![\d.b])", _OFFLINE, _BY_ID.format(id="meta-llama/Llama-4-Scout-17B-16E-Instruct")),
     (r"deepseek[- ]?v[23](?!.*lite)", _OFFLINE, _BY_ID.format(id="deepseek-ai/DeepSeek-V3")),
     (r"\bllava\b", _OFFLINE, _BY_ID.format(id="llava-hf/llava-1.5-7b-hf")),
-    (
-        r"nemotron[- ]?3(\.5)?[- ](nano|lightning)",
-        "is not in the offline catalogue: of a small nemotron_h model, loading in 4 bit is forecast up to 8 % too high",
-        _BY_ID.format(id="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-    ),
+    (r"nemotron[- ]?3\.5[- ]lightning", _OFFLINE, _BY_ID.format(id="nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16")),
     (r"kimi[- ]?linear", _OFFLINE, _BY_ID.format(id="moonshotai/Kimi-Linear-48B-A3B-Instruct")),
     (r"olmo[- ]?hybrid", _OFFLINE, _BY_ID.format(id="allenai/Olmo-Hybrid-7B")),
     (r"ernie[- ]?4\.5[- ]21b", _OFFLINE, _BY_ID.format(id="baidu/ERNIE-4.5-21B-A3B-PT")),

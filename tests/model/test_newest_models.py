@@ -29,10 +29,11 @@ PLANNED = {
     "seed-oss-36b-instruct": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "apertus 8b instruct": "swiss-ai/Apertus-8B-Instruct-2509", "exaone 4.0 32b": "LGAI-EXAONE/EXAONE-4.0-32B",
     "ernie-4.5-0.3b-pt": "baidu/ERNIE-4.5-0.3B-PT",
+    "unsloth/Nemotron-3-Nano-30B-A3B-GGUF": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
 }  # fmt: skip
 #: What is typed, and what the refusal says.
 REFUSED = {
-    "kimi linear 48b a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "nemotron 3 nano": "up to 8 % too high",
+    "kimi linear 48b a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "nemotron 3.5 lightning": "is not in the offline",
     "mistral small 4": "has more than a hundred billion parameters",
     "qwen3.6": "Qwen/Qwen3.6-27B or Qwen/Qwen3.6-35B-A3B", "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "qwen3.8-max": "has more than a hundred billion parameters", "kimi-k2.5": "has more than a hundred billion parameters",
