@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.events import Step
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
+    from finetune.events import Event
     from finetune.planner.plan import DataStatistics
     from finetune.settings import Settings
 
@@ -22,23 +24,31 @@ _ASSUMED_FREEDOM, AFTER_ONE = 1, 2.0
 _ASSUMED_DEVIATION = math.log(AFTER_ONE) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
+_MOST_STEP_S = 1e9
+#: Steps after which a run's own speed says how long the others take.
+FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A whole run on this machine: its workload in seconds of the speed model, and what it took, with and without loading."""
+    """A whole run on this machine: its workload in seconds of the speed model, and what loading and the rest of it took.
+
+    `slowdown`: times that waiting for a CPU has lengthened it, 1 on an idle machine and where that is not measured.
+    """
 
     model: str
     workload_s: float
     train_s: float
     load_s: float
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
 class RunTime:
     """Seconds that a run takes from its start to its end: 95 % of runs are expected between `low_s` and `high_s`.
 
-    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model.
+    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `slowdown_low` and
+    `slowdown_high`: times that other programs lengthen it at the ends of the range; both 1 on a GPU.
     """
 
     low_s: float
@@ -46,12 +56,16 @@ class RunTime:
     high_s: float
     runs: int
     same_model: bool
+    slowdown_low: float = 1.0
+    slowdown_high: float = 1.0
 
     @property
     def summary(self) -> str:
-        """`1 min to 2 min, by 5 earlier runs of this model here`."""
+        """`1 min to 2 min, by 5 earlier runs of this model here; other programs slow it 1.0 to 1.5 times`."""
         which = f"{self.runs} earlier run{'' if self.runs == 1 else 's'} {'of this model ' if self.same_model else ''}here"
-        return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}"
+        low, high = f"{self.slowdown_low:.1f}", f"{self.slowdown_high:.1f}"
+        load = "" if high == "1.0" else f"; other programs slow it {low} to {high} times"
+        return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}{load}"
 
 
 def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
@@ -64,18 +78,69 @@ def workload_s(step_s: float, total_steps: int | None, settings: Settings, data:
     return step_s * (total_steps + evaluations * share)
 
 
-def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:
-    """The range for a run of this workload; None where no whole run has been measured here."""
+def run_time(
+    workload: float | None, model: str, measured: Sequence[MeasuredRun], slowdowns: Sequence[float] = ()
+) -> RunTime | None:
+    """The range for a run of this workload; None where no whole run has been measured here.
+
+    `slowdowns`: of other programs now and in the last minutes, `slowdowns_by_load`. The runs' times without theirs say what the
+    run takes on an idle machine; the range is that, with the least and the largest slowdown of those runs and of now.
+    """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
     if not workload or not runs:
         return None
-    logs = [math.log(run.train_s / run.workload_s) for run in runs]
+    logs = [math.log(run.train_s / run.slowdown / run.workload_s) for run in runs]
     freedom = _ASSUMED_FREEDOM + len(logs) - 1
     squares = _ASSUMED_FREEDOM * _ASSUMED_DEVIATION**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
-    spread = _STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs)))
-    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s for run in runs]
+    spread = math.exp(_STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs))))
+    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s / run.slowdown for run in runs]
+    slow = sorted([*(run.slowdown for run in runs), *slowdowns])
     return RunTime(
-        min(load_s) + middle * math.exp(-spread), statistics.median(load_s) + middle, max(load_s) + middle * math.exp(spread),
-        len(runs), bool(same_model),
+        slow[0] * (min(load_s) + middle / spread), statistics.median(slow) * (statistics.median(load_s) + middle),
+        slow[-1] * (max(load_s) + middle * spread), len(runs), bool(same_model), slow[0], slow[-1],
     )  # fmt: skip
+
+
+def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
+    """How many times `loads`, threads of others that want a CPU, lengthen a run with a thread on each CPU: equal shares."""
+    return tuple(1 + load / cpus for load in loads)
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """Seconds until the last step: by the median of the last steps, and from ten on a range, by the fastest fifth of them in a
+    row to the slowest. What changes a run's speed, such as another program, changes it for several steps in a row."""
+
+    likely_s: float
+    low_s: float | None = None
+    high_s: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """`3 min to 5 min`, before ten steps `4 min`."""
+        ends = dict.fromkeys(format_seconds(self.likely_s if end is None else end) for end in (self.low_s, self.high_s))
+        return " to ".join(ends)
+
+
+def time_left(recent_s: Sequence[float], steps: int | None) -> TimeLeft | None:
+    """The time for `steps` more, by `step_interval` of the last ones; None where either is unknown."""
+    if not recent_s or steps is None:
+        return None
+    likely_s = max(0, steps) * statistics.median(recent_s)
+    if len(recent_s) < FEWEST_STEPS:
+        return TimeLeft(likely_s)
+    values, part = [*recent_s], len(recent_s) // 5
+    means = [statistics.fmean(values[begin : begin + part]) for begin in range(0, part * 5, part)]
+    return TimeLeft(likely_s, max(0, steps) * min(means), max(0, steps) * max(means))
+
+
+def step_interval(step: Step, before: Event | None) -> float | None:
+    """Seconds from the end of the step before, so with an evaluation or a checkpoint between; the step's own after a start.
+
+    `before`: the newest step or start before it. None where a damaged file has no such time.
+    """
+    seconds = step.step_s
+    if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
+        seconds = step.time_s - before.time_s
+    return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None
