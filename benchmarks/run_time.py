@@ -1,8 +1,9 @@
-"""Whether the range for a run's length covers further runs on this machine: python benchmarks/run_time.py [RUNS]
+"""Whether the range for a run's length covers further runs on this machine: python benchmarks/run_time.py [RUNS] [OTHERS]
 
-Short runs of the bundled task, of which the first only measures, beside whatever else uses the machine. Prints for each further
+Short runs of the bundled task, of which the first only measures, beside whatever else uses the machine and up to OTHERS busy
+processes, of which some start and end every few seconds. Prints for each further
 run the range by the first run alone, the range by all before it, and its real length; the range for the steps that are left
-after ten, and what they took; and how much other programs slowed the run. At the end: how many were inside, and the median of
+after ten, and what they took; and the run's CPU seconds. At the end: how many were inside, and the median of
 high / low. FINETUNE_CACHE should name an empty folder.
 """
 
@@ -12,9 +13,13 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.events import Step, read_events
@@ -25,7 +30,7 @@ from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.prepare import create_run, prepare
-from finetune.system import load_averages
+from finetune.system import let_waiting_threads_sleep, load_averages
 
 FIRST, ALL, TEN = "the first run alone", "all runs before", "ten steps of the run itself"
 Range = tuple[float, float]
@@ -47,6 +52,28 @@ def after_ten_steps(run: RunDirectory) -> tuple[Range, float]:
     return (left.low_s, left.high_s), (steps[-1].time_s or 0.0) - (steps[FEWEST_STEPS - 1].time_s or 0.0)
 
 
+@contextmanager
+def other_programs(most: int) -> Iterator[None]:
+    """Up to `most` processes that use a CPU each, another number of them every 5 to 25 s."""
+    rng, ended = random.Random(1), threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(rng.randint(0, most))]
+            ended.wait(rng.uniform(5, 25))
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def train(prepared: object) -> tuple[RunDirectory, float]:
     """Train a run to its end; its directory, and seconds from its start to its end."""
     run = create_run(prepared)  # type: ignore[arg-type]
@@ -58,14 +85,16 @@ def train(prepared: object) -> tuple[RunDirectory, float]:
 
 def main() -> None:
     """Train and print."""
+    let_waiting_threads_sleep()  # as the command line does
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     random.seed(0)
     outcomes: dict[str, list[tuple[Range, float]]] = {FIRST: [], ALL: [], TEN: []}
-    with tempfile.TemporaryDirectory() as folder:
+    others = other_programs(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    with tempfile.TemporaryDirectory() as folder, others:
         for number in range(1 + runs):
             overrides = [
-                f"max_steps={random.randint(12, 30)}", "dataset.max_rows=100", "dataset.test_split_size=10", "max_length=256",
-                "effective_batch_size=2", "per_device_train_batch_size=2", f"eval_steps={random.choice((3, 6, 12))}",
+                f"max_steps={random.randint(40, 120)}", "dataset.max_rows=100", "dataset.test_split_size=10", "max_length=256",
+                "effective_batch_size=2", "per_device_train_batch_size=2", f"eval_steps={random.choice((5, 10, 20))}",
                 f"output_dir={Path(folder) / str(number)}", "sample_answers=0",
             ]  # fmt: skip
             prepared = prepare(load_recipe("tiny-cpu", overrides))
@@ -73,9 +102,9 @@ def main() -> None:
             run, took_s = train(prepared)
             left, left_s = after_ten_steps(run)
             row = {"steps": prepared.plan.total_steps, "took_s": took_s, "left": left, "left_s": left_s, "loads": loads}
-            slowdown = read_history(prepared.plan.card.name).measured_runs[-1].slowdown
+            measured = vars(read_history(prepared.plan.card.name).measured_runs[-1])
             shown = {source: entry and (entry.low_s, entry.high_s) for source, entry in ranges.items()}
-            print(json.dumps({**row, "slowdown": slowdown, "workload_s": prepared.plan.workload_s, **shown}), flush=True)
+            print(json.dumps({**row, **measured, **shown}), flush=True)
             if number:
                 outcomes[TEN].append((left, left_s))
                 for source, entry in ranges.items():

@@ -70,19 +70,6 @@ def peak_rss_bytes() -> int:
     return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def cpu_slowdown() -> float | None:
-    """How many times waiting for a CPU has lengthened this process's computing so far; None where the system doesn't say.
-
-    Of all its threads: time on a CPU and in the queue for one (Linux, Documentation/scheduler/sched-stats.rst).
-    """
-    try:
-        texts = [path.read_text(encoding="ascii") for path in Path("/proc/self/task").glob("*/schedstat")]
-        running, waiting = (sum(int(text.split()[column]) for text in texts) for column in (0, 1))
-    except (OSError, ValueError, IndexError):  # also: a thread has just ended
-        return None
-    return 1 + waiting / running if running else None
-
-
 def load_averages() -> tuple[float, ...]:
     """Threads of all programs that ran or waited for a CPU: means of 1, 5 and 15 minutes; empty where it isn't known."""
     try:

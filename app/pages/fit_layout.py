@@ -12,6 +12,7 @@ from finetune.recipe import shipped_recipes
 
 from ..planning.catalogue import card_choices
 from ..views.binding import NumberBox, show
+from . import fit_largest
 
 #: Setting -> name and identity of its box.
 NUMBERS = {
@@ -42,6 +43,7 @@ class Layout:
     smaller: Any
     reasons: Any
     others: Any
+    largest: fit_largest.Components
     ready: Any
     force: Any
     start: Any
@@ -98,10 +100,11 @@ def _middle() -> dict[str, Any]:
                         label=label, minimum=lowest, maximum=highest, precision=0, elem_id=f"fit-{identity}", min_width=110,
                     )  # fmt: skip
                     bars.append(show(elem_id=f"fit-{identity}-bars"))
+            largest = fit_largest.lay_out()
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show('<h2>Other plans</h2><p class="ft-note">The same settings, other ways to fit.</p>')
             others = show(elem_id="fit-alternatives")
-    return {"numbers": numbers, "bars": bars, "others": others}
+    return {"numbers": numbers, "bars": bars, "others": others, "largest": largest}
 
 
 def _bottom() -> dict[str, Any]:

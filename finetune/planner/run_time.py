@@ -33,22 +33,27 @@ FEWEST_STEPS = 10
 class MeasuredRun:
     """A whole run on this machine: its workload in seconds of the speed model, and what loading and the rest of it took.
 
-    `slowdown`: times that waiting for a CPU has lengthened it, 1 on an idle machine and where that is not measured.
+    `cpu_s`: CPU seconds of all its threads, None of a run on a GPU and where it is not measured.
     """
 
     model: str
     workload_s: float
     train_s: float
     load_s: float
-    slowdown: float = 1.0
+    cpu_s: float | None = None
+
+    @property
+    def wait(self) -> float:
+        """Seconds for each CPU second: what other programs change, when its CPU seconds stay the same. 1 of a run on a GPU."""
+        return (self.load_s + self.train_s) / self.cpu_s if self.cpu_s else 1.0
 
 
 @dataclass(frozen=True)
 class RunTime:
     """Seconds that a run takes from its start to its end: 95 % of runs are expected between `low_s` and `high_s`.
 
-    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `slowdown_low` and
-    `slowdown_high`: times that other programs lengthen it at the ends of the range; both 1 on a GPU.
+    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `low_s` is of an idle
+    machine, `high_s` of one that other programs make `slowdown` times slower, as they did of late; 1 on a GPU.
     """
 
     low_s: float
@@ -56,15 +61,14 @@ class RunTime:
     high_s: float
     runs: int
     same_model: bool
-    slowdown_low: float = 1.0
-    slowdown_high: float = 1.0
+    slowdown: float = 1.0
 
     @property
     def summary(self) -> str:
-        """`1 min to 2 min, by 5 earlier runs of this model here; other programs slow it 1.0 to 1.5 times`."""
+        """`1 min to 4 min, by 5 earlier runs of this model here; 2.0 times slower while others use the CPU as of late`."""
         which = f"{self.runs} earlier run{'' if self.runs == 1 else 's'} {'of this model ' if self.same_model else ''}here"
-        low, high = f"{self.slowdown_low:.1f}", f"{self.slowdown_high:.1f}"
-        load = "" if high == "1.0" else f"; other programs slow it {low} to {high} times"
+        slower = f"{self.slowdown:.1f}"
+        load = "" if slower == "1.0" else f"; {slower} times slower while others use the CPU as of late"
         return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}{load}"
 
 
@@ -83,22 +87,23 @@ def run_time(
 ) -> RunTime | None:
     """The range for a run of this workload; None where no whole run has been measured here.
 
-    `slowdowns`: of other programs now and in the last minutes, `slowdowns_by_load`. The runs' times without theirs say what the
-    run takes on an idle machine; the range is that, with the least and the largest slowdown of those runs and of now.
+    `slowdowns`: by other programs now and in the last minutes, as `slowdowns_by_load` gives them. The least wait of those runs
+    is that of an idle machine, where the range begins; it ends at the largest slowdown.
     """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
     if not workload or not runs:
         return None
-    logs = [math.log(run.train_s / run.slowdown / run.workload_s) for run in runs]
+    idle = min(1.0, *(run.wait for run in runs))
+    logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
     freedom = _ASSUMED_FREEDOM + len(logs) - 1
     squares = _ASSUMED_FREEDOM * _ASSUMED_DEVIATION**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
     spread = math.exp(_STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs))))
-    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s / run.slowdown for run in runs]
-    slow = sorted([*(run.slowdown for run in runs), *slowdowns])
+    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
+    now, most = (slowdowns[0], max(slowdowns)) if slowdowns else (1.0, 1.0)
     return RunTime(
-        slow[0] * (min(load_s) + middle / spread), statistics.median(slow) * (statistics.median(load_s) + middle),
-        slow[-1] * (max(load_s) + middle * spread), len(runs), bool(same_model), slow[0], slow[-1],
+        min(load_s) + middle / spread, now * (statistics.median(load_s) + middle), most * (max(load_s) + middle * spread),
+        len(runs), bool(same_model), most,
     )  # fmt: skip
 
 
