@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 #: Student's t for 95 % between both ends, by degrees of freedom; more have 2.
 _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
 #: What is assumed before runs differ: a deviation as if one degree of freedom had shown it, which after one run gives the
-#: range of half to double. Scaled inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
-_ASSUMED_FREEDOM, AFTER_ONE = 1, 2.0
-_ASSUMED_DEVIATION = math.log(AFTER_ONE) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
+#: range of half to double; where CPU seconds are measured, which other programs change little, of 1 / 1.5 to 1.5. Scaled
+#: inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
+_ASSUMED_FREEDOM, AFTER_ONE, AFTER_ONE_BY_CPU = 1, 2.0, 1.5
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
 _MOST_STEP_S = 1e9
@@ -96,15 +96,21 @@ def run_time(
         return None
     idle = min(1.0, *(run.wait for run in runs))
     logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
-    freedom = _ASSUMED_FREEDOM + len(logs) - 1
-    squares = _ASSUMED_FREEDOM * _ASSUMED_DEVIATION**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
-    spread = math.exp(_STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs))))
+    spread = _spread(logs, AFTER_ONE_BY_CPU if all(run.cpu_s for run in runs) else AFTER_ONE)
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
     now, most = (slowdowns[0], max(slowdowns)) if slowdowns else (1.0, 1.0)
     return RunTime(
         min(load_s) + middle / spread, now * (statistics.median(load_s) + middle), most * (max(load_s) + middle * spread),
         len(runs), bool(same_model), most,
     )  # fmt: skip
+
+
+def _spread(logs: Sequence[float], after_one: float) -> float:
+    """The factor around the mean of `logs` within which 95 % of further values are; `after_one`: when there is one value."""
+    assumed = math.log(after_one) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
+    freedom = _ASSUMED_FREEDOM + len(logs) - 1
+    squares = _ASSUMED_FREEDOM * assumed**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
+    return math.exp(_STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs))))
 
 
 def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
@@ -114,8 +120,8 @@ def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """Seconds until the last step: by the median of the last steps, and from ten on a range, by the fastest fifth of them in a
-    row to the slowest. What changes a run's speed, such as another program, changes it for several steps in a row."""
+    """Seconds until the last step: by the median of the last steps, and from ten on a range, by how their fifths differ. What
+    changes a run's speed, such as another program, changes it for several steps in a row."""
 
     likely_s: float
     low_s: float | None = None
@@ -136,8 +142,9 @@ def time_left(recent_s: Sequence[float], steps: int | None) -> TimeLeft | None:
     if len(recent_s) < FEWEST_STEPS:
         return TimeLeft(likely_s)
     values, part = [*recent_s], len(recent_s) // 5
-    means = [statistics.fmean(values[begin : begin + part]) for begin in range(0, part * 5, part)]
-    return TimeLeft(likely_s, max(0, steps) * min(means), max(0, steps) * max(means))
+    logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
+    middle_s, spread = max(0, steps) * math.exp(statistics.fmean(logs)), _spread(logs, AFTER_ONE_BY_CPU)
+    return TimeLeft(likely_s, middle_s / spread, middle_s * spread)
 
 
 def step_interval(step: Step, before: Event | None) -> float | None:
