@@ -111,8 +111,8 @@ def main() -> None:
                     assert entry is not None
                     outcomes[source].append(((entry.low_s, entry.high_s), took_s))
     for source, entries in outcomes.items():
-        inside = sum(low <= seconds <= high for (low, high), seconds in entries)
-        width = statistics.median(high / low for (low, high), _ in entries)
+        inside = sum(begin <= seconds <= end for (begin, end), seconds in entries)
+        width = statistics.median(end / begin for (begin, end), _ in entries)
         print(f"by {source}: {inside} of {runs} are inside their range, high / low {width:.1f}")
 
 
