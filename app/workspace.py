@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory, list_runs
 from finetune.run.state import is_alive
-from finetune.sweep.sweep import Sweep, is_sweep, open_sweep
+
+if TYPE_CHECKING:
+    from finetune.sweep.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Workspace:
 
     def sweep(self, name: str | None) -> Sweep | None:
         """The sweep called `name`; None when there is none."""
+        from finetune.sweep.sweep import is_sweep, open_sweep
+
         path = self._folder_of(name)
         if path is None or not is_sweep(path):
             return None

@@ -6,41 +6,24 @@ import functools
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from finetune.errors import FinetuneError
 from finetune.recipe import write_recipe
 
-from ..context import Context
 from ..planning.planner import SupersededError
-from ..views.binding import BUTTON, QUIET, show
+from ..views.binding import BUTTON, QUIET
 from ..views.markup import action, inert, note, problem
+from .fit_layout import LARGEST
 
-_TICK_S = 1.0
-#: Setting -> what its button says.
-SETTINGS = {"max_length": "Longest row", "lora_r": "LoRA rank", "per_device_train_batch_size": "Rows at a time"}
-
-
-@dataclass(frozen=True)
-class Components:
-    """The buttons by setting, where the answer is shown, and the timer that follows a search."""
-
-    buttons: dict[str, Any]
-    answer: Any
-    timer: Any
+if TYPE_CHECKING:
+    from ..context import Context
+    from .fit_layout import Largest
 
 
-def lay_out() -> Components:
-    """Make the components."""
-    show('<p class="ft-note">The largest that fits:</p>')
-    with gr.Row():
-        buttons = {name: gr.Button(label, size="sm", elem_id=f"fit-largest-{name}") for name, label in SETTINGS.items()}
-    return Components(buttons, show(elem_id="fit-largest"), gr.Timer(_TICK_S, active=False))
-
-
-def build(context: Context, components: Components) -> None:
+def build(context: Context, components: Largest) -> None:
     """Connect the components."""
     searches = _Searches(context)
     shown = [components.answer, components.timer]
@@ -85,7 +68,7 @@ class _Searches:
             return ["", gr.Timer(active=False)]
         if not search.answer.done():
             progress = self.context.planner.progress
-            return [note(f"{SETTINGS[search.setting]}: {progress or 'searching'} …"), gr.Timer(active=True)]
+            return [note(f"{LARGEST[search.setting]}: {progress or 'searching'} …"), gr.Timer(active=True)]
         return [self._shown(search), gr.Timer(active=False)]
 
     def _shown(self, search: _Search) -> str:
@@ -93,7 +76,7 @@ class _Searches:
         try:
             largest = search.answer.result()["largest"]
         except SupersededError:
-            return note(f"{SETTINGS[search.setting]}: ended, as the recipe was planned anew. Press again.")
+            return note(f"{LARGEST[search.setting]}: ended, as the recipe was planned anew. Press again.")
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
         take = f'<button type="button" class="ft-act" {action(override=" ".join(largest["overrides"]))}>Take it</button>'
