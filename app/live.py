@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from finetune.events import (
 )
 from finetune.files import read_json, write_json
 from finetune.planner.plan import Plan
+from finetune.planner.run_time import TimeLeft, step_interval, time_left
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 
@@ -46,6 +46,10 @@ PHASE_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments")
 _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 #: Reads whose changes are remembered; a page that has an older version gets everything.
 _VERSIONS = 600
+
+
+def _time(event: Event) -> float:
+    return event.time_s or 0.0
 
 
 @dataclass
@@ -79,19 +83,22 @@ class Digest:
         return self.newest_step.step if self.newest_step else 0
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds left, by the median of the last steps; None when unknown."""
+    def left(self) -> TimeLeft | None:
+        """The time that is left by the last steps; None when unknown."""
         total = self.newest_step.total_steps if self.newest_step else None
-        return statistics.median(self.recent_s) * max(0, total - self.step) if self.recent_s and total else None
+        return time_left(self.recent_s, total and total - self.step)
 
     def add(self, event: Event) -> None:
         """Add one event; kinds that are not known are left out."""
         if isinstance(event, Unknown):
             return
+        before = max((self.newest[kind] for kind in (Start.kind, Step.kind) if kind in self.newest), key=_time, default=None)
         self.newest[event.kind] = event
         match event:
             case Step():
                 self._add_step(event)
+                if (interval_s := step_interval(event, before)) is not None:
+                    self.recent_s.append(interval_s)
                 self._add_phase("train", event)
             case Phase():
                 self._add_phase(event.phase, event)
@@ -129,8 +136,6 @@ class Digest:
             value = getattr(event, name)
             if value is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), value)
-        if event.step_s is not None:
-            self.recent_s.append(event.step_s)
 
     def _add(self, name: str, step: int, value: float | None) -> None:
         self.series.setdefault(name, Series()).add(step, value)

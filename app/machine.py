@@ -47,8 +47,8 @@ class Machine:
 def _job(live: LiveRun) -> RunningJob:
     newest = live.digest.newest_step
     total = (newest.total_steps if newest else None) or live.plan().total_steps
-    share = min(1.0, live.digest.step / total) if live.digest.step and total else None
-    return RunningJob(live.run.path.name, share, live.digest.left_s)
+    share, left = min(1.0, live.digest.step / total) if live.digest.step and total else None, live.digest.left
+    return RunningJob(live.run.path.name, share, left.likely_s if left else None)
 
 
 def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory, list_runs
 from finetune.run.state import is_alive
+
+if TYPE_CHECKING:
+    from finetune.sweep.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,36 @@ class Workspace:
         """Runs, newest first; symbolic links are left out."""
         return [run for run in list_runs(self.runs) if not run.path.is_symlink()]
 
+    def list_sweeps(self) -> list[Sweep]:
+        """Sweeps, the newest first; damaged ones and symbolic links are left out."""
+        paths = sorted(self.runs.glob("*/sweep.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        return [sweep for path in paths if (sweep := self.sweep(path.parent.name)) is not None]
+
+    def sweep(self, name: str | None) -> Sweep | None:
+        """The sweep called `name`; None when there is none."""
+        from finetune.sweep.sweep import is_sweep, open_sweep
+
+        path = self._folder_of(name)
+        if path is None or not is_sweep(path):
+            return None
+        with contextlib.suppress(FinetuneError):
+            return open_sweep(path)
+        return None
+
     def run(self, name: str | None) -> RunDirectory | None:
-        """The run called `name`; None when there is none. A name can't lead out of the folder."""
+        """The run, or the arm of a sweep, called `name`; None when there is none. A name can't lead out of the folder."""
+        path = self._folder_of(name)
+        if path is None:
+            return None
+        arms = (sweep.path / path.name for sweep in self.list_sweeps()) if not path.exists() else ()
+        runs = (RunDirectory(path) for path in (path, *arms))
+        return next((run for run in runs if run.plan.is_file() and not run.path.is_symlink()), None)
+
+    def _folder_of(self, name: str | None) -> Path | None:
         if not name or name != Path(name).name or name.startswith("."):
             return None
-        run = RunDirectory(self.runs / name)
-        return run if run.plan.is_file() and not run.path.is_symlink() else None
+        path = self.runs / name
+        return None if path.is_symlink() else path
 
     def newest(self) -> RunDirectory | None:
         """The run that a page shows when none is named: a live one, else the newest."""

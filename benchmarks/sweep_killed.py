@@ -22,7 +22,7 @@ from finetune.run.state import read_processes
 from finetune.sweep.sweep import Sweep, open_sweep
 
 OVERRIDES = (
-    "learning_rate=4e-4,4e-3,4e-2", "max_steps=24", "eval_steps=6", "save_steps=2", "sample_answers=0", "dataset.max_rows=80",
+    "learning_rate=4e-4,4e-3,4e-2", "max_steps=120", "eval_steps=30", "save_steps=5", "sample_answers=0", "dataset.max_rows=80",
     "dataset.test_split_size=24", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4", "max_length=256",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def run(folder: Path, kills: int) -> bool:
     finetune_sweep("tiny-cpu", *OVERRIDES, f"output_dir={killed}", "--detach")
     sweep, moments = open_sweep(killed), 0
     while moments < kills and not sweep.is_finished:
-        time.sleep(random.uniform(4, 30))
+        time.sleep(random.uniform(3, 15))
         if kill(sweep, with_arm=moments % 2 == 1):
             moments += 1
             steps = {arm.name: arm.step for arm in sweep.results()}

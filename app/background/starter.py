@@ -72,7 +72,7 @@ def start(workspace: Workspace, entry: Entry) -> int:
     status = entry.status()
     try:
         if status.get("resume"):
-            run = RunDirectory(workspace.runs / status["resume"])
+            run = workspace.run(status["resume"]) or RunDirectory(workspace.runs / status["resume"])
             control.resume(run)
         else:
             run = _prepare(workspace, entry, bool(status.get("force")))

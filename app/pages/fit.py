@@ -33,6 +33,7 @@ from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
 from ..views.markup import problem, settings_problem
 from ..views.words import plan_in_words
+from . import fit_largest
 from .fit_layout import NUMBERS, RANGES, lay_out
 from .starting import progress_of
 
@@ -62,6 +63,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     layout.act.change(view.act, layout.act, [*edited, acted], **QUIET)
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
+    fit_largest.build(context, layout.largest)
     layout.start.click(view.start, [layout.force, layout.act], [layout.progress, mine], **BUTTON)
 
 

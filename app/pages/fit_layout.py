@@ -29,6 +29,17 @@ _ADVANCED = (
 )
 #: Setting -> lowest and highest value that its box takes.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
+#: Setting whose largest value is searched -> what its button says.
+LARGEST = {"max_length": "Longest row", "lora_r": "LoRA rank", "per_device_train_batch_size": "Rows at a time"}
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The buttons by setting, where the answer is shown, and the timer that follows a search."""
+
+    buttons: dict[str, Any]
+    answer: Any
+    timer: Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class Layout:
     smaller: Any
     reasons: Any
     others: Any
+    largest: Largest
     ready: Any
     force: Any
     start: Any
@@ -100,10 +112,19 @@ def _middle() -> dict[str, Any]:
                         elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
                     bars.append(show(elem_id=f"fit-{identity}-bars"))
+            largest = _largest()
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show('<h2>Other plans</h2><p class="ft-note">The same settings, other ways to fit.</p>')
             others = show(elem_id="fit-alternatives")
-    return {"bars": bars, "others": others}
+    return {"bars": bars, "others": others, "largest": largest}
+
+
+def _largest() -> Largest:
+    """The search of the largest value that fits."""
+    show('<p class="ft-note">The largest that fits:</p>')
+    with gr.Row():
+        buttons = {name: gr.Button(label, size="sm", elem_id=f"fit-largest-{name}") for name, label in LARGEST.items()}
+    return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
 
 
 def _bottom() -> dict[str, Any]:

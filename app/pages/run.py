@@ -13,12 +13,14 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 
 from ..context import Context
-from ..views.binding import QUIET, show
+from ..views import sweep as sweep_view
+from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.markup import note, problem
 from ..views.run_head import TABS
 
 #: Tabs with controls, which a timer keeps up to date while one of them is open.
 _WITH_CONTROLS = ("evaluate", "export")
+_SWEEP_TICK_S = 2.0
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -33,7 +35,11 @@ def build(context: Context, page: gr.Blocks) -> None:
     tasks, talk = gr.Timer(result.TICK_S, active=False), gr.Timer(chat.TICK_S, active=False)
     result.build(context, name, tasks)
     chat.build(context, name, talk)
-    page.load(view.open, None, [name, tab, head, body], **QUIET)
+    sweep, arms, changed = gr.Textbox(visible="hidden"), show(elem_id="run-arms"), change_trigger()
+    following = gr.Timer(_SWEEP_TICK_S, active=False)
+    page.load(view.open, None, [name, tab, head, body, sweep, arms, following], **QUIET)
+    following.tick(view.sweep_changes, sweep, changed, **QUIET)
+    changed.change(view.arms, sweep, arms, **QUIET)
     tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
     act.change(view.act, [name, act], status, **QUIET)
 
@@ -45,17 +51,30 @@ class _View:
         self.context = context
 
     def open(self, request: gr.Request) -> list[Any]:
-        """The run and the tab that the address names; without a run the one at work, else the newest."""
+        """The run, or the sweep, and the tab that the address names; without a run the one at work, else the newest."""
         from ..views import run_page
 
-        tab = request.query_params.get("tab", "")
+        tab, name = request.query_params.get("tab", ""), request.query_params.get("run")
         tab = tab if tab in TABS else "overview"
-        run = self.context.workspace.run(request.query_params.get("run")) or self._default(tab)
+        no_sweep = ["", "", gr.Timer(active=False)]
+        if (sweep := self.context.workspace.sweep(name)) is not None:
+            timer = gr.Timer(active=not sweep.is_finished)
+            return ["", tab, sweep_view.head(sweep), sweep_view.curves(sweep), sweep.path.name, sweep_view.arms(sweep), timer]
+        run = self.context.workspace.run(name) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
-            return ["", tab, run_page.empty(), ""]
+            return ["", tab, run_page.empty(), "", *no_sweep]
         live = self.context.lives.of(run)
-        return [run.path.name, tab, run_page.head(live, tab), run_page.body(live, tab)]
+        return [run.path.name, tab, run_page.head(live, tab), run_page.body(live, tab), *no_sweep]
+
+    def sweep_changes(self, name: str) -> str:
+        """A fingerprint of a sweep's arms."""
+        return fingerprint(self.arms(name))
+
+    def arms(self, name: str) -> str:
+        """The arms of the open sweep as they are now; nothing where it was deleted."""
+        sweep = self.context.workspace.sweep(name)
+        return "" if sweep is None else sweep_view.arms(sweep)
 
     def _default(self, tab: str) -> RunDirectory | None:
         if tab not in (*_WITH_CONTROLS, "chat"):

@@ -17,6 +17,7 @@ from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
 from ..views.markup import note, problem
 from ..views.run_row import row_of
+from ..views.sweep import listed
 
 _TICK_S = 2.0
 _MOST_COMPARED = 5
@@ -29,14 +30,14 @@ def build(context: Context, page: gr.Blocks) -> None:
     show(view_of.controls(), elem_id="runs-controls")
     act = gr.Textbox(visible="hidden", elem_id="runs-act")
     status = show(elem_id="runs-status")
-    listed = show(elem_id="runs-list")
+    listed, sweeps = show(elem_id="runs-list"), show(elem_id="runs-sweeps")
     show(view_of.chosen_bar())
     compared = show(elem_id="runs-compared")
     queue, trash = show(elem_id="runs-queue"), show(elem_id="runs-trash")
     changed = change_trigger()
     page.load(view.tick, None, changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, None, changed, **QUIET)
-    changed.change(view.tables, None, [listed, queue, trash], **QUIET)
+    changed.change(view.tables, None, [listed, sweeps, queue, trash], **QUIET)
     act.change(view.act, act, [status, compared, changed], **QUIET)
 
 
@@ -52,11 +53,12 @@ class _View:
         return fingerprint(self.tables())
 
     def tables(self) -> list[str]:
-        """The runs, the queue and the trash."""
+        """The runs, the sweeps, the queue and the trash."""
         workspace = self.context.workspace
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
         rows = [row_of(self.context.lives.of(run), self.context.scores) for run in workspace.list_runs()[:_LISTED]]
-        return [view_of.runs_table(rows), view_of.queue(entries), view_of.trash(workspace.deleted()[:_LISTED])]
+        sweeps = listed(workspace.list_sweeps()[:_LISTED])
+        return [view_of.runs_table(rows), sweeps, view_of.queue(entries), view_of.trash(workspace.deleted()[:_LISTED])]
 
     def act(self, message: str) -> list[Any]:
         """What a button asks for: what is said of it, the comparison, and the fingerprint of the table as it then is."""

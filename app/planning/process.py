@@ -4,8 +4,9 @@ look    {"recipe": yaml}                                  what is in the data: r
 row     {"recipe": yaml, "index": n}                      one row as the model sees it, from 0
 plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
          "compare": bool}                                 `compare` adds forecasts of the alternatives
+largest {"recipe": yaml, "setting": name}                 the largest value of a setting with which the recipe fits
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
-newest  {"number": n}                                     no answer; ends the work on a plan whose question has a lower number
+newest  {"number": n}                                     no answer; ends the work on a plan, or largest, with a lower number
 
 Before an answer there may be lines {"progress": message}.
 """
@@ -72,6 +73,8 @@ class Questions:
                 free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
                 progress = functools.partial(self._report_plan, question.get("number", 0))
                 return {"plan": self.plan(recipe, progress, free_bytes=free_bytes, compare=compare).as_json()}
+            if kind == "largest":
+                return {"largest": self._largest(recipe, question["setting"], question.get("number", 0))}
             return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
@@ -141,6 +144,15 @@ class Questions:
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         rows = functools.partial(self._rows, report=progress or self._report)
         return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
+
+    def _largest(self, recipe: Recipe, setting: str, number: int) -> dict[str, Any]:
+        from finetune.card import find_card
+        from finetune.planner.largest import plan_largest
+
+        card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
+        progress = functools.partial(self._report_plan, number)
+        largest = plan_largest(recipe, card, functools.partial(self._rows, report=progress), setting, progress=progress)
+        return {**largest.as_json(), "sentence": largest.sentence}
 
     def _rows(self, recipe: Recipe, report: Callable[[str], None]) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""

@@ -135,9 +135,11 @@ def _left(digest: Digest, state: RunState) -> str:
         return f"ended {_clock(last.time_s)}" if last is not None and last.time_s else ""
     if state.state == "stopping":
         return "a checkpoint is being written"
-    if digest.left_s is None or not digest.step:
+    left = digest.left
+    if left is None or not digest.step:
         return ""
-    return f"<b>{minutes(digest.left_s)} left</b>, ends about {_clock(time.time() + digest.left_s)}"
+    ends = dict.fromkeys(minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
+    return f"<b>{' to '.join(ends)} left</b>, ends about {_clock(time.time() + left.likely_s)}"
 
 
 def _age(digest: Digest) -> str:

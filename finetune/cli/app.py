@@ -52,7 +52,7 @@ def run(
 ) -> None:  # fmt: skip
     """Plan, check, train and watch a run.
 
-    Ctrl-C stops after the current step, with a checkpoint.
+    Says how long it takes: by earlier runs here, after ten steps by its own. Ctrl-C stops after the step, with a checkpoint.
 
     Example:  finetune run tiny-cpu
 
@@ -181,7 +181,9 @@ def plan(
 ) -> None:  # fmt: skip
     """Forecast memory and find the fastest settings that fit.
 
-    Loads no weights, but with --measure. Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
+    Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure.
+
+    Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 

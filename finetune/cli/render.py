@@ -16,11 +16,12 @@ from rich.text import Text
 
 from finetune.errors import DataError
 from finetune.printable import printable
-from finetune.units import format_bytes, format_count, format_seconds
+from finetune.units import format_bytes, format_count
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
     from finetune.events import Memory, Step
+    from finetune.planner.run_time import TimeLeft
 
 
 class SafeConsole(Console):
@@ -110,13 +111,13 @@ def table(*columns: str, title: str | None = None) -> Table:
     return result
 
 
-def step_line(step: Step, left_s: float | None) -> str:
-    """One step as a plain line of at most 80 columns."""
+def step_line(step: Step, left: TimeLeft | None) -> str:
+    """One step as a plain line of at most 80 columns; with a range of the time that is left it may be wider."""
     shown = "-" if step.loss is None else f"{step.loss:.4f}"
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     return (
         f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory_now(step)}  "
-        f"left {format_seconds(left_s)}"
+        f"left {left.summary if left else '-'}"
     )
 
 

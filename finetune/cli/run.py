@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import sys
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from finetune.events import (
     Step,
     event_json,
 )
+from finetune.planner.run_time import step_interval, time_left
 from finetune.printable import printable
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
@@ -47,6 +47,7 @@ from finetune.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from finetune.data.report import DataReport
     from finetune.planner.quantisation_cost import QuantisationCost
+    from finetune.planner.run_time import TimeLeft
     from finetune.run.directory import RunDirectory
     from finetune.run.prepare import Prepared
     from finetune.run.state import RunState
@@ -207,8 +208,8 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     try:
         show = _JsonView() if as_json else _BarView() if sys.stdout.isatty() else _LineView()
         with show:
-            for event, left_s in _events(run, offset, interrupts, owner):
-                show.event(event, left_s)
+            for event, left in _events(run, offset, interrupts, owner):
+                show.event(event, left)
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
@@ -221,18 +222,19 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
 
 
-def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, float | None]]:
-    """Events until the run ends; with a step the seconds that are left, None where they aren't known."""
-    reader, handled, recent = EventReader(run.events, offset), 0, deque[float](maxlen=50)
+def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, TimeLeft | None]]:
+    """Events until the run ends; with a step the time that is left, None where it isn't known."""
+    reader, handled, recent, before = EventReader(run.events, offset), 0, deque[float](maxlen=50), None
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
             alive_s = time.monotonic()
-            left_s = None
-            if isinstance(event, Step) and event.step_s and event.total_steps:
-                recent.append(event.step_s)
-                left_s = statistics.median(recent) * max(0, event.total_steps - event.step)
-            yield event, left_s
+            left = None
+            if isinstance(event, Step) and (interval_s := step_interval(event, before)):
+                recent.append(interval_s)
+                left = time_left(recent, event.total_steps and event.total_steps - event.step)
+            before = event if isinstance(event, (Start, Step)) else before
+            yield event, left
         if len(interrupts) > handled:
             now, handled = handled > 0, len(interrupts)
             if not owner:
@@ -281,19 +283,20 @@ class _JsonView:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def event(self, event: Event, left_s: float | None) -> None:
-        print_json(event_json(event) | ({"left_s": left_s} if left_s is not None else {}))
+    def event(self, event: Event, left: TimeLeft | None) -> None:
+        times = {} if left is None else {"left_s": left.likely_s, "left_low_s": left.low_s, "left_high_s": left.high_s}
+        print_json(event_json(event) | times)
         sys.stdout.flush()
 
 
 class _LineView(_JsonView):
     """Plain lines for a file or a pipe: about forty step lines, whatever the number of steps."""
 
-    def event(self, event: Event, left_s: float | None) -> None:
+    def event(self, event: Event, left: TimeLeft | None) -> None:
         if isinstance(event, Step):
             every = max(1, (event.total_steps or 0) // 40)
             if event.step % every == 0 or event.step in (1, event.total_steps):
-                print(step_line(event, left_s), flush=True)
+                print(step_line(event, left), flush=True)
         elif text := _text_of(event):
             print(printable(text), flush=True)
 
@@ -318,11 +321,11 @@ class _BarView(_JsonView):
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
 
-    def event(self, event: Event, left_s: float | None) -> None:
+    def event(self, event: Event, left: TimeLeft | None) -> None:
         if isinstance(event, Step):
             loss = "-" if event.loss is None else f"{event.loss:.3f}"
             speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
-            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {format_seconds(left_s)}"
+            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {left.summary if left else '-'}"
             self._bar.update(self._task, description="training", completed=event.step, total=event.total_steps, shown=shown)
         elif isinstance(event, State):
             self._bar.update(self._task, description=event.state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from finetune.planner.resources import (
     pinned_inputs_note,
 )
 from finetune.planner.run_cost import run_cost
-from finetune.planner.run_time import run_time, workload_s
+from finetune.planner.run_time import run_time, slowdowns_by_load, workload_s
 from finetune.planner.search import Search
 from finetune.planner.shape import shape_of
 from finetune.planner.speed import Job, knows_rates
@@ -45,6 +46,7 @@ from finetune.settings import AUTO
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
+from finetune.system import load_averages
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -286,7 +288,8 @@ class _Planner:
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         workload = workload_s(timing.step_s, steps, settings, self.data)
-        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs)
+        slowdowns = slowdowns_by_load(load_averages(), os.cpu_count() or 1) if self.card.is_cpu else ()
+        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs, slowdowns)
         modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,

@@ -8,37 +8,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.events import Step
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
+    from finetune.events import Event
     from finetune.planner.plan import DataStatistics
     from finetune.settings import Settings
 
 #: Student's t for 95 % between both ends, by degrees of freedom; more have 2.
 _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
 #: What is assumed before runs differ: a deviation as if one degree of freedom had shown it, which after one run gives the
-#: range of half to double. Scaled inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
-_ASSUMED_FREEDOM, AFTER_ONE = 1, 2.0
-_ASSUMED_DEVIATION = math.log(AFTER_ONE) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
+#: range of half to double; where CPU seconds are measured, which other programs change little, of 1 / 1.5 to 1.5. Scaled
+#: inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
+_ASSUMED_FREEDOM, AFTER_ONE, AFTER_ONE_BY_CPU = 1, 2.0, 1.5
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
+_MOST_STEP_S = 1e9
+#: Steps after which a run's own speed says how long the others take.
+FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A whole run on this machine: its workload in seconds of the speed model, and what it took, with and without loading."""
+    """A whole run on this machine: its workload in seconds of the speed model, and what loading and the rest of it took.
+
+    `cpu_s`: CPU seconds of all its threads, None of a run on a GPU and where it is not measured.
+    """
 
     model: str
     workload_s: float
     train_s: float
     load_s: float
+    cpu_s: float | None = None
+
+    @property
+    def wait(self) -> float:
+        """Seconds for each CPU second: what other programs change, when its CPU seconds stay the same. 1 of a run on a GPU."""
+        return (self.load_s + self.train_s) / self.cpu_s if self.cpu_s else 1.0
 
 
 @dataclass(frozen=True)
 class RunTime:
     """Seconds that a run takes from its start to its end: 95 % of runs are expected between `low_s` and `high_s`.
 
-    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model.
+    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `low_s` is of an idle
+    machine, `high_s` of one that other programs make `slowdown` times slower, as they did of late; 1 on a GPU.
     """
 
     low_s: float
@@ -46,12 +61,15 @@ class RunTime:
     high_s: float
     runs: int
     same_model: bool
+    slowdown: float = 1.0
 
     @property
     def summary(self) -> str:
-        """`1 min to 2 min, by 5 earlier runs of this model here`."""
+        """`1 min to 4 min, by 5 earlier runs of this model here; 2.0 times slower while others use the CPU as of late`."""
         which = f"{self.runs} earlier run{'' if self.runs == 1 else 's'} {'of this model ' if self.same_model else ''}here"
-        return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}"
+        slower = f"{self.slowdown:.1f}"
+        load = "" if slower == "1.0" else f"; {slower} times slower while others use the CPU as of late"
+        return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}{load}"
 
 
 def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
@@ -64,18 +82,77 @@ def workload_s(step_s: float, total_steps: int | None, settings: Settings, data:
     return step_s * (total_steps + evaluations * share)
 
 
-def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:
-    """The range for a run of this workload; None where no whole run has been measured here."""
+def run_time(
+    workload: float | None, model: str, measured: Sequence[MeasuredRun], slowdowns: Sequence[float] = ()
+) -> RunTime | None:
+    """The range for a run of this workload; None where no whole run has been measured here.
+
+    `slowdowns`: by other programs now and in the last minutes, as `slowdowns_by_load` gives them. The least wait of those runs
+    is that of an idle machine, where the range begins; it ends at the largest slowdown.
+    """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
     if not workload or not runs:
         return None
-    logs = [math.log(run.train_s / run.workload_s) for run in runs]
-    freedom = _ASSUMED_FREEDOM + len(logs) - 1
-    squares = _ASSUMED_FREEDOM * _ASSUMED_DEVIATION**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
-    spread = _STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs)))
-    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s for run in runs]
+    idle = min(1.0, *(run.wait for run in runs))
+    logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
+    spread = _spread(logs, AFTER_ONE_BY_CPU if all(run.cpu_s for run in runs) else AFTER_ONE)
+    middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
+    now, most = (slowdowns[0], max(slowdowns)) if slowdowns else (1.0, 1.0)
     return RunTime(
-        min(load_s) + middle * math.exp(-spread), statistics.median(load_s) + middle, max(load_s) + middle * math.exp(spread),
-        len(runs), bool(same_model),
+        min(load_s) + middle / spread, now * (statistics.median(load_s) + middle), most * (max(load_s) + middle * spread),
+        len(runs), bool(same_model), most,
     )  # fmt: skip
+
+
+def _spread(logs: Sequence[float], after_one: float) -> float:
+    """The factor around the mean of `logs` within which 95 % of further values are; `after_one`: when there is one value."""
+    assumed = math.log(after_one) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
+    freedom = _ASSUMED_FREEDOM + len(logs) - 1
+    squares = _ASSUMED_FREEDOM * assumed**2 + (len(logs) - 1) * (statistics.variance(logs) if len(logs) > 1 else 0.0)
+    return math.exp(_STUDENT.get(freedom, 2.0) * math.sqrt(squares / freedom * (1 + 1 / len(logs))))
+
+
+def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
+    """How many times `loads`, threads of others that want a CPU, lengthen a run with a thread on each CPU: equal shares."""
+    return tuple(1 + load / cpus for load in loads)
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """Seconds until the last step: by the median of the last steps, and from ten on a range, by how their fifths differ. What
+    changes a run's speed, such as another program, changes it for several steps in a row."""
+
+    likely_s: float
+    low_s: float | None = None
+    high_s: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """`3 min to 5 min`, before ten steps `4 min`."""
+        ends = dict.fromkeys(format_seconds(self.likely_s if end is None else end) for end in (self.low_s, self.high_s))
+        return " to ".join(ends)
+
+
+def time_left(recent_s: Sequence[float], steps: int | None) -> TimeLeft | None:
+    """The time for `steps` more, by `step_interval` of the last ones; None where either is unknown."""
+    if not recent_s or steps is None:
+        return None
+    likely_s = max(0, steps) * statistics.median(recent_s)
+    if len(recent_s) < FEWEST_STEPS:
+        return TimeLeft(likely_s)
+    values, part = [*recent_s], len(recent_s) // 5
+    logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
+    middle_s, spread = max(0, steps) * math.exp(statistics.fmean(logs)), _spread(logs, AFTER_ONE_BY_CPU)
+    return TimeLeft(likely_s, middle_s / spread, middle_s * spread)
+
+
+def step_interval(step: Step, before: Event | None) -> float | None:
+    """Seconds from the end of the step before, so with an evaluation or a checkpoint between; the step's own after a start.
+
+    `before`: the newest step or start before it. None where a damaged file has no such time.
+    """
+    seconds = step.step_s
+    if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
+        seconds = step.time_s - before.time_s
+    return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
 
 
 def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, float] | None = None) -> None:
-    """Record speed, memory and the CUDA context's size on this card, for later plans.
+    """Record speed, memory and the CUDA context's size on this card, for later plans; to be called by the training process.
 
     Raises OSError when the cache can't be written.
     """
@@ -96,6 +97,7 @@ def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, f
         reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
         segments=_highest(step.peak_segments for step in steps),
         load_s=whole_run[0] if whole_run else None, train_s=whole_run[1] if whole_run else None,
+        cpu_s=time.process_time() if whole_run and plan.card.is_cpu else None,
     )  # fmt: skip
     contexts = [step.context_bytes for step in steps]
     measured = [size for size in contexts if size is not None and size > 0]

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from finetune.planner.run_time import MeasuredRun, run_time
+from finetune.events import Start, Step
+from finetune.planner.run_time import MeasuredRun, TimeLeft, run_time, slowdowns_by_load, step_interval, time_left
 
 
 def measured(*factors, model="m", load_s=0.001):
@@ -39,3 +40,28 @@ def test_the_range_covers_nine_in_ten_further_runs(deviation):
         time = run_time(10.0, "m", measured(*before))
         covered += time.low_s <= 10 * further <= time.high_s
     assert covered >= 360
+
+
+def test_cpu_seconds_say_what_a_run_takes_when_other_programs_end_or_start():
+    """A run that waited for four of five seconds: alone it takes a fifth, and again five times that under the same load."""
+    busy = [MeasuredRun("m", 10.0, 50.0, 1e-3, 10.0)]
+    idle_now, busy_now = run_time(10.0, "m", busy, (1.0,)), run_time(10.0, "m", busy, (5.0, 2.0))
+    assert math.isclose(idle_now.low_s, 10 / 1.5, rel_tol=1e-3) and math.isclose(idle_now.high_s, 15, rel_tol=1e-3)
+    assert busy_now.low_s == idle_now.low_s and math.isclose(busy_now.high_s, 75, rel_tol=1e-3)
+    assert "5.0 times slower" in busy_now.summary and "slower" not in idle_now.summary
+
+
+def test_threads_of_others_take_an_equal_share_of_the_cpus():
+    assert slowdowns_by_load((0.0, 2.0, 6.0), 2) == (1.0, 2.0, 4.0)
+
+
+def test_after_ten_steps_the_time_left_is_a_range_that_is_wider_where_speed_changes():
+    assert time_left([1.0] * 9, 90) == TimeLeft(90.0) and time_left([], 5) is None
+    steady, changing = time_left([1.0] * 10, 90), time_left([1.0] * 6 + [2.0] * 4, 90)
+    assert 86 < steady.low_s < 90 < steady.high_s < 94
+    assert changing.low_s < 90 < 180 < changing.high_s
+
+
+def test_a_step_takes_until_the_next_one_ends_but_not_the_time_that_a_run_was_paused():
+    first, second = Step(step=1, step_s=2.0, time_s=100.0), Step(step=2, step_s=2.0, time_s=105.0)
+    assert step_interval(second, first) == 5.0 and step_interval(second, Start(step=1, time_s=103.0)) == 2.0

@@ -1,0 +1,83 @@
+"""Fit: the largest value of a setting that fits, searched by the planner process while the page goes on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
+
+from finetune.errors import FinetuneError
+from finetune.recipe import write_recipe
+
+from ..planning.planner import SupersededError
+from ..views.binding import BUTTON, QUIET
+from ..views.markup import action, inert, note, problem
+from .fit_layout import LARGEST
+
+if TYPE_CHECKING:
+    from ..context import Context
+    from .fit_layout import Largest
+
+
+def build(context: Context, components: Largest) -> None:
+    """Connect the components."""
+    searches = _Searches(context)
+    shown = [components.answer, components.timer]
+    for name, button in components.buttons.items():
+        button.click(functools.partial(searches.start, name), None, shown, **BUTTON)
+    components.timer.tick(searches.tick, None, shown, **QUIET)
+
+
+@dataclass(frozen=True)
+class _Search:
+    setting: str
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+class _Searches:
+    """The newest search; a page that is opened again goes on with another one. A change of the recipe ends it."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._newest: _Search | None = None
+
+    def start(self, setting: str) -> list[Any]:
+        """Search for the draft as it is now; one that goes on already stays."""
+        recipe = self.context.draft.read().recipe
+        if recipe is None:
+            return [note("The recipe has settings to correct."), gr.Timer(active=False)]
+        if self._newest is None or self._newest.answer.done():
+            search = self._newest = _Search(setting)
+            threading.Thread(target=self._ask, args=(search, write_recipe(recipe)), daemon=True).start()
+        return self.tick()
+
+    def _ask(self, search: _Search, recipe: str) -> None:
+        try:
+            search.answer.set_result(self.context.planner.ask("largest", recipe=recipe, setting=search.setting))
+        except Exception as error:  # noqa: BLE001 - shown by `tick`
+            search.answer.set_exception(error)
+
+    def tick(self) -> list[Any]:
+        """What is known by now, and whether to look again."""
+        search = self._newest
+        if search is None:
+            return ["", gr.Timer(active=False)]
+        if not search.answer.done():
+            progress = self.context.planner.progress
+            return [note(f"{LARGEST[search.setting]}: {progress or 'searching'} …"), gr.Timer(active=True)]
+        return [self._shown(search), gr.Timer(active=False)]
+
+    def _shown(self, search: _Search) -> str:
+        """The answer, with a button that takes it."""
+        try:
+            largest = search.answer.result()["largest"]
+        except SupersededError:
+            return note(f"{LARGEST[search.setting]}: ended, as the recipe was planned anew. Press again.")
+        except FinetuneError as error:
+            return problem(error.title, error.problems, error.fix)
+        take = f'<button type="button" class="ft-act" {action(override=" ".join(largest["overrides"]))}>Take it</button>'
+        return f'<p role="status">{inert(largest["sentence"])} {take if largest["value"] else ""}</p>'

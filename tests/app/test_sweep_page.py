@@ -1,0 +1,53 @@
+"""A sweep on the page: a line on Runs, and its arms over each other, each with a page of its own."""
+
+from types import SimpleNamespace
+
+import gradio as gr
+import pytest
+from written_runs import make_run, steps
+
+from app.live import LiveRuns
+from app.pages.run import _View
+from app.views import sweep as sweep_view
+from app.workspace import Workspace
+from finetune.events import Evaluation, State
+from finetune.files import write_json
+from finetune.sweep.sweep import ArmFacts, Sweep, SweepFacts, write_sweep
+
+RATES = (1e-4, 4e-4)
+
+
+@pytest.fixture
+def context(tmp_path):
+    workspace = Workspace(tmp_path, tmp_path / "runs")
+    arms = tuple(ArmFacts(f"rates-{number}", {"learning_rate": rate}) for number, rate in enumerate(RATES, 1))
+    sweep = Sweep(workspace.runs / "rates", SweepFacts("", {"learning_rate": [*RATES]}, arms, (5, 10, 20), "rule"))
+    for arm, loss in zip(arms, (0.9, 0.5), strict=True):
+        ended = [Evaluation(step=20, eval_loss=loss, eval_s=1.0), State(state="finished", exit_code=0)]
+        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *ended], 20)
+        (run.path / "evaluations").mkdir()
+        write_json(run.path / "evaluations" / "held-out-20.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4})
+    write_sweep(sweep)
+    return SimpleNamespace(workspace=workspace, lives=LiveRuns(workspace.folder("series")))
+
+
+def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(context):
+    assert context.workspace.list_runs() == []
+    (sweep,) = context.workspace.list_sweeps()
+    line = sweep_view.listed([sweep])
+    assert 'href="/run?run=rates"' in line and "learning_rate=0.0004 wins with a held-out loss of 0.5000" in line
+
+
+def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
+    request = gr.Request(query_params={"run": "rates"})
+    name, _, head, curves, sweep, arms, timer = _View(context).open(request)
+    assert (name, sweep, timer.active) == ("", "rates", False) and "Compared after 5, 10 steps" in head
+    assert "rates-1" in curves and "rates-2" in curves or "<svg" in curves
+    assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
+
+
+def test_an_arm_is_opened_by_its_name_and_a_name_that_leads_elsewhere_is_nothing(context):
+    assert context.workspace.run("rates-1").path == context.workspace.runs / "rates" / "rates-1"
+    assert context.workspace.run("rates") is None and context.workspace.sweep("../runs/rates") is None
+    (context.workspace.runs / "rates" / "sweep.json").write_text("{")
+    assert context.workspace.sweep("rates") is None and context.workspace.list_sweeps() == []
