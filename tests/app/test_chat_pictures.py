@@ -32,7 +32,7 @@ def test_an_upload_is_kept_by_its_bytes_and_what_is_no_picture_is_refused(tmp_pa
     folder, upload = tmp_path / "pictures", picture(tmp_path / "a.png")
     name = keep_picture(folder, upload)
     assert not Path(upload).exists()
-    assert [(kept.path, kept.width, kept.height) for kept in kept_pictures(folder, [name])] == [(folder / name, 60, 40)]
+    assert [(source.path, source.width, source.height) for source in kept_pictures(folder, [name])] == [(folder / name, 60, 40)]
     (tmp_path / "b.png").write_text("no picture")
     with pytest.raises(BadPicture):
         keep_picture(folder, str(tmp_path / "b.png"))
@@ -44,7 +44,7 @@ def test_a_name_that_is_none_and_a_picture_that_was_changed_are_left_out(tmp_pat
     picture(folder / ("0" * 40))
     shutil.copy(folder / name, tmp_path / "outside")
     names = ["0" * 40, "../outside", "f" * 40, name]
-    assert [kept.digest for kept in kept_pictures(folder, names)] == [name]
+    assert [source.digest for source in kept_pictures(folder, names)] == [name]
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
 
     ask(Conversation(run, chats.path(run)), "first", names[:1])
     continued = Conversation(run, chats.path(run))
-    assert [kept.digest for kept in continued._pictures["tuned"]] == names[:1]
+    assert [source.digest for source in continued._pictures["tuned"]] == names[:1]
     ask(continued, "second", names[1:])
-    assert [kept.digest for kept in continued._pictures["tuned"]] == names
+    assert [source.digest for source in continued._pictures["tuned"]] == names
     assert [message.get("pictures") for message in continued._messages["tuned"]] == [1, None, 1, None]
     first, second = chats.turns(run)
     assert isinstance(first, Turn) and (first.pictures, second.pictures) == ((names[0],), (names[1],))
