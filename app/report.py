@@ -22,6 +22,7 @@ from finetune.planner.plan import plan_was_edited
 from finetune.planner.run_cost import expense_of
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
+from finetune.run.seal import changes_in
 from finetune.units import format_bytes
 
 from .live import LiveRun
@@ -191,10 +192,15 @@ def _gap_text(run_name: str, other_name: str, first: list[float], second: list[f
 
 
 def _data(run: RunDirectory) -> str:
+    path = run.data / "report.json"
+    if changes := changes_in(run.data, only=path.name):
+        return note(f"What the data is can't be said: {'; '.join(changes)}.")
     try:
-        report = read_json(run.data / "report.json", dict)
-    except (OSError, ValueError):
+        report = read_json(path, dict)
+    except FileNotFoundError:
         return note("The run has no data report.")
+    except (OSError, ValueError) as error:
+        return note(f"{path.name} can't be read: {error}")
     parts = (("training", report), ("held out", report.get("eval_report")))
     try:
         rows = [[name, _data_line(part)] for name, part in parts if part]

@@ -23,7 +23,7 @@ from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
-from finetune.run.seal import MANIFEST
+from finetune.run.seal import MANIFEST, changes_in
 from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
@@ -179,8 +179,10 @@ def _training(run: RunDirectory) -> str:
 
 def _data(run: RunDirectory) -> str:
     """Number of rows and tokens, and the fingerprint; no row."""
-    report = read_object(run.data / "report.json") or {}
-    lines = []
+    path = run.data / "report.json"
+    changes = changes_in(run.data, only=path.name)
+    report = {} if changes else read_object(path) or {}
+    lines = [f"- {change}" for change in changes]
     for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):
         if split_report.get("rows_used") is not None:
             lines.append(f"- {name}: {split_report['rows_used']:,} rows, {split_report.get('total_tokens') or 0:,} tokens")

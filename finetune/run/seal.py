@@ -94,8 +94,11 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def changes_in(folder: Path, *, required: bool = False) -> list[str]:
-    """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`."""
+def changes_in(folder: Path, *, required: bool = False, only: str = "") -> list[str]:
+    """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`.
+
+    `only`: the name of the one file to look at.
+    """
     try:
         manifest = read_json(folder / MANIFEST, dict)
         files = dict(manifest["files"])
@@ -105,7 +108,11 @@ def changes_in(folder: Path, *, required: bool = False) -> list[str]:
         return [f"its {MANIFEST} is missing"] if required else []
     except (ValueError, KeyError, TypeError, OSError):
         return ["its manifest can't be read"]
+    if only:
+        files = {name: files[name] for name in (only,) if name in files}
     problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]
+    if only:
+        return problems
     loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
     return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
 

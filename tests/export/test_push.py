@@ -14,6 +14,7 @@ from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import model_card, without_local_paths
 from finetune.export.push import files_to_send, push
 from finetune.run.directory import RunDirectory
+from finetune.run.seal import write_manifest
 
 REPO = "alice/support-lora"
 NAMES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",
@@ -72,6 +73,14 @@ def test_the_card_names_an_evaluation_that_cannot_be_read(run):
     (run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
     card = model_card(run, "adapter")
     assert "scores-torn.json can't be read" in card and "+50 points" in card
+
+
+def test_the_card_does_not_repeat_a_data_report_that_has_changed(run):
+    write_manifest(run.data, {})
+    path = run.data / "report.json"
+    path.write_text(path.read_text().replace('"rows_used": 24', '"rows_used": 94'))
+    card = model_card(run, "adapter")
+    assert "report.json has changed" in card and "94 rows" not in card
 
 
 def files_in_push(run):
