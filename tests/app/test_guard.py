@@ -307,14 +307,15 @@ def test_files_of_the_working_folder_and_links_are_not_served(app):
 def test_a_file_given_by_path_or_address_is_not_taken(app):
     """A handler that takes an upload must not be made to read another file of this machine, or of the network."""
     chosen = [item for config in configs(app) for item in config["dependencies"] if item["targets"][0][1] == "upload"]
-    assert len(chosen) == 3
+    assert len(chosen) == 4
     for source in (
         *({"path": str(app[2] / name)} for name in ("secret.txt", "secret.yaml", "secret.jsonl")),
         {"path": "/etc/passwd"},
         {"url": "http://127.0.0.1:1/x", "path": "http://127.0.0.1:1/x"},
     ):
         for item in chosen:
-            data = [{**source, "meta": {"_type": "gradio.FileData"}}, 0]
+            file = {**source, "meta": {"_type": "gradio.FileData"}}
+            data = [file, 0] if len(item["inputs"]) == 1 else ["", file]
             body = json.dumps({"fn_index": item["id"], "data": data, "session_hash": "attack"}).encode()
             send(app, "POST", "/gradio_api/run/predict", {"Content-Type": "application/json"}, body)
     time.sleep(1.0)
@@ -322,6 +323,7 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
     assert not draft.exists() or SECRET not in draft.read_text()
     assert all((app[2] / name).read_text() == SECRET for name in ("secret.txt", "secret.yaml", "secret.jsonl"))
     assert not list((app[2] / "runs/.app").glob("uploads/secret*"))
+    assert not any((app[2] / "runs/.app").glob("chat/pictures/*"))
 
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(app):

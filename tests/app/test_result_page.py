@@ -122,11 +122,11 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
 @pytest.mark.parametrize(("turns", "alive", "can_stop"), [([], True, False), ([Turn("a", done=True)], True, False),
                                                           ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
-    chats = SimpleNamespace(turns=lambda _: turns, is_running=lambda _: alive)
-    for name in ("_warning", "_offloading_note"):  # of the forecast
+    chats = SimpleNamespace(turns=lambda _: turns, is_running=lambda _: alive, pictures=page.run.path)
+    for name in ("_warning", "_offloading_note", "_reads_pictures"):  # of the plan
         monkeypatch.setattr(chat._View, name, lambda *_: "")
     view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
-    assert view.show("finished")[2].interactive is can_stop
+    assert view.show("finished", "", "Tuned")[2].interactive is can_stop
 
 
 def test_an_export_to_gguf_says_what_llama_cpp_answered(page):

@@ -26,7 +26,7 @@ def routes(train):
     return train("routes")
 
 
-@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "1.5e-4", 300)])
+@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "1.25e-4", 300)])
 def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, learning_rate, steps):
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
