@@ -73,14 +73,22 @@ def export_gguf(
 
     `separate`: the base model and the adapter in two files, RUN/gguf-adapter-KIND.
     `llama_cpp`: a checkout of llama.cpp, whose converter is run. `rows`: how many held-out rows, or rows of `data`, to answer.
-    Raises ParityError with the first stage at which file and adapter differ, DataError without rows, DiskFull.
+    Raises ParityError with the first stage at which file and adapter differ, CommandError for a run with pictures, DataError
+    without rows, DiskFull.
     """
+    settings = read_plan(run.plan).settings
+    if settings.vision:
+        raise CommandError(
+            f"{run.path} was trained with pictures, for which llama.cpp needs a second file (mmproj) that is not made here",
+            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once as it is and once "
+            "with --mmproj; its answers are then not compared with the adapter's.",
+        )
     require_llama_cpp()
     require_converter(llama_cpp)
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    if separate and read_plan(run.plan).settings.trained_embedding_rows:
+    if separate and settings.trained_embedding_rows:
         raise CommandError(
             "an adapter's GGUF file has no new tokens, which this run has", "Leave out --to: the model is merged."
         )

@@ -13,7 +13,8 @@ from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 
 from finetune.cli import main
-from finetune.errors import RecipeError
+from finetune.errors import CommandError, RecipeError
+from finetune.export.gguf import export_gguf
 from finetune.recipe import recipe_from
 from finetune.run.picture_collator import picture_processor_of
 from finetune.run.prepare import create_run, prepare
@@ -86,6 +87,12 @@ def test_merging_changes_of_the_vision_tower_only_what_was_trained(model, tmp_pa
 def test_what_was_not_checked_with_pictures_is_refused_by_name(model, tmp_path, setting, value):
     with pytest.raises(Exception, match="pictures"):
         recipe(model, tmp_path, vision=True, **{setting: value})
+
+
+def test_a_gguf_file_without_the_tower_is_not_made(model, tmp_path):
+    run = create_run(prepare(recipe(model, tmp_path)))
+    with pytest.raises(CommandError, match="pictures, for which llama.cpp needs a second file"):
+        export_gguf(run, llama_cpp=tmp_path)
 
 
 def test_pictures_for_a_model_of_text_are_refused(tmp_path):
