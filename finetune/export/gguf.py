@@ -80,8 +80,8 @@ def export_gguf(
     if settings.vision:
         raise CommandError(
             f"{run.path} was trained with pictures, for which llama.cpp needs a second file (mmproj) that is not made here",
-            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once as it is and once "
-            "with --mmproj; its answers are then not compared with the adapter's.",
+            f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once as it is and "
+            "once with --mmproj; its answers are then not compared with the adapter's.",
         )
     require_llama_cpp()
     require_converter(llama_cpp)
