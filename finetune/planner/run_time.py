@@ -88,7 +88,8 @@ def run_time(
     """The range for a run of this workload; None where no whole run has been measured here.
 
     `slowdowns`: by other programs now and in the last minutes, as `slowdowns_by_load` gives them. The least wait of those runs
-    is that of an idle machine, where the range begins; it ends at the largest slowdown.
+    is that of an idle machine, where the range begins; it ends at the largest slowdown. Without their CPU seconds nobody knows
+    how idle the machine was: what they took is then what is said.
     """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
@@ -96,9 +97,10 @@ def run_time(
         return None
     idle = min(1.0, *(run.wait for run in runs))
     logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
-    spread = _spread(logs, AFTER_ONE_BY_CPU if all(run.cpu_s for run in runs) else AFTER_ONE)
+    by_cpu = all(run.cpu_s for run in runs)
+    spread = _spread(logs, AFTER_ONE_BY_CPU if by_cpu else AFTER_ONE)
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
-    now, most = (slowdowns[0], max(slowdowns)) if slowdowns else (1.0, 1.0)
+    now, most = (slowdowns[0], max(slowdowns)) if slowdowns and by_cpu else (1.0, 1.0)
     return RunTime(
         min(load_s) + middle / spread, now * (statistics.median(load_s) + middle), most * (max(load_s) + middle * spread),
         len(runs), bool(same_model), most,

@@ -51,6 +51,11 @@ def test_cpu_seconds_say_what_a_run_takes_when_other_programs_end_or_start():
     assert "5.0 times slower" in busy_now.summary and "slower" not in idle_now.summary
 
 
+def test_a_run_without_cpu_seconds_says_what_it_took_whatever_the_load_is_now():
+    measured = [MeasuredRun("m", 10.0, 50.0, 1.0)]
+    assert run_time(10.0, "m", measured, (5.0, 2.0)) == run_time(10.0, "m", measured)
+
+
 def test_threads_of_others_take_an_equal_share_of_the_cpus():
     assert slowdowns_by_load((0.0, 2.0, 6.0), 2) == (1.0, 2.0, 4.0)
 
