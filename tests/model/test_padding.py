@@ -13,7 +13,7 @@ from finetune.recipe import recipe_from
 
 #: Their routers' balance loss leaves padding out; their state or convolution does; they have attention code of their own.
 BALANCED = {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe"}
-HYBRID = {"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+HYBRID = {"falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 OTHERS = {"falcon", "gpt2"}
 #: Experts sum a token's gradient among those of padding, which are 0, in another order.
 SORTED = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
