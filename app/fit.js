@@ -34,7 +34,7 @@ const submit = () => {
   const box = document.querySelector('[id$="-act"] :is(textarea, input)'), last = state.waiting.at(-1);
   clearTimeout(state.timer);
   if (!box || !last) return;
-  write(box, JSON.stringify({ ...last, page: state.page, earlier: state.waiting.slice(0, -1), at: performance.now() }));
+  write(box, JSON.stringify({ ...last, page: state.page, earlier: state.waiting.slice(0, -1), tick: performance.now() }));
   if (document.querySelector("#fit-acted")) state.timer = setTimeout(submit, RESENT_MS);
   fill();
 };
