@@ -200,7 +200,10 @@ class Conversation:
         answerer, is_alone = self._loaded.of(self._run_of(model), names)
         sampling = Sampling(float(request.get("temperature", 0)), float(request.get("top_p", 1)), int(request.get("seed", 0)))
         system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
-        added = kept_pictures(self._folder, request.get("pictures", ()))
+        asked_with = request.get("pictures", ())
+        added = kept_pictures(self._folder, asked_with)
+        if len(added) < len(asked_with):
+            raise CommandError("a picture of this message is gone or was changed", "Add it again.")
         messages = [*self._messages.get(model, []), message_with_pictures(request["question"], len(added))]
         if pictures := [*self._pictures.get(model, []), *added]:
             answerer.require_vision()

@@ -177,6 +177,8 @@ class _View:
             return [waiting, problem("No picture that can be read", [f"{Path(path or '').name} {error}"], "Give another file.")]
         except PackagesError as error:
             return [waiting, problem("Pictures can't be read here", error.problems, error.fix)]
+        except OSError as error:
+            return [waiting, problem("The picture can't be kept", [str(error)], "Free some space on the disk of the runs.")]
 
     def _reads_pictures(self, name: str) -> bool:
         """Whether the models of a run were trained with pictures."""

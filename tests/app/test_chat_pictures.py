@@ -1,6 +1,8 @@
 """Pictures in the page's chat: kept by the digest of their bytes, given to the models in the order of the messages."""
 
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,10 +15,13 @@ from picture_models import save_picture_model, save_picture_rows
 
 from app.chat.chats import Chats, Turn
 from app.chat.events import Question
-from app.chat.pictures import keep_picture, kept_pictures
+from app.chat.pictures import _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
+from app.context import Context
+from app.pages.chat import _View
 from app.workspace import Workspace
 from finetune.data.pictures.source import BadPicture
+from finetune.errors import CommandError
 from finetune.events import EventWriter
 from finetune.recipe import recipe_from
 from finetune.run.prepare import create_run, prepare
@@ -76,6 +81,22 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     ask(continued, "second", names[1:])
     assert [source.digest for source in continued._pictures["tuned"]] == names
     assert [message.get("pictures") for message in continued._messages["tuned"]] == [1, None, 1, None]
-    first, second = chats.turns(run)
+    (chats.pictures / names[1]).unlink()
+    _kept.cache_clear()
+    with pytest.raises(CommandError, match="gone"):
+        ask(continued, "third", names[1:])
+    first, second, _ = chats.turns(run)
     assert isinstance(first, Turn) and (first.pictures, second.pictures) == ((names[0],), (names[1],))
     assert all("tuned" in turn.answers for turn in (first, second)), json.dumps([first.error, second.error])
+
+
+def test_a_picture_that_the_disk_has_no_space_for_is_said(tmp_path, monkeypatch):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("app.chat.pictures.shutil.move", fail)
+    names, status = _View(context).add_picture("", picture(tmp_path / "a.png"))
+    assert names == "" and "No space left on device" in status
+    context.close()
