@@ -39,7 +39,11 @@ class Workspace:
 
     def list_sweeps(self) -> list[Sweep]:
         """Sweeps, the newest first; damaged ones and symbolic links are left out."""
-        paths = sorted(self.runs.glob("*/sweep.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        times: dict[Path, float] = {}
+        for path in self.runs.glob("*/sweep.json"):
+            with contextlib.suppress(OSError):  # it was deleted just now
+                times[path] = path.stat().st_mtime
+        paths = sorted(times, key=times.__getitem__, reverse=True)
         return [sweep for path in paths if (sweep := self.sweep(path.parent.name)) is not None]
 
     def sweep(self, name: str | None) -> Sweep | None:

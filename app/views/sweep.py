@@ -32,7 +32,7 @@ def head(sweep: Sweep) -> str:
     return (
         f'<h1 class="ft-title" data-title="{name}">{name}</h1>'
         f"{note(f'A sweep. Compared after {rungs} steps: {sweep.facts.rule}.')}"
-        f"{note(f'Stop it, or go on with it: finetune sweep {sweep.path}')}"
+        f"{'' if sweep.is_finished else note(f'It is followed, and goes on, with: finetune sweep {sweep.path}')}"
     )
 
 
@@ -40,8 +40,9 @@ def curves(sweep: Sweep) -> str:
     """The arms' curves in one chart that follows them, or as a picture; of more than five those with the lowest losses."""
     names = [entry.name for entry in sweep.results()]
     chosen = [arm.name for arm in sweep.facts.arms if arm.name in names[:MOST_CURVES]]
-    fewer = note(f"The {MOST_CURVES} arms with the lowest held-out losses.") if len(names) > MOST_CURVES else ""
-    return f'<section class="ft-box"><h2>Arms</h2>{fewer}{chart_element(chosen) if has_charts() else picture(sweep)}</section>'
+    fewer = note(f"The {MOST_CURVES} arms with the lowest held-out losses as this page was opened.")
+    shown = f"{fewer if len(names) > MOST_CURVES else ''}{chart_element(chosen)}" if has_charts() else picture(sweep)
+    return f'<section class="ft-box"><h2>Arms</h2>{shown}</section>'
 
 
 def arms(sweep: Sweep) -> str:

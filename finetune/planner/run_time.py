@@ -21,7 +21,7 @@ _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.
 #: What is assumed before runs differ: a deviation as if one degree of freedom had shown it, which after one run gives the
 #: range of half to double; where CPU seconds are measured, which other programs change little, of 1 / 1.5 to 1.5. Scaled
 #: inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
-_ASSUMED_FREEDOM, AFTER_ONE, AFTER_ONE_BY_CPU = 1, 2.0, 1.5
+_ASSUMED_FREEDOM, _AFTER_ONE, _AFTER_ONE_BY_CPU = 1, 2.0, 1.5
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
 _MOST_STEP_S = 1e9
@@ -52,8 +52,9 @@ class MeasuredRun:
 class RunTime:
     """Seconds that a run takes from its start to its end: 95 % of runs are expected between `low_s` and `high_s`.
 
-    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `low_s` is of an idle
-    machine, `high_s` of one that other programs make `slowdown` times slower, as they did of late; 1 on a GPU.
+    `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `likely_s` is what those
+    took; `low_s` is of an idle machine, `high_s` of one that is `slowdown` times slower, by all programs of the last minutes; 1
+    on a GPU.
     """
 
     low_s: float
@@ -65,10 +66,10 @@ class RunTime:
 
     @property
     def summary(self) -> str:
-        """`1 min to 4 min, by 5 earlier runs of this model here; 2.0 times slower while others use the CPU as of late`."""
+        """`1 min to 4 min, by 5 earlier runs of this model here; the longest if the CPU stays as busy as it was of late`."""
         which = f"{self.runs} earlier run{'' if self.runs == 1 else 's'} {'of this model ' if self.same_model else ''}here"
-        slower = f"{self.slowdown:.1f}"
-        load = "" if slower == "1.0" else f"; {slower} times slower while others use the CPU as of late"
+        is_idle = f"{self.slowdown:.1f}" == "1.0"
+        load = "" if is_idle else "; the longest if the CPU stays as busy as it was of late"
         return f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}, by {which}{load}"
 
 
@@ -87,24 +88,25 @@ def run_time(
 ) -> RunTime | None:
     """The range for a run of this workload; None where no whole run has been measured here.
 
-    `slowdowns`: by other programs now and in the last minutes, as `slowdowns_by_load` gives them. The least wait of those runs
-    is that of an idle machine, where the range begins; it ends at the largest slowdown. Without their CPU seconds nobody knows
-    how idle the machine was: what they took is then what is said.
+    What they took is likely. `slowdowns`: by programs now and in the last minutes, as `slowdowns_by_load` gives them. The least
+    wait of those runs is that of an idle machine, where the range begins; it ends at the largest slowdown. Without their CPU
+    seconds nobody knows how idle the machine was: the range is then of what they took.
     """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
+    runs = [run for run in runs if run.cpu_s] or runs  # those of earlier versions have none, and can't be compared with others
     if not workload or not runs:
         return None
     idle = min(1.0, *(run.wait for run in runs))
     logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
     by_cpu = all(run.cpu_s for run in runs)
-    spread = _spread(logs, AFTER_ONE_BY_CPU if by_cpu else AFTER_ONE)
+    spread = _spread(logs, _AFTER_ONE_BY_CPU if by_cpu else _AFTER_ONE)
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
-    now, most = (slowdowns[0], max(slowdowns)) if slowdowns and by_cpu else (1.0, 1.0)
-    return RunTime(
-        min(load_s) + middle / spread, now * (statistics.median(load_s) + middle), most * (max(load_s) + middle * spread),
-        len(runs), bool(same_model), most,
-    )  # fmt: skip
+    most = max(slowdowns, default=1.0) if by_cpu else 1.0
+    low_s, high_s = min(load_s) + middle / spread, most * (max(load_s) + middle * spread)
+    typical_s = workload * math.exp(statistics.fmean(math.log(run.train_s / run.workload_s) for run in runs))
+    likely_s = min(max(statistics.median(run.load_s for run in runs) + typical_s, low_s), high_s)
+    return RunTime(low_s, likely_s, high_s, len(runs), bool(same_model), most)
 
 
 def _spread(logs: Sequence[float], after_one: float) -> float:
@@ -122,7 +124,7 @@ def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """Seconds until the last step: by the median of the last steps, and from ten on a range, by how their fifths differ. What
+    """Seconds until the last step: by the median of the last steps, from ten on a range by how their fifths differ. What
     changes a run's speed, such as another program, changes it for several steps in a row."""
 
     likely_s: float
@@ -140,13 +142,13 @@ def time_left(recent_s: Sequence[float], steps: int | None) -> TimeLeft | None:
     """The time for `steps` more, by `step_interval` of the last ones; None where either is unknown."""
     if not recent_s or steps is None:
         return None
-    likely_s = max(0, steps) * statistics.median(recent_s)
     if len(recent_s) < FEWEST_STEPS:
-        return TimeLeft(likely_s)
-    values, part = [*recent_s], len(recent_s) // 5
+        return TimeLeft(max(0, steps) * statistics.median(recent_s))
+    part = len(recent_s) // 5
+    values = [*recent_s][-5 * part :]
     logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
-    middle_s, spread = max(0, steps) * math.exp(statistics.fmean(logs)), _spread(logs, AFTER_ONE_BY_CPU)
-    return TimeLeft(likely_s, middle_s / spread, middle_s * spread)
+    middle_s, spread = max(0, steps) * math.exp(statistics.fmean(logs)), _spread(logs, _AFTER_ONE_BY_CPU)
+    return TimeLeft(middle_s, middle_s / spread, middle_s * spread)
 
 
 def step_interval(step: Step, before: Event | None) -> float | None:

@@ -12,7 +12,7 @@ from finetune.data.pictures.references import PICTURE_MARK, PictureReference, pi
 from finetune.data.tool_calls import name_replies, read_calls
 
 MAX_TOOLS = 128  # as OpenAI's interface
-#: Pictures of a request, and characters of the data: address of one.
+#: Characters of a picture's data: address.
 MAX_PICTURE_CHARACTERS = 12 * 2**20
 _NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 

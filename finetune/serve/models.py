@@ -43,7 +43,7 @@ class Models:
         self._answerers |= {name: answerer.sharing_base(other_run) for name, other_run in other_runs}
         for answerer in self._answerers.values():  # memory was planned for no larger picture
             if answerer.plan.settings.vision and answerer.plan.data:
-                answerer.encoder.picture_processor.limit(answerer.plan.data.most_pixels)
+                answerer.encoder.picture_processor.limit(answerer.plan.data.largest_picture)
 
     @property
     def names(self) -> list[str]:

@@ -48,7 +48,14 @@ def test_cpu_seconds_say_what_a_run_takes_when_other_programs_end_or_start():
     idle_now, busy_now = run_time(10.0, "m", busy, (1.0,)), run_time(10.0, "m", busy, (5.0, 2.0))
     assert math.isclose(idle_now.low_s, 10 / 1.5, rel_tol=1e-3) and math.isclose(idle_now.high_s, 15, rel_tol=1e-3)
     assert busy_now.low_s == idle_now.low_s and math.isclose(busy_now.high_s, 75, rel_tol=1e-3)
-    assert "5.0 times slower" in busy_now.summary and "slower" not in idle_now.summary
+    assert "as busy as it was of late" in busy_now.summary and "busy" not in idle_now.summary
+    assert math.isclose(busy_now.likely_s, 50.001) and idle_now.likely_s == idle_now.high_s
+
+
+def test_runs_of_earlier_versions_do_not_count_beside_those_with_cpu_seconds():
+    old, new = [MeasuredRun("m", 10.0, 50.0, 1.0)] * 5, [MeasuredRun("m", 10.0, 50.0, 1.0, 408.0)]
+    assert run_time(10.0, "m", [*old, *new], (1.0,)) == run_time(10.0, "m", new, (1.0,))
+    assert math.isclose(run_time(10.0, "m", new, (1.0,)).likely_s, 51.0)
 
 
 def test_a_run_without_cpu_seconds_says_what_it_took_whatever_the_load_is_now():
@@ -65,6 +72,12 @@ def test_after_ten_steps_the_time_left_is_a_range_that_is_wider_where_speed_chan
     steady, changing = time_left([1.0] * 10, 90), time_left([1.0] * 6 + [2.0] * 4, 90)
     assert 86 < steady.low_s < 90 < steady.high_s < 94
     assert changing.low_s < 90 < 180 < changing.high_s
+    with_evaluations = time_left([1.0] * 9 + [21.0] + [1.0] * 9 + [21.0] + [1.0] * 5, 90)
+    assert with_evaluations.low_s < with_evaluations.likely_s < with_evaluations.high_s
+
+
+def test_the_time_left_is_that_of_the_newest_steps():
+    assert time_left([100.0] * 4 + [1.0] * 10, 90).high_s < 94
 
 
 def test_a_step_takes_until_the_next_one_ends_but_not_the_time_that_a_run_was_paused():
