@@ -79,5 +79,6 @@ class _Searches:
             return note(f"{LARGEST[search.setting]}: ended, as the recipe was planned anew. Press again.")
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
-        take = f'<button type="button" class="ft-act" {action(override=" ".join(largest["overrides"]))}>Take it</button>'
-        return f'<p role="status">{inert(largest["sentence"])} {take if largest["value"] else ""}</p>'
+        take = f'<button type="button" class="ft-small" {action(override=" ".join(largest["overrides"]))}>Take it</button>'
+        answer = f"{LARGEST[search.setting]}: {largest['sentence'].partition(': ')[2]}"
+        return f'<p role="status">{inert(answer)} {take if largest["value"] else ""}</p>'
