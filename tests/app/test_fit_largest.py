@@ -25,7 +25,7 @@ def test_the_largest_value_is_shown_and_its_button_sets_it(tmp_path):
     questions = Questions()
     answered = lambda kind, **values: questions.answer({"kind": kind, **values})  # noqa: E731
     draft, _, (shown, timer) = search(tmp_path, "lora_r", answered)
-    assert "lora_r: 192 at most (the model's width)" in unescape(shown) and not timer.active
+    assert "LoRA rank: 192 at most (the model's width)" in unescape(shown) and not timer.active
     override = json.loads(unescape(re.search(r'data-act="([^"]*)"', shown)[1]))["override"]
     assert draft.apply(override).recipe.lora_r == 192
 
