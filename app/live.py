@@ -30,8 +30,8 @@ from finetune.events import (
 )
 from finetune.files import read_json, write_json
 from finetune.planner.plan import Plan
-from finetune.planner.run_time import TimeLeft, step_interval, time_left
 from finetune.run.directory import RunDirectory
+from finetune.run.pace import Pace
 from finetune.run.state import RunState, read_state
 
 from .views.series import Series
@@ -66,7 +66,7 @@ class Digest:
     peaks: dict[str, int] = field(default_factory=dict)
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     newest: dict[str, Event] = field(default_factory=dict)
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    pace: Pace = field(default_factory=Pace)
     #: The steps whose values or marks are new since `LiveRun` last looked: nothing else has changed.
     new_from: float = math.inf
     new_to: float = -math.inf
@@ -82,23 +82,15 @@ class Digest:
         """Its number, 0 before the first."""
         return self.newest_step.step if self.newest_step else 0
 
-    @property
-    def left(self) -> TimeLeft | None:
-        """The time that is left by the last steps; None when unknown."""
-        total = self.newest_step.total_steps if self.newest_step else None
-        return time_left(self.recent_s, total and total - self.step)
-
     def add(self, event: Event) -> None:
         """Add one event; kinds that are not known are left out."""
         if isinstance(event, Unknown):
             return
-        before = max((self.newest[kind] for kind in (Start.kind, Step.kind) if kind in self.newest), key=_time, default=None)
         self.newest[event.kind] = event
+        self.pace.add(event)
         match event:
             case Step():
                 self._add_step(event)
-                if (interval_s := step_interval(event, before)) is not None:
-                    self.recent_s.append(interval_s)
                 self._add_phase("train", event)
             case Phase():
                 self._add_phase(event.phase, event)
@@ -152,7 +144,7 @@ class Digest:
             "samples": [event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
             "messages": [event_json(event) for event in self.messages],
             "newest": {kind: event_json(event) for kind, event in self.newest.items()},
-            "recent_s": list(self.recent_s),
+            "pace": self.pace.as_json(),
         }  # fmt: skip
 
     @classmethod
@@ -164,7 +156,7 @@ class Digest:
         digest.messages.extend(map(event_from, values["messages"]))
         digest.peaks, digest.phases = values["peaks"], values["phases"]
         digest.newest = {kind: event_from(event) for kind, event in values["newest"].items()}
-        digest.recent_s.extend(values["recent_s"])
+        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=_time))
         return digest
 
 

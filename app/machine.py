@@ -47,7 +47,7 @@ class Machine:
 def _job(live: LiveRun) -> RunningJob:
     newest = live.digest.newest_step
     total = (newest.total_steps if newest else None) or live.plan().total_steps
-    share, left = min(1.0, live.digest.step / total) if live.digest.step and total else None, live.digest.left
+    share, left = min(1.0, live.digest.step / total) if live.digest.step and total else None, live.digest.pace.left
     return RunningJob(live.run.path.name, share, left.likely_s if left else None)
 
 

@@ -25,10 +25,11 @@ from pathlib import Path
 from finetune.events import Step, read_events
 from finetune.planner.history import read_history
 from finetune.planner.plan import Plan
-from finetune.planner.run_time import FEWEST_STEPS, RunTime, run_time, slowdowns_by_load, step_interval, time_left
+from finetune.planner.run_time import RunTime, run_time, slowdowns_by_load
 from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
+from finetune.run.pace import FEWEST_STEPS, Pace
 from finetune.run.prepare import create_run, prepare
 from finetune.system import let_waiting_threads_sleep, load_averages
 
@@ -45,9 +46,9 @@ def by_first_run(plan: Plan) -> RunTime | None:
 
 def after_ten_steps(run: RunDirectory) -> tuple[Range, float]:
     """The range of the seconds that are left after ten steps, and those that it took to the last step."""
-    steps = [event for event in read_events(run.events) if isinstance(event, Step)]
-    intervals = [step_interval(step, before) or 0.0 for before, step in zip([None, *steps], steps[:FEWEST_STEPS], strict=False)]
-    left = time_left(intervals, steps[-1].step - FEWEST_STEPS)
+    events = read_events(run.events)
+    steps = [event for event in events if isinstance(event, Step)]
+    left = Pace.of(events[: events.index(steps[FEWEST_STEPS - 1]) + 1]).left
     assert left is not None and left.low_s is not None and left.high_s is not None
     return (left.low_s, left.high_s), (steps[-1].time_s or 0.0) - (steps[FEWEST_STEPS - 1].time_s or 0.0)
 

@@ -135,7 +135,7 @@ def _left(digest: Digest, state: RunState) -> str:
         return f"ended {_clock(last.time_s)}" if last is not None and last.time_s else ""
     if state.state == "stopping":
         return "a checkpoint is being written"
-    left = digest.left
+    left = digest.pace.left
     if left is None or not digest.step:
         return ""
     ends = dict.fromkeys(minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))

@@ -21,7 +21,7 @@ from finetune.units import format_bytes, format_count
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
     from finetune.events import Memory, Step
-    from finetune.planner.run_time import TimeLeft
+    from finetune.run.pace import TimeLeft
 
 
 class SafeConsole(Console):

@@ -6,7 +6,6 @@ import math
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,12 +31,12 @@ from finetune.events import (
     Step,
     event_json,
 )
-from finetune.planner.run_time import step_interval, time_left
 from finetune.printable import printable
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
+from finetune.run.pace import Pace, TimeLeft
 from finetune.run.state import read_state
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.methods import MAIN_METRICS, METRICS
@@ -47,7 +46,6 @@ from finetune.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from finetune.data.report import DataReport
     from finetune.planner.quantisation_cost import QuantisationCost
-    from finetune.planner.run_time import TimeLeft
     from finetune.run.directory import RunDirectory
     from finetune.run.prepare import Prepared
     from finetune.run.state import RunState
@@ -224,17 +222,13 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
 
 def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, TimeLeft | None]]:
     """Events until the run ends; with a step the time that is left, None where it isn't known."""
-    reader, handled, recent, before = EventReader(run.events, offset), 0, deque[float](maxlen=50), None
+    reader, handled, pace = EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
             alive_s = time.monotonic()
-            left = None
-            if isinstance(event, Step) and (interval_s := step_interval(event, before)):
-                recent.append(interval_s)
-                left = time_left(recent, event.total_steps and event.total_steps - event.step)
-            before = event if isinstance(event, (Start, Step)) else before
-            yield event, left
+            pace.add(event)
+            yield event, pace.left if isinstance(event, Step) else None
         if len(interrupts) > handled:
             now, handled = handled > 0, len(interrupts)
             if not owner:

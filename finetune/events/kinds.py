@@ -92,6 +92,7 @@ class Start(Event):
     resumed_from: Annotated[str | None, "name of the checkpoint; null for a new run"] = None
     step: Annotated[Whole, "optimizer steps done already"] = 0
     total_steps: Annotated[Whole | None, "optimizer steps of the whole run"] = None
+    eval_steps: Annotated[Whole | None, "optimizer steps from one evaluation to the next; null without evaluations"] = None
     exact: Annotated[bool | None, "whether the result is bit-exact, as if the run was never stopped"] = None
     approximate_because: Annotated[tuple[str, ...], "why it is not exact"] = ()
     versions: Annotated[dict[str, str], "versions of the libraries"] = field(default_factory=dict)

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.events import Step
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.events import Event
     from finetune.planner.plan import DataStatistics
     from finetune.settings import Settings
 
@@ -21,12 +19,9 @@ _STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.
 #: What is assumed before runs differ: a deviation as if one degree of freedom had shown it, which after one run gives the
 #: range of half to double; where CPU seconds are measured, which other programs change little, of 1 / 1.5 to 1.5. Scaled
 #: inverse chi-squared prior (Gelman et al., Bayesian Data Analysis, 3.2).
-_ASSUMED_FREEDOM, _AFTER_ONE, _AFTER_ONE_BY_CPU = 1, 2.0, 1.5
+_ASSUMED_FREEDOM, _AFTER_ONE, AFTER_ONE_BY_CPU = 1, 2.0, 1.5
 #: A forward pass of an evaluation takes about this share of a training step's time for as many tokens.
 EVALUATION_SHARE = 1 / 3
-_MOST_STEP_S = 1e9
-#: Steps after which a run's own speed says how long the others take.
-FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def run_time(
     idle = min(1.0, *(run.wait for run in runs))
     logs = [math.log(run.train_s * idle / run.wait / run.workload_s) for run in runs]
     by_cpu = all(run.cpu_s for run in runs)
-    spread = _spread(logs, _AFTER_ONE_BY_CPU if by_cpu else _AFTER_ONE)
+    spread = spread_of(logs, AFTER_ONE_BY_CPU if by_cpu else _AFTER_ONE)
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
     most = max(slowdowns, default=1.0) if by_cpu else 1.0
     low_s, high_s = min(load_s) + middle / spread, most * (max(load_s) + middle * spread)
@@ -109,7 +104,7 @@ def run_time(
     return RunTime(low_s, likely_s, high_s, len(runs), bool(same_model), most)
 
 
-def _spread(logs: Sequence[float], after_one: float) -> float:
+def spread_of(logs: Sequence[float], after_one: float) -> float:
     """The factor around the mean of `logs` within which 95 % of further values are; `after_one`: when there is one value."""
     assumed = math.log(after_one) / (_STUDENT[_ASSUMED_FREEDOM] * math.sqrt(2))
     freedom = _ASSUMED_FREEDOM + len(logs) - 1
@@ -120,43 +115,3 @@ def _spread(logs: Sequence[float], after_one: float) -> float:
 def slowdowns_by_load(loads: Sequence[float], cpus: int) -> tuple[float, ...]:
     """How many times `loads`, threads of others that want a CPU, lengthen a run with a thread on each CPU: equal shares."""
     return tuple(1 + load / cpus for load in loads)
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """Seconds until the last step: by the median of the last steps, from ten on a range by how their fifths differ. What
-    changes a run's speed, such as another program, changes it for several steps in a row."""
-
-    likely_s: float
-    low_s: float | None = None
-    high_s: float | None = None
-
-    @property
-    def summary(self) -> str:
-        """`3 min to 5 min`, before ten steps `4 min`."""
-        ends = dict.fromkeys(format_seconds(self.likely_s if end is None else end) for end in (self.low_s, self.high_s))
-        return " to ".join(ends)
-
-
-def time_left(recent_s: Sequence[float], steps: int | None) -> TimeLeft | None:
-    """The time for `steps` more, by `step_interval` of the last ones; None where either is unknown."""
-    if not recent_s or steps is None:
-        return None
-    if len(recent_s) < FEWEST_STEPS:
-        return TimeLeft(max(0, steps) * statistics.median(recent_s))
-    part = len(recent_s) // 5
-    values = [*recent_s][-5 * part :]
-    logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
-    middle_s, spread = max(0, steps) * math.exp(statistics.fmean(logs)), _spread(logs, _AFTER_ONE_BY_CPU)
-    return TimeLeft(middle_s, middle_s / spread, middle_s * spread)
-
-
-def step_interval(step: Step, before: Event | None) -> float | None:
-    """Seconds from the end of the step before, so with an evaluation or a checkpoint between; the step's own after a start.
-
-    `before`: the newest step or start before it. None where a damaged file has no such time.
-    """
-    seconds = step.step_s
-    if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
-        seconds = step.time_s - before.time_s
-    return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None

@@ -241,10 +241,12 @@ class Worker:
             self.events.emit(events.RunWarning(message=line))
         approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+        eval_steps = None if trainer.args.eval_strategy == "no" else int(trainer.args.eval_steps)
         self.events.emit(events.Start(
             version=events.VERSION,
             resumed_from=checkpoint.path.name if checkpoint else None, step=checkpoint.step if checkpoint else 0,
-            total_steps=self.plan.total_steps, exact=not approximate, approximate_because=tuple(approximate),
+            total_steps=self.plan.total_steps, eval_steps=eval_steps, exact=not approximate,
+            approximate_because=tuple(approximate),
             versions=versions(), trainable_parameters=sum(size for size, trains in sizes if trains),
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from finetune.events import Start, Step
-from finetune.planner.run_time import MeasuredRun, TimeLeft, run_time, slowdowns_by_load, step_interval, time_left
+from finetune.planner.run_time import MeasuredRun, run_time, slowdowns_by_load
 
 
 def measured(*factors, model="m", load_s=0.001):
@@ -65,21 +64,3 @@ def test_a_run_without_cpu_seconds_says_what_it_took_whatever_the_load_is_now():
 
 def test_threads_of_others_take_an_equal_share_of_the_cpus():
     assert slowdowns_by_load((0.0, 2.0, 6.0), 2) == (1.0, 2.0, 4.0)
-
-
-def test_after_ten_steps_the_time_left_is_a_range_that_is_wider_where_speed_changes():
-    assert time_left([1.0] * 9, 90) == TimeLeft(90.0) and time_left([], 5) is None
-    steady, changing = time_left([1.0] * 10, 90), time_left([1.0] * 6 + [2.0] * 4, 90)
-    assert 86 < steady.low_s < 90 < steady.high_s < 94
-    assert changing.low_s < 90 < 180 < changing.high_s
-    with_evaluations = time_left([1.0] * 9 + [21.0] + [1.0] * 9 + [21.0] + [1.0] * 5, 90)
-    assert with_evaluations.low_s < with_evaluations.likely_s < with_evaluations.high_s
-
-
-def test_the_time_left_is_that_of_the_newest_steps():
-    assert time_left([100.0] * 4 + [1.0] * 10, 90).high_s < 94
-
-
-def test_a_step_takes_until_the_next_one_ends_but_not_the_time_that_a_run_was_paused():
-    first, second = Step(step=1, step_s=2.0, time_s=100.0), Step(step=2, step_s=2.0, time_s=105.0)
-    assert step_interval(second, first) == 5.0 and step_interval(second, Start(step=1, time_s=103.0)) == 2.0

@@ -1,0 +1,125 @@
+"""How long the rest of a run will take, by its own steps and evaluations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.events import Evaluation, Event, Start, Step
+from finetune.planner.run_time import AFTER_ONE_BY_CPU, spread_of
+from finetune.units import format_seconds
+
+#: Steps after which a run's own speed gives a range.
+FEWEST_STEPS = 10
+_NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """Seconds until the last step. `low_s` and `high_s` are None before ten steps."""
+
+    likely_s: float
+    low_s: float | None = None
+    high_s: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """`3 min to 5 min`, before ten steps `4 min`."""
+        ends = dict.fromkeys(format_seconds(self.likely_s if end is None else end) for end in (self.low_s, self.high_s))
+        return " to ".join(ends)
+
+
+@dataclass
+class Pace:
+    """What the newest steps and evaluations of a run took, in seconds, from its events.
+
+    `steps_s`: from the end of the step before, so with a checkpoint between, but without an evaluation. `evaluations_s`: an
+    evaluation with its samples. `last`: the newest step or start.
+    """
+
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
+    evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))
+    eval_steps: int | None = None
+    last: Step | Start | None = None
+    _evaluation: Evaluation | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Pace:
+        """The pace after these events."""
+        pace = cls()
+        for event in events:
+            pace.add(event)
+        return pace
+
+    def add(self, event: Event) -> None:
+        """Take in one event; most kinds change nothing."""
+        match event:
+            case Start():
+                self.last, self.eval_steps, self._evaluation = event, event.eval_steps, None
+            case Evaluation():
+                self._evaluation = event
+            case Step():
+                self._add_step(event)
+                self.last, self._evaluation = event, None
+
+    def _add_step(self, step: Step) -> None:
+        interval_s = _interval(step, self.last)
+        if self._evaluation is not None and (evaluation_s := _plausible(self._evaluation.eval_s)) is not None:
+            if interval_s is not None and step.step_s is not None and interval_s > step.step_s:  # with its samples
+                evaluation_s, interval_s = max(evaluation_s, interval_s - step.step_s), step.step_s
+            self.evaluations_s.append(evaluation_s)
+        if interval_s is not None:
+            self.steps_s.append(interval_s)
+
+    @property
+    def left(self) -> TimeLeft | None:
+        """The time for the steps and evaluations until the last step; None where unknown.
+
+        From ten steps on a range by how fifths of the newest steps differ: what changes a run's speed, such as another
+        program, changes it for several steps in a row.
+        """
+        if not isinstance(self.last, Step) or self.last.total_steps is None or not self.steps_s:
+            return None
+        steps, evaluations_s = max(0, self.last.total_steps - self.last.step), self._evaluations_left_s()
+        if len(self.steps_s) < FEWEST_STEPS:
+            return TimeLeft(steps * statistics.median(self.steps_s) + evaluations_s)
+        part = len(self.steps_s) // 5
+        values = [*self.steps_s][-5 * part :]
+        logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
+        likely_s, spread = steps * math.exp(statistics.fmean(logs)) + evaluations_s, spread_of(logs, AFTER_ONE_BY_CPU)
+        return TimeLeft(likely_s, likely_s / spread, likely_s * spread)
+
+    def _evaluations_left_s(self) -> float:
+        """Seconds of the evaluations before the last step, which are as long as the newest ones."""
+        if not (self.eval_steps and self.evaluations_s and isinstance(self.last, Step) and self.last.total_steps):
+            return 0.0
+        count = (self.last.total_steps - 1) // self.eval_steps - (self.last.step - 1) // self.eval_steps
+        return max(0, count) * statistics.fmean(self.evaluations_s)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` needs beside the newest events."""
+        return {"steps_s": list(self.steps_s), "evaluations_s": list(self.evaluations_s)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], newest: Iterable[Event]) -> Pace:
+        """The pace of `as_json`; `newest`: the newest event of each kind, the oldest first."""
+        pace = cls.of(newest)
+        pace.steps_s = deque(values["steps_s"], maxlen=_NEWEST_STEPS)
+        pace.evaluations_s = deque(values["evaluations_s"], maxlen=_NEWEST_EVALUATIONS)
+        return pace
+
+
+def _interval(step: Step, before: Step | Start | None) -> float | None:
+    """Seconds from the end of the step before; the step's own after a start. None where a damaged file has no such time."""
+    seconds = step.step_s
+    if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
+        seconds = step.time_s - before.time_s
+    return _plausible(seconds)
+
+
+def _plausible(seconds: float | None) -> float | None:
+    return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None
