@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 _DRAWS = 2_000
+#: Of a normal distribution, 95 % are within so many standard deviations.
+_NORMAL = 1.96
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,28 @@ def difference(
     """Weighted mean of tuned - base over two rows or more, with the expanded percentile interval of a paired bootstrap.
 
     Bootstrap: Efron 1979. It is too narrow for few rows and is widened by sqrt(n / (n - 1)) and Student's t: Hesterberg 2015.
-    `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one; if all rows
-    differ by the same value, the rule of three (Hanley and Lippman-Hand 1983) widens the interval for unseen values.
+    `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one. The interval
+    then counts two more rows, one better and one worse by that much (Bonett and Price 2012): few rows that differ say little of how
+    many do.
     """
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
     mean_difference, row_count = float(np.average(differences, weights=row_weights)), len(differences)
-    rng, means = np.random.default_rng(0), np.empty(_DRAWS)
+    if span:
+        differences = np.append(differences, (span, -span))
+        row_weights = np.append(row_weights, (np.mean(row_weights),) * 2)
+    middle, rng, means = float(np.average(differences, weights=row_weights)), np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
-        chosen = rng.integers(row_count, size=row_count)
+        chosen = rng.integers(len(differences), size=len(differences))
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
-    expansion = _expansion(row_count)
-    lower, upper = (
-        mean_difference + expansion * (float(quantile) - mean_difference) for quantile in np.percentile(means, (2.5, 97.5))
-    )
+    expansion = _expansion(len(differences))
+    lower, upper = (middle + expansion * (float(quantile) - middle) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
         lower, upper = max(-span, lower), min(span, upper)
-    if span and np.ptp(differences) == 0:
-        unseen = min(1.0, 3 / row_count)
-        lower, upper = max(-span, lower - 2 * span * unseen), min(span, upper + 2 * span * unseen)
     more_rows = None
     if lower <= 0 <= upper and mean_difference:  # the interval shrinks with the root of the rows
-        half_width = mean_difference - lower if mean_difference > 0 else upper - mean_difference
-        more_rows = max(1, math.ceil(row_count * (half_width / mean_difference) ** 2) - row_count)
+        half_width = _NORMAL * expansion * float(np.std(means))
+        more_rows = max(1, math.ceil(row_count * (half_width / middle) ** 2) - row_count)
     return Difference(mean_difference, lower, upper, more_rows)
 
 
@@ -85,5 +86,5 @@ def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list
 
 def _expansion(rows: int) -> float:
     """Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n."""
-    normal, degrees = 1.96, rows - 1
-    return (1 + (normal**2 + 1) / (4 * degrees)) * math.sqrt(rows / degrees)
+    degrees = rows - 1
+    return (1 + (_NORMAL**2 + 1) / (4 * degrees)) * math.sqrt(rows / degrees)

@@ -7,7 +7,9 @@ from finetune.evaluate.paired import difference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "base", "better", "worse"), [(100, 0.4, 0.3, 0.1), (120, 0.3, 0.6, 0.2)])
+@pytest.mark.parametrize(
+    ("rows", "base", "better", "worse"), [(100, 0.4, 0.3, 0.1), (120, 0.3, 0.6, 0.2), (120, 0.97, 0.2, 0.01)]
+)
 def test_the_interval_covers_the_true_difference_in_93_of_100_evaluations(rows, base, better, worse):
     """`better`: share of the base's wrong rows that the tuned model has right; `worse`: of its right rows, wrong."""
     rng, covered = np.random.default_rng(1), 0
@@ -37,6 +39,12 @@ def test_a_difference_is_significant_when_zero_is_outside_and_paired_rows_need_f
     assert estimate.value == 0.5 and estimate.is_significant and estimate.more_rows is None
     few_rows = difference([0, 1, 0, 1], [1, 1, 0, 1], span=1.0)
     assert not few_rows.is_significant and few_rows.more_rows >= 4
+
+
+@pytest.mark.parametrize(("worse", "is_significant"), [(1, False), (4, False), (5, False), (6, True)])
+def test_few_rows_that_got_worse_are_significant_as_in_the_exact_test_of_mcnemar(worse, is_significant):
+    estimate = difference([1] * 120, [0] * worse + [1] * (120 - worse), span=1.0)
+    assert estimate.is_significant == is_significant and (is_significant or estimate.more_rows > 8 * (6 - worse))
 
 
 def test_no_difference_is_never_significant():
