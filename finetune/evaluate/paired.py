@@ -38,8 +38,8 @@ def difference(
 
     Bootstrap: Efron 1979. It is too narrow for few rows and is widened by sqrt(n / (n - 1)) and Student's t: Hesterberg 2015.
     `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one. The interval
-    then counts two more rows, one better and one worse by that much (Bonett and Price 2012): few rows that differ say little of how
-    many do.
+    then counts two more rows, one better and one worse by that much (Bonett and Price 2012): few rows that differ say little of
+    how many do.
     """
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
