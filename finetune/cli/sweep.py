@@ -20,7 +20,6 @@ from finetune.system import start_detached
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
     from finetune.settings import Recipe
     from finetune.sweep.sweep import ArmResult, Sweep
 
@@ -87,15 +86,7 @@ def _created(
         return parse([*fixed, *(f"{name}={value}" for name, value in values.items())])
 
     with show_progress(quiet=quiet) as progress:
-        return create_sweep(with_values, swept, budget_s=budget_s, run_seconds=_run_seconds, progress=progress)
-
-
-def _run_seconds(plan: Plan) -> float | None:
-    """Seconds of one arm's whole run: by earlier runs here, else by the speed model; None where neither is known."""
-    if plan.run_time:
-        return plan.run_time.likely_s
-    step_s = plan.forecast.step_s if plan.forecast else None
-    return step_s * plan.total_steps if step_s and plan.total_steps else None
+        return create_sweep(with_values, swept, budget_s=budget_s, progress=progress)
 
 
 def _seconds_of(text: str) -> float:

@@ -49,7 +49,7 @@ class RunTime:
 
     `runs`: earlier runs on this machine that say so; `same_model`: whether they are of this model. `likely_s` is what those
     took; `low_s` is of an idle machine, `high_s` of one that is `slowdown` times slower, by all programs of the last minutes; 1
-    on a GPU.
+    on a GPU. `load_s`: seconds of `likely_s` before the first step.
     """
 
     low_s: float
@@ -58,6 +58,7 @@ class RunTime:
     runs: int
     same_model: bool
     slowdown: float = 1.0
+    load_s: float = 0.0
 
     @property
     def summary(self) -> str:
@@ -99,9 +100,10 @@ def run_time(
     middle, load_s = workload * math.exp(statistics.fmean(logs)), [run.load_s * idle / run.wait for run in runs]
     most = max(slowdowns, default=1.0) if by_cpu else 1.0
     low_s, high_s = min(load_s) + middle / spread, most * (max(load_s) + middle * spread)
+    likely_load_s = statistics.median(run.load_s for run in runs)
     typical_s = workload * math.exp(statistics.fmean(math.log(run.train_s / run.workload_s) for run in runs))
-    likely_s = min(max(statistics.median(run.load_s for run in runs) + typical_s, low_s), high_s)
-    return RunTime(low_s, likely_s, high_s, len(runs), bool(same_model), most)
+    likely_s = min(max(likely_load_s + typical_s, low_s), high_s)
+    return RunTime(low_s, likely_s, high_s, len(runs), bool(same_model), most, min(likely_load_s, likely_s))
 
 
 def spread_of(logs: Sequence[float], after_one: float) -> float:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.card.device_selection import alike_cards
 from finetune.errors import CommandError, DataError, DoesNotFit
@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     from finetune.run.prepare import Prepared
 
 Progress = Callable[[str], None]
-#: Of a run's plan, its seconds; None where no step has been measured.
-RunSeconds = Callable[[Plan], float | None]
+
+
+class RunSeconds(NamedTuple):
+    """Seconds of a whole run: before its first step, which a run that goes on takes again, and from then on."""
+
+    load_s: float
+    train_s: float
 
 
 def create_sweep(
     recipe_of: Callable[[dict[str, Any]], Recipe], swept: dict[str, list[Any]], *, budget_s: float | None = None,
-    run_seconds: RunSeconds = lambda _: None, progress: Progress = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Sweep:  # fmt: skip
     """Plan the arms and write them. `recipe_of`: the recipe with an arm's values; no values: the plain one.
 
@@ -46,7 +51,7 @@ def create_sweep(
     swept = swept or {"learning_rate": rates_around(plain.plan.settings.learning_rate)}
     values = combinations(swept)
     cards = _cards(recipe_of({}), plain.plan)
-    seconds = run_seconds(plain.plan)
+    seconds = _run_seconds(plain.plan)
     left_out: list[LeftOut] = []
     if budget_s is not None:
         values, left_out = _within(budget_s, seconds, values, swept, len(cards))
@@ -67,13 +72,21 @@ def create_sweep(
         let_train(create_run(arm), None)
         arms.append(ArmFacts(name, arm_values, cards[len(arms) % len(cards)]))
     rungs = rungs_of(int(steps.pop() or 1))
-    forecast_s = None if seconds is None else seconds * _most_runs(len(arms), rungs, len(cards))
+    forecast_s = None if seconds is None else _most_seconds(seconds, len(arms), rungs, len(cards))
     facts = SweepFacts(
         write_recipe(recipe_of({})), swept, tuple(arms), tuple(rungs), RULE, tuple(left_out), budget_s, forecast_s
     )
     sweep = Sweep(path, facts)
     write_sweep(sweep)
     return sweep
+
+
+def _run_seconds(plan: Plan) -> RunSeconds | None:
+    """Of one arm's whole run: by earlier runs here, else by the speed model; None where neither is known."""
+    if plan.run_time:
+        return RunSeconds(plan.run_time.load_s, plan.run_time.likely_s - plan.run_time.load_s)
+    step_s = plan.forecast.step_s if plan.forecast else None
+    return RunSeconds(0.0, step_s * plan.total_steps) if step_s and plan.total_steps else None
 
 
 def _cards(recipe: Recipe, plan: Plan) -> list[str | None]:
@@ -118,17 +131,17 @@ def _prepared(
     return prepared, left_out
 
 
-def _most_runs(arms: int, rungs: list[int], cards: int) -> float:
-    """Whole runs that a card trains at most about: after each comparison at least the best arm, its neighbours and half."""
-    shares, alive, previous = 0.0, arms, 0
+def _most_seconds(seconds: RunSeconds, arms: int, rungs: list[int], cards: int) -> float:
+    """What a sweep takes at most, about: after each comparison at least the best arm, its neighbours and half train on."""
+    total_s, alive, previous = 0.0, arms, 0
     for rung in rungs:
-        shares += math.ceil(alive / cards) * (rung - previous) / rungs[-1]
+        total_s += math.ceil(alive / cards) * (seconds.load_s + seconds.train_s * (rung - previous) / rungs[-1])
         alive, previous = min(alive, max(3, -(-alive // 2))), rung
-    return shares
+    return total_s
 
 
 def _within(
-    budget_s: float, seconds: float | None, values: list[dict[str, Any]], swept: dict[str, list[Any]], cards: int
+    budget_s: float, seconds: RunSeconds | None, values: list[dict[str, Any]], swept: dict[str, list[Any]], cards: int
 ) -> tuple[list[dict[str, Any]], list[LeftOut]]:
     """The combinations in the middle of the grid that the budget allows. Raises CommandError where no step was measured."""
     if seconds is None:
@@ -137,10 +150,10 @@ def _within(
             "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.",
         )
     count = len(values)
-    while count and seconds * _most_runs(count, rungs_of(100), cards) > budget_s:
+    while count and _most_seconds(seconds, count, rungs_of(100), cards) > budget_s:
         count -= 1
     chosen = nearest_to_centre(values, swept, count)
-    reason = f"{count} arms fit --budget {format_seconds(budget_s)} at {format_seconds(seconds)} a run"
+    reason = f"{count} arms fit --budget {format_seconds(budget_s)} at {format_seconds(sum(seconds))} a run"
     return chosen, [LeftOut(combination, reason) for combination in values if combination not in chosen]
 
 
