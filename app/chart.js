@@ -193,7 +193,7 @@ class Chart extends HTMLElement {
     }
     this.querySelector("[data-axis=epoch]").hidden = !this.runs.every((run) => run.epochs);
     this.querySelector("[data-do=whole]").hidden = !this.zoom;
-    this.querySelector("[data-do=scale]").hidden = !this.charts.some(({ panel, u }) => panel.shared && sharedTop(u.data) !== null);
+    this.querySelector("[data-do=scale]").hidden = !this.charts.some(({ panel, u }) => panel.shared && sharedTop(u.data, panel.log && this.view.isLog) !== null);
     if (this.strip) eventsOf(this.strip, this.runs[0], ...this.range());
     if (!this.querySelector(".ftc-table").hidden) this.querySelector(".ftc-table").innerHTML = tableOf(this.panels, this.runs);
     this.read(this.at);

@@ -75,16 +75,17 @@ function lonePoints(u, index) {
 
 const p99 = (values) => [...values].sort((a, b) => a - b)[Math.floor(0.99 * (values.length - 1))];
 
-// The top of the scale where some of several runs would flatten the others: the 99th percentile of those; else null.
-export function sharedTop(data) {
+// The top of the scale where some of several runs would flatten the others: the 99th percentile of those; else null. On a log
+// scale only one that is fifty times higher does.
+export function sharedTop(data, isLog) {
   const runs = data.slice(1).map((values) => values.filter(Number.isFinite)).filter((values) => values.length), tops = runs.map(p99);
-  const middle = [...tops].sort((a, b) => a - b)[(tops.length - 1) >> 1], others = runs.filter((values, n) => tops[n] <= 3 * middle);
+  const middle = [...tops].sort((a, b) => a - b)[(tops.length - 1) >> 1], others = runs.filter((values, n) => tops[n] <= (isLog ? 50 : 3) * middle);
   return others.length < runs.length ? p99(others.flat()) : null;
 }
 
 function rangeOf(panel, isLog, view) {
   return (u, low, high) => {
-    const top = panel.shared && !view.isWhole() ? sharedTop(u.data) : null;
+    const top = panel.shared && !view.isWhole() ? sharedTop(u.data, isLog) : null;
     if (top !== null && high > top) high = top;
     if (low === null || high === null) [low, high] = panel.levels.length ? [Infinity, -Infinity] : isLog ? [0.1, 1] : [0, 1];
     if (isLog) return [low / 1.12, high * 1.12];
