@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.card.visible import environment_with_gpus
-from finetune.errors import CommandError, FinetuneError
+from finetune.errors import CommandError, DataError, FinetuneError
 from finetune.files import write_json
 from finetune.planner.quantisation_cost import QuantisationCost, Sequences
 from finetune.run.card import cards_of, visibility
@@ -35,7 +35,9 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
     from finetune.planner.planning import plan_recipe
 
     if not card.is_cpu and card.source == "catalogue":
-        raise CommandError(f"--measure computes on {card.name}, which is not in this machine", "Leave out --gpu, or --measure.")
+        raise CommandError(
+            f"measuring computes on {card.name}, which is not in this machine", "Set gpu=auto, or don't measure."
+        )
     held_out: list[Callable[[], Sequences] | None] = []
 
     def read(resolved: Recipe) -> RowsRead:
@@ -44,6 +46,8 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
         return result
 
     plan = plan_recipe(recipe, card, read, progress=progress)
+    if held_out[-1] is None and plan.data_problem:
+        raise DataError(plan.data_problem.problems, plan.data_problem.fix)
     return measure_plan(plan, held_out[-1], progress)
 
 
