@@ -7,7 +7,7 @@ plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its fore
 largest {"recipe": yaml, "setting": name}                 the largest value of a setting with which the recipe fits
 measure {"recipe": yaml}                                  the base's held-out losses in 16 bit, int8 and NF4
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
-newest  {"number": n}                                     no answer; ends the work on a plan, largest or measure with a lower number
+newest  {"number": n}                                     no answer; ends work on a plan, largest or measure with a lower number
 
 Before an answer there may be lines {"progress": message}.
 """

@@ -35,9 +35,7 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
     from finetune.planner.planning import plan_recipe
 
     if not card.is_cpu and card.source == "catalogue":
-        raise CommandError(
-            f"measuring computes on {card.name}, which is not in this machine", "Set gpu=auto, or don't measure."
-        )
+        raise CommandError(f"measuring needs {card.name}, which is not in this machine", "Set gpu=auto, or measure nothing.")
     held_out: list[Callable[[], Sequences] | None] = []
 
     def read(resolved: Recipe) -> RowsRead:
@@ -47,7 +45,7 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
 
     plan = plan_recipe(recipe, card, read, progress=progress)
     if held_out[-1] is None and plan.data_problem:
-        raise DataError(plan.data_problem.problems, plan.data_problem.fix)
+        raise DataError([*plan.data_problem.problems], plan.data_problem.fix)
     return measure_plan(plan, held_out[-1], progress)
 
 
