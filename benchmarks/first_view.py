@@ -18,7 +18,7 @@ from typing import Any
 
 from screenshots import ARGUMENTS, page_started
 
-_BARS = {"bytes": 350_000, "decoded_bytes": 900_000, "bytes_again": 30_000, "layout_shift": 0.05}
+BARS = {"bytes": 350_000, "decoded_bytes": 900_000, "bytes_again": 30_000, "layout_shift": 0.05}
 #: Bytes so far of what the page has loaded, itself included; and what the browser calls the sum of its shifts.
 _SIZES = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')].reduce(
     ([sent, decoded], entry) => [sent + entry.transferSize, decoded + entry.decodedBodySize], [0, 0])"""
@@ -41,7 +41,7 @@ def main() -> int:
         for page in pages:
             values = view(browser, link, page)
             print(json.dumps({"page": f"/{page}", **values}), flush=True)
-            is_over = is_over or any(values[name] > bar for name, bar in _BARS.items())
+            is_over = is_over or any(values[name] > bar for name, bar in BARS.items())
         browser.close()
     return 1 if is_over else 0
 

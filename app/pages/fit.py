@@ -54,8 +54,9 @@ def build(context: Context, page: gr.Blocks) -> None:
     edited = [layout.refused, asked]
 
     page.load(view.stamp, None, asked, **QUIET)
-    asked.change(view.follow, layout.card, [layout.card, layout.command, drafted], **QUIET)
+    # The plan is asked for first: the browser takes a while between two requests.
     asked.change(view.answer, None, [*layout.answer, answered, planned, alone, ahead], **QUIET)
+    asked.change(view.follow, layout.card, [layout.card, layout.command, drafted], **QUIET)
     alone.change(view.compare, None, [layout.others, layout.ledger, ahead], **QUIET)
     ahead.change(view.what_if, None, layout.bars, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, mine, [layout.progress, asked, ahead], **QUIET)
