@@ -57,6 +57,7 @@ const fill = () => {
   const acted = values("acted"), drafted = values("drafted"), planned = values("planned");
   state.waiting = state.waiting.filter(({ sent }) => sent > (acted?.sent ?? 0));
   if (!state.waiting.length) clearTimeout(state.timer);
+  document.body.toggleAttribute("data-unsaved", state.waiting.length > 0);
   document.body.toggleAttribute("data-planning", state.waiting.length > 0 || asked === "" || asked !== answered);
   if (!drafted || state.waiting.length || (acted && drafted.read < acted.read && drafted.stamp !== acted.stamp)) return;
   const numbers = { ...(planned?.stamp === drafted.stamp ? planned.numbers : {}), ...drafted.numbers };

@@ -69,12 +69,17 @@ class Editor:
     def _wait_until_taken(self, tab: Any) -> None:
         """Nobody changes to another control or tab in the time that a message takes; in one control nothing is waited for."""
         until = time.monotonic() + _TAKEN_S
-        while (unsaved := self._not_taken()) and time.monotonic() < until:
+        while (unsaved := self._not_taken() or self._not_acknowledged()) and time.monotonic() < until:
             tab.wait_for_timeout(50)
         if unsaved:
             self.problems.append(f"{unsaved} after {self.log[-6:]}")
-            for name in unsaved:
+            for name in unsaved.keys() & self.chosen.keys():
                 del self.chosen[name]
+
+    def _not_acknowledged(self) -> dict[str, str]:
+        """Tabs with a message on its way, which may be of the value that the recipe has already."""
+        unsaved = [tab.evaluate("document.body.hasAttribute('data-unsaved')") for tab in self.tabs]
+        return {f"tab {number}": "a message is not acknowledged" for number, waits in enumerate(unsaved) if waits}
 
     def _not_taken(self) -> dict[str, str]:
         """Settings of which the recipe has not what was chosen last."""

@@ -19,6 +19,7 @@ from ..views import run_page
 from ..views.chart_series import answer, zoomed
 from ..views.run_head import TABS
 from ..views.series import MOST_BINS
+from .own_files import compressed
 
 _VERSION = re.compile(r"([0-9a-f]{8})-([0-9]{1,12})-([0-9]{1,10})")
 _STEP = re.compile(r"[0-9]{1,12}")
@@ -53,8 +54,9 @@ def series_of(context: Context) -> Callable[[str, Request], Response]:
             return _plain(400, str(error))
         except (FinetuneError, OSError, ValueError, KeyError):
             return _plain(404, "This run's files can't be read.")
-        content = json.dumps(body, separators=(",", ":"), allow_nan=False)
-        return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        content, encoding = compressed(text.encode(), request.headers.get("accept-encoding", ""))
+        return Response(content, media_type="application/json", headers={"cache-control": "no-store", **encoding})
 
     return handler
 
