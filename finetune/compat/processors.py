@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,39 @@ def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[
 def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
     """The text that stands for each of these pictures."""
     return _process(processor, [pictures])[1]
+
+
+#: Image processors of whose own count of patches, or of tiles, a picture's text and its number of pixel values follow.
+_BY_PATCHES = (
+    "Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil",
+)  # fmt: skip
+
+
+def picture_kind(processor: Any, width: int, height: int) -> Hashable:
+    """What the text and the number of pixel values of a picture follow from: patches by the processor's own rule, else the size."""
+    images = processor.image_processor
+    name = type(images).__name__
+    if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
+        return ()  # each picture gets one size
+    return images.get_number_of_image_patches(height, width) if name in _BY_PATCHES else (width, height)  # type: ignore[no-any-return]
+
+
+def values_of_a_patch(processor: Any, picture: Image) -> int | None:
+    """Pixel values of a patch, where a picture's text and values follow from its number of patches in a grid, as this one's do."""
+    tensors, texts = _process(processor, [[picture]])
+    patches = picture_kind(processor, *picture.size)
+    if "image_grid_thw" not in tensors or not isinstance(patches, int) or texts != [patch_text(processor, patches)]:
+        return None
+    values, rest = divmod(tensors["pixel_values"].numel(), patches)
+    return None if rest else values
+
+
+def patch_text(processor: Any, patches: int) -> str:
+    """The text for a picture of so many patches in a grid."""
+    import torch
+
+    text: str = processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)
+    return text
 
 
 def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list[str]]:
