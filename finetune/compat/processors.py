@@ -149,7 +149,10 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
     name = type(images).__name__
     if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
         return ()  # each picture gets one size
-    return images.get_number_of_image_patches(height, width) if name in _BY_PATCHES else (width, height)  # type: ignore[no-any-return]
+    if name not in _BY_PATCHES:
+        return width, height
+    patches: Hashable = images.get_number_of_image_patches(height, width, _image_settings(processor))
+    return patches
 
 
 def values_of_a_patch(processor: Any, picture: Image) -> int | None:
@@ -171,9 +174,14 @@ def patch_text(processor: Any, patches: int) -> str:
 
 
 def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list[str]]:
-    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")
     images = processor.image_processor.fetch_images([list(pictures) for pictures in rows])
-    return processor._process_images(images, **settings["images_kwargs"])
+    return processor._process_images(images, **_image_settings(processor))
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    """The processor's own settings for its image processor."""
+    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")
+    return dict(settings["images_kwargs"])
 
 
 def with_picture_texts(
