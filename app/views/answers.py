@@ -54,7 +54,8 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
         shown = '<span class="ft-faint">not asked</span>' if answer is None else marked(answer, expected, earlier)
         cells += f'<td class="mono" data-label="Step {step:,}">{shown}</td>'
         earlier = answer if answer is not None else earlier
-    return f'<tr><td>{_small_pictures(prompt[1])}{inert(prompt[0])}</td><td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
+    asked = f"<td>{_small_pictures(prompt[1])}{inert(prompt[0])}</td>"
+    return f'<tr>{asked}<td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:

@@ -144,7 +144,7 @@ _BY_PATCHES = (
 
 
 def picture_kind(processor: Any, width: int, height: int) -> Hashable:
-    """What the text and the number of pixel values of a picture follow from: patches by the processor's own rule, else the size."""
+    """What a picture's text and number of pixel values follow from: patches by the processor's own rule, else the size."""
     images = processor.image_processor
     name = type(images).__name__
     if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
@@ -156,13 +156,13 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
 
 
 def values_of_a_patch(processor: Any, picture: Image) -> int | None:
-    """Pixel values of a patch, where a picture's text and values follow from its number of patches in a grid, as this one's do."""
+    """Pixel values of a patch, where pictures' texts and values follow from their patches in a grid, as this one's do."""
     tensors, texts = _process(processor, [[picture]])
     patches = picture_kind(processor, *picture.size)
     if "image_grid_thw" not in tensors or not isinstance(patches, int) or texts != [patch_text(processor, patches)]:
         return None
-    values, rest = divmod(tensors["pixel_values"].numel(), patches)
-    return None if rest else values
+    values, remainder = divmod(tensors["pixel_values"].numel(), patches)
+    return None if remainder else values
 
 
 def patch_text(processor: Any, patches: int) -> str:

@@ -302,7 +302,7 @@ class _Deepening:
 
     def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
         """Pairs of allocations of one layer, for every layer. Raises NotRepeated where just one of two repeats."""
-        pairs = {}
+        pairs: dict[int, int] = {}
         for new, target in numbers.items():
             new_copies, target_copies = list(self._copies(new)), list(self._copies(target))
             if len(new_copies) != len(target_copies):

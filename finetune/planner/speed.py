@@ -161,7 +161,8 @@ class Job:
         if self.vision is None:
             return self.shape
         return replace(
-            self.shape, linear=self.shape.linear - self.vision.weights, linear_width=self.shape.linear_width - self.vision.width,
+            self.shape, linear=self.shape.linear - self.vision.weights,
+            linear_width=self.shape.linear_width - self.vision.width,
             adapter_per_rank=self.shape.adapter_per_rank - self.vision.adapter_per_rank,
         )  # fmt: skip
 
@@ -261,8 +262,8 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
 
 
 def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> float:
-    """Seconds of the vision part on a micro-batch's pictures; its layers are not recomputed. A forward pass moves the bytes that
-    recomputing one adds to a step."""
+    """Seconds of the vision part on a micro-batch's pictures; its layers are not recomputed. A forward pass moves the bytes
+    that recomputing one adds to a step."""
     work = job.vision
     if work is None:
         return 0.0

@@ -21,8 +21,8 @@ ATTENTION_BACKWARD = 2.5
 class VisionWork:
     """FLOPs of the pictures of a row, and what of them is trained.
 
-    `forward_flops`: of all operators, without adapters. `backward_flops`: of the gradients that adapters need; of frozen weights
-    none are computed. `adapter_flops`: of adapters of rank 1, forward and backward. `forward_elements` and `backward_elements`:
+    `forward_flops`: of all operators, without adapters. `backward_flops`: of the gradients that adapters need; frozen weights
+    get none. `adapter_flops`: of adapters of rank 1, forward and backward. `forward_elements` and `backward_elements`:
     inputs and outputs of linear layers that a pass moves. `weights` of its linear layers and `width`, the sum of their inputs
     and outputs, are parts of a ModelShape's, as are its adapters' parameters at rank 1.
     """
@@ -119,10 +119,12 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
         inputs.pop("labels")
         with suppress(_Reached), forward:
             model(**inputs)
-        trained = [value.float().sum() for value in tree_iter(reached) if isinstance(value, torch.Tensor) and value.requires_grad]
+        trained = [
+            value.float().sum() for value in tree_iter(reached) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
         with gradients:
             if trained:
-                backward(sum(trained))
+                backward(torch.stack(trained).sum())
     return counts.work(forward.get_total_flops(), gradients.get_total_flops())
 
 

@@ -15,8 +15,8 @@ from app.views.run_figures import figures, memory
 from app.views.run_head import failure, next_steps, progress, title
 from app.views.run_page import changed
 from app.workspace import Workspace
-from finetune.card import find_card
 from finetune.bundled import dataset_paths
+from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Sample, State
 from finetune.units import GIB
 

@@ -84,4 +84,6 @@ def test_pictures_slow_a_step_down_and_more_so_where_the_tower_is_trained(monkey
     values = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "unread", "max_length": 2048, "lora_r": 16}
     card, pictures = find_card("rtx-4090"), rows_with_pictures(((1024, 1024),))
     plans = [plan_recipe(recipe_from({**values, "train_vision": part}), card, pictures) for part in ("none", "all")]
-    assert [plan.forecast.tokens_per_s for plan in plans] == sorted((plan.forecast.tokens_per_s for plan in plans), reverse=True)
+    assert [plan.forecast.tokens_per_s for plan in plans] == sorted(
+        (plan.forecast.tokens_per_s for plan in plans), reverse=True
+    )

@@ -92,14 +92,14 @@ class PictureProcessor:
         return replace(rendered, text=text, spans=move.spans(rendered.spans), escaped_spans=move.spans(rendered.escaped_spans))
 
     def text_of(self, width: int, height: int) -> str:
-        """The text for a picture of this size: by its patches, else by processing an empty one, as it depends on nothing else."""
+        """The text for a picture of this size, by its patches or by processing an empty one: it depends on nothing else."""
         size = self.size(width, height)
         kind = picture_kind(self.processor, *size)
         if kind not in self._texts:
-            by_patches = self._values_of_a_patch is not None and isinstance(kind, int)
-            self._texts[kind] = (
-                patch_text(self.processor, kind) if by_patches else picture_texts(self.processor, [blank(*size)])[0]
-            )
+            if isinstance(kind, int) and self._values_of_a_patch is not None:
+                self._texts[kind] = patch_text(self.processor, kind)
+            else:
+                self._texts[kind] = picture_texts(self.processor, [blank(*size)])[0]
         return self._texts[kind]
 
     @cached_property
@@ -124,9 +124,7 @@ class PictureProcessor:
 
     def _processed_values(self, width: int, height: int) -> int:
         tensors = self.tensors([[blank(width, height)]]).values()
-        return sum(
-            tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
-        )
+        return sum(tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point())
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
         """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""
