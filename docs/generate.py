@@ -47,7 +47,7 @@ from blocks.plans import (
     plan_of,
     recipes,
 )  # fmt: skip
-from blocks.reference import cards, events, exits, families, model_types, other_tools, plan_json, settings
+from blocks.reference import cards, events, exits, families, model_types, other_tools, picture_types, plan_json, settings
 
 #: Columns of the terminal that the plans are printed for.
 WIDTH = 118
@@ -62,6 +62,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "plan-json": plan_json,
     "families": families,
     "model-types": model_types,
+    "picture-types": picture_types,
     "gpu": gpu,
     "peers": peers,
     "card-peers": card_peers,

@@ -5,10 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 
+from finetune.data.pictures.display import small_copy_of
 from finetune.events import Sample
 
+from .data import small_pictures
 from .markup import inert
+
+#: The text, and the files of its pictures: rows with other pictures may have the same text.
+_Prompt = tuple[str, tuple[str, ...]]
 
 _WORDS = re.compile(r"\s+|[^\s\w]|\w+")
 #: Words of an answer that are compared; a longer one is shown without marks.
@@ -18,9 +25,9 @@ _MOST_WORDS = 400
 def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2) -> str:
     """A table with a row for each prompt and a column for the newest steps; empty without samples."""
     steps = sorted({sample.step for sample in samples})[-most_steps:]
-    by_prompt: dict[str, dict[int, Sample]] = {}
+    by_prompt: dict[_Prompt, dict[int, Sample]] = {}
     for sample in samples:
-        by_prompt.setdefault(sample.prompt or "", {})[sample.step] = sample
+        by_prompt.setdefault((sample.prompt or "", tuple(sample.pictures)), {})[sample.step] = sample
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     if not prompts:
         return ""
@@ -33,7 +40,12 @@ def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_ste
     )
 
 
-def _row(prompt: str, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
+@lru_cache(64)
+def _small_pictures(paths: tuple[str, ...]) -> str:
+    return small_pictures([small_copy_of(Path(path)) for path in paths])
+
+
+def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
     expected = next((sample.expected for sample in by_step.values() if sample.expected), "") or ""
     cells, earlier = "", None
     for step in steps:
@@ -42,7 +54,8 @@ def _row(prompt: str, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
         shown = '<span class="ft-faint">not asked</span>' if answer is None else marked(answer, expected, earlier)
         cells += f'<td class="mono" data-label="Step {step:,}">{shown}</td>'
         earlier = answer if answer is not None else earlier
-    return f'<tr><td>{inert(prompt)}</td><td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
+    asked = f"<td>{_small_pictures(prompt[1])}{inert(prompt[0])}</td>"
+    return f'<tr>{asked}<td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:

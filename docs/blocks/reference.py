@@ -167,6 +167,22 @@ def model_types() -> str:
     return f"{len(rows)} model types: {len(good)} forecast, {len(refused_rows)} refused.\n\n{listed}\n\n{refused}"
 
 
+def picture_types() -> str:
+    """The committed table of benchmarks/picture_types.py: which types read pictures, and the reasons for the rest."""
+    with (ROOT / "benchmarks" / "reference" / "picture_types.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["result"], []).append(f"`{row['model_type']}`")
+    listed = [
+        f"{result.capitalize()} ({len(names.get(result, ()))}): {', '.join(names.get(result, ()))}."
+        for result in ("compared", "not compared")
+    ]
+    reasons = [(f"`{row['model_type']}`", row["result"], row["reason"]) for row in rows if row["reason"]]
+    paragraphs = "\n\n".join(textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) for text in listed)
+    return f"{paragraphs}\n\n{markdown(('model type', 'with pictures', 'why'), reasons)}"
+
+
 def families() -> str:
     """The committed table of benchmarks/families.py: the phase of each family that is furthest from its forecast."""
     from finetune.planner.attention import KEPT_APART

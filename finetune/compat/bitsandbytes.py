@@ -94,13 +94,19 @@ def without_cpu_repacking() -> Iterator[None]:
         yield
 
 
-def disable_cpu_repacking(model: Any) -> None:
-    """The same for the existing 4-bit layers of a model."""
+#: Rows and columns that a repacked 4-bit weight has a multiple of, by bitsandbytes' `_convert_weight_packed_for_cpu`.
+_REPACKED_ROWS, _REPACKED_COLUMNS = 32, 64
+
+
+def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
+    """The same for the existing 4-bit layers of a model; `misfits_only`: those whose shapes the repacking fails on."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+            misfits = module.out_features % _REPACKED_ROWS or module.in_features % _REPACKED_COLUMNS
+            if misfits or not misfits_only:
+                module.support_avx512bf16_for_cpu = False
 
 
 @contextmanager

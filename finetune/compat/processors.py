@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,25 @@ PRIVATE_NAMES = (
         f"{_PROCESSOR}.__init__",
     ),
 )  # fmt: skip
+
+
+#: Processors whose own calls make nothing that `processed_pictures` and `token_types` do not: their batches equal TRL's
+#: (tests/methods/test_pictures_are_trls.py).
+_COMPARED_CALLS = ("Gemma3Processor", "Idefics3Processor", "InternVLProcessor")
+
+
+def why_no_pictures(kind: Any) -> str | None:
+    """Why rows with pictures can't go through a processor of this class; None where they can."""
+    from transformers import ProcessorMixin
+
+    name = getattr(kind, "__name__", str(kind))
+    if not (isinstance(kind, type) and issubclass(kind, ProcessorMixin)):
+        return f"{name} is no processor of pictures and text, or needs torchvision"
+    if kind.replace_image_token is ProcessorMixin.replace_image_token:
+        return f"{name} does not say which text stands for a picture"
+    if kind.__call__ is not ProcessorMixin.__call__ and name not in _COMPARED_CALLS:
+        return f"{name} makes more of a row than text and pictures, which nobody has compared with TRL yet"
+    return None
 
 
 def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) -> Any:
@@ -88,8 +107,8 @@ def _processor_class(path: str, revision: str | None) -> Any:
         if name
         else PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
     )
-    if not hasattr(kind, "get_attributes"):
-        raise LookupError(f"{name or path} has no processor of pictures and text, or needs torchvision")
+    if reason := why_no_pictures(kind):
+        raise LookupError(reason)
     return _without_video(kind)
 
 
@@ -118,10 +137,51 @@ def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
     return _process(processor, [pictures])[1]
 
 
+#: Image processors of whose own count of patches, or of tiles, a picture's text and its number of pixel values follow.
+_BY_PATCHES = (
+    "Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil",
+)  # fmt: skip
+
+
+def picture_kind(processor: Any, width: int, height: int) -> Hashable:
+    """What a picture's text and number of pixel values follow from: patches by the processor's own rule, else the size."""
+    images = processor.image_processor
+    name = type(images).__name__
+    if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
+        return ()  # each picture gets one size
+    if name not in _BY_PATCHES:
+        return width, height
+    patches: Hashable = images.get_number_of_image_patches(height, width, _image_settings(processor))
+    return patches
+
+
+def values_of_a_patch(processor: Any, picture: Image) -> int | None:
+    """Pixel values of a patch, where pictures' texts and values follow from their patches in a grid, as this one's do."""
+    tensors, texts = _process(processor, [[picture]])
+    patches = picture_kind(processor, *picture.size)
+    if "image_grid_thw" not in tensors or not isinstance(patches, int) or texts != [patch_text(processor, patches)]:
+        return None
+    values, remainder = divmod(tensors["pixel_values"].numel(), patches)
+    return None if remainder else values
+
+
+def patch_text(processor: Any, patches: int) -> str:
+    """The text for a picture of so many patches in a grid."""
+    import torch
+
+    text: str = processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)
+    return text
+
+
 def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list[str]]:
-    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")
     images = processor.image_processor.fetch_images([list(pictures) for pictures in rows])
-    return processor._process_images(images, **settings["images_kwargs"])
+    return processor._process_images(images, **_image_settings(processor))
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    """The processor's own settings for its image processor."""
+    settings = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt")
+    return dict(settings["images_kwargs"])
 
 
 def with_picture_texts(

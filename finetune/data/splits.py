@@ -110,10 +110,22 @@ class LimitedSplit:
 
     def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
         """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
-        sizes = self._picture_sizes
-        values = processor.values_by_row(sizes, len(self.stored.row_numbers))
-        largest = sizes.rows == values.argmax() if len(values) else sizes.rows < 0
-        pairs = zip(sizes.widths[largest].tolist(), sizes.heights[largest].tolist(), strict=True)
+        values = processor.values_by_row(self._picture_sizes, len(self.stored.row_numbers))
+        return self._pictures_of(int(values.argmax()), processor) if len(values) else ()
+
+    def usual_pictures(self, processor: PictureProcessor) -> tuple[tuple[tuple[int, int], ...], float]:
+        """The same of the row nearest to the mean of those with pictures, and the mean of all rows in pixel values of it."""
+        values = processor.values_by_row(self._picture_sizes, len(self.stored.row_numbers))
+        with_pictures = np.flatnonzero(values)
+        if not len(with_pictures):
+            return (), 1.0
+        row = with_pictures[np.abs(values[with_pictures] - values[with_pictures].mean()).argmin()]
+        share = values.sum() / max(1, np.logical_or.reduce(self.passes).sum()) / values[row]
+        return self._pictures_of(int(row), processor), round(float(share), 4)
+
+    def _pictures_of(self, row: int, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
+        sizes = self._picture_sizes.of_rows(np.arange(len(self.stored.row_numbers)) == row)
+        pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
         return tuple(processor.size(width, height) for width, height in pairs)
 
     @property

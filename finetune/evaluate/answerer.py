@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.data import Encoder
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
@@ -258,6 +259,7 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
     that can't be loaded or is not finite, RecipeError for one of another base.
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
+    disable_cpu_repacking(base, misfits_only=True)
     grow_vocabulary(base, settings, tokenizer)
     if adapter:  # whose base model may have been downloaded only now
         require_same_base(adapter, settings, reread=not reads_own_file(settings))

@@ -213,6 +213,7 @@ class Sample(Event):
     prompt: Annotated[str | None, "the prompt"] = None
     expected: Annotated[str | None, "the answer of the row"] = None
     answer: Annotated[str | None, "the model's answer"] = None
+    pictures: Annotated[tuple[str, ...], "files of the prompt's pictures"] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,11 +301,13 @@ class _Deepening:
         return len(other) - from_end
 
     def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
-        """Pairs of allocations of one layer, for every layer."""
-        pairs = {}
+        """Pairs of allocations of one layer, for every layer. Raises NotRepeated where just one of two repeats."""
+        pairs: dict[int, int] = {}
         for new, target in numbers.items():
-            for new_copy, target_copy in zip(self._copies(new), self._copies(target), strict=True):
-                pairs[new_copy] = target_copy
+            new_copies, target_copies = list(self._copies(new)), list(self._copies(target))
+            if len(new_copies) != len(target_copies):
+                raise NotRepeated
+            pairs |= zip(new_copies, target_copies, strict=True)
         return pairs
 
     def _copies(self, number: int) -> Iterator[int]:

@@ -95,6 +95,8 @@ class DataStatistics:
     eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
     most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
+    usual_pictures: tuple[tuple[int, int], ...] = ()  # of the row nearest to the mean pixel values of those with pictures
+    picture_share: float = 1.0  # mean pixel values of all rows, of that row's
 
     @property
     def longest(self) -> int | None:
@@ -122,8 +124,9 @@ class DataStatistics:
         if not self.pictures:
             return None
         return DataStatistics(
-            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens
-        )
+            0, 0, 0, 0, pictures=self.pictures, eval_pictures=self.eval_pictures, picture_tokens=self.picture_tokens,
+            usual_pictures=self.usual_pictures, picture_share=self.picture_share,
+        )  # fmt: skip
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""

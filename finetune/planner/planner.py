@@ -42,6 +42,7 @@ from finetune.planner.shape import shape_of
 from finetune.planner.speed import Job, knows_rates
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
+from finetune.planner.vision_work import VisionWork, vision_work
 from finetune.settings import AUTO
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
@@ -161,6 +162,11 @@ class _Planner:
     report_progress: Progress
     replays_rows: bool = False
     evaluated: dict[bool, list[EvaluatedStrategy]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def vision(self) -> VisionWork | None:
+        """The work of a vision tower on a usual row; None without pictures."""
+        return vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
 
     @functools.cached_property
     def host_free(self) -> int | None:
@@ -320,6 +326,7 @@ class _Planner:
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
+                vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 

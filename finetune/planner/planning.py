@@ -193,7 +193,9 @@ def rows_with_pictures(pictures: tuple[tuple[int, int], ...]) -> Callable[[Recip
         from finetune.memory.picture_prompt import picture_prompt
 
         prompt = picture_prompt(recipe, pictures)
-        return RowsRead(DataStatistics(0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts))
+        return RowsRead(DataStatistics(
+            0, 0, 0, 0, pictures=prompt.sizes, picture_tokens=prompt.token_counts, usual_pictures=prompt.sizes
+        ))  # fmt: skip
 
     return read
 
@@ -284,9 +286,10 @@ def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
     processor = selected.encoded.encoder.picture_processor
     largest = [split.largest_pictures(processor) for split in selected.splits]
     tokens = tuple(processor.token_count(*size) for size in largest[0])
+    usual, share = selected.splits[0].usual_pictures(processor)
     return {
         "pictures": largest[0], "eval_pictures": largest[1] if len(largest) > 1 else (), "picture_tokens": tokens,
-        "most_pixels": max(split.most_pixels for split in selected.splits),
+        "usual_pictures": usual, "picture_share": share, "most_pixels": max(split.most_pixels for split in selected.splits),
     }  # fmt: skip
 
 

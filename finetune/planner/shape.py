@@ -98,8 +98,9 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     values = {name: value for name, value in config.items() if name != "quantization_config"}
     counts = [field.name for field in fields(ModelShape)]
     key = cache.key_of(
-        kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code
-    )
+        kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code,
+        vision=recipe.vision is True and recipe.train_vision,
+    )  # fmt: skip
     if key not in _known:
         cached = cache.read(key)
         _known[key] = _count(values, recipe) if cached is None else ModelShape(**cached)

@@ -8,7 +8,7 @@ measurements (docs/accuracy.md); earlier runs on a card correct it (history.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from finetune.settings.base_formats import BaseFormat
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.planner.plan import DataStatistics
     from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
+    from finetune.planner.vision_work import VisionWork
 
 
 #: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
@@ -137,7 +138,7 @@ CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 @dataclass(frozen=True)
 class Job:
     """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
-    the training method."""
+    the training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` of it."""
 
     shape: ModelShape
     card: Card
@@ -151,6 +152,19 @@ class Job:
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
     attention: str = "sdpa"
+    vision: VisionWork | None = None
+    picture_share: float = 1.0
+
+    @property
+    def decoder(self) -> ModelShape:
+        """The shape without the vision part's layers."""
+        if self.vision is None:
+            return self.shape
+        return replace(
+            self.shape, linear=self.shape.linear - self.vision.weights,
+            linear_width=self.shape.linear_width - self.vision.width,
+            adapter_per_rank=self.shape.adapter_per_rank - self.vision.adapter_per_rank,
+        )  # fmt: skip
 
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
         """Tokens of a micro-batch whose rows are padded to `width`."""
@@ -203,7 +217,7 @@ def saved_bytes(base: BaseFormat, lean: bool) -> float:
 
 def time_step(job: Job, strategy: Strategy) -> Timing:
     """Seconds of one optimizer step, before any correction by measured runs."""
-    shape, card, batches, rank = job.shape, job.card, job.batches, job.rank
+    shape, card, batches, rank = job.decoder, job.card, job.batches, job.rank
     overhead = COMPILED_SHARE if job.compiled else 1.0
     usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
     flops = (card.bf16_flops or usual_flops) * card.flops_share
@@ -236,14 +250,28 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     dispatch *= EXPERTS_DISPATCH if shape.experts else 1.0
     launches = (1 + passes) * shape.layers * LAYER_DISPATCH_S * overhead * dispatch
     micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
+    micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
     parts = {name: seconds * steps for name, seconds in micro.items()}
     if copies:
         parts["transfer"] += copies.waiting_s
-    parts["optimizer"] = _optimizer_s(strategy.optim, shape, rank, bandwidth, pcie)
+    parts["optimizer"] = _optimizer_s(strategy.optim, job.shape, rank, bandwidth, pcie)
     step_s = sum(parts.values())
     return Timing(step_s, job.batch * job.method.sequences * batches.tokens_per_row / step_s, parts, copies)
+
+
+def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> float:
+    """Seconds of the vision part on a micro-batch's pictures; its layers are not recomputed. A forward pass moves the bytes
+    that recomputing one adds to a step."""
+    work = job.vision
+    if work is None:
+        return 0.0
+    moved = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
+    moved += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
+    computing_s = work.flops(job.rank) / flops + moved / bandwidth
+    dequantised = work.passes * work.weights * strategy.base.dequantise_bytes
+    return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
 
 
 def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, job: Job) -> float:

@@ -57,4 +57,5 @@ class Samples:
             events.emit(RunWarning(message="no more sample answers: not enough memory to generate them"))
             return
         for row, answer in zip(self._rows, answers, strict=True):
-            events.emit(Sample(step=step, prompt=row["prompt"], expected=row["answer"], answer=answer))
+            pictures = tuple(picture["path"] for picture in row.get("pictures", ()))
+            events.emit(Sample(step=step, prompt=row["prompt"], expected=row["answer"], answer=answer, pictures=pictures))

@@ -15,6 +15,7 @@ from app.views.run_figures import figures, memory
 from app.views.run_head import failure, next_steps, progress, title
 from app.views.run_page import changed
 from app.workspace import Workspace
+from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Sample, State
 from finetune.units import GIB
@@ -96,6 +97,13 @@ def test_an_answers_wrong_words_are_struck_and_those_that_became_right_marked():
     assert marked("<b>x</b>", "", None) == "&lt;b&gt;x&lt;/b&gt;"
     table = answers([Sample(step=at, prompt="p", expected="a", answer="b") for at in (1, 2, 3)])
     assert "Step 2" in table and "Step 3" in table and "Step 1" not in table and table.count("<tr>") == 2
+
+
+def test_answers_to_one_question_about_two_pictures_are_two_rows_with_these_pictures():
+    first, second = (str(dataset_paths("parcels")["train"].parent / "pictures" / f"00{number}.png") for number in range(2))
+    samples = [Sample(step=1, prompt="p", expected="a", answer="b", pictures=(path,)) for path in (first, second, "gone.png")]
+    table = answers(samples)
+    assert table.count("<tr>") == 4 and table.count("data:image/jpeg") == 2 and "can&#x27;t be opened any more" in table
 
 
 def test_a_tick_sends_only_the_parts_that_the_browser_has_not(follow):

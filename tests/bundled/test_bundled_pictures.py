@@ -4,9 +4,12 @@ import json
 import random
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from finetune.bundled import dataset_paths, model_path
+from finetune.recipe import recipe_from
+from finetune.settings.resolve import plainest
 from labels import draw_label, pixels
 from make_vision import QUESTIONS, data_labels, sorting, write_data
 
@@ -38,3 +41,18 @@ def test_pretraining_never_sees_how_parcels_are_sorted() -> None:
 def test_the_model_is_saved_with_a_processor_of_pictures() -> None:
     names = {path.name for path in model_path("tiny-vision").iterdir()}
     assert {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"} <= names
+
+
+@pytest.mark.slow
+def test_in_4_bit_each_layer_of_the_model_answers_on_a_cpu() -> None:
+    """Also those whose shapes bitsandbytes can't repack for a CPU with AVX512-BF16."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    from finetune.evaluate.answerer import load_model
+
+    recipe = recipe_from({"model_name_or_path": "tiny-vision", "dataset": "parcels", "vision": True, "load_in_4bit": True})
+    layers = [module for module in load_model(plainest(recipe), None, "cpu").modules() if isinstance(module, Linear4bit)]
+    with torch.no_grad():
+        shapes = [layer(torch.ones(2, layer.in_features)).shape for layer in layers]
+    assert shapes == [(2, layer.out_features) for layer in layers] and any(layer.in_features % 64 for layer in layers)

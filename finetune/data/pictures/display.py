@@ -6,9 +6,11 @@ import base64
 import re
 from collections.abc import Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
-from finetune.data.pictures.source import BadPicture, PictureSource, open_picture
+from finetune.data.pictures.source import BadPicture, PictureSource, open_picture, picture_file
+from finetune.errors import PackagesError
 
 #: Longer side of a small picture in pixels, and how many of a row are shown.
 _MAX_SIDE, _SHOWN = 160, 4
@@ -24,6 +26,14 @@ def with_counts(text: str) -> str:
 def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
     """Small copies of the first pictures of a row, with their sizes."""
     return [small_copy(source) for source in pictures[:_SHOWN]]
+
+
+def small_copy_of(path: Path) -> dict[str, Any]:
+    """That of a file."""
+    try:
+        return small_copy(picture_file(path))
+    except (BadPicture, PackagesError):
+        return {"address": "", "width": 0, "height": 0}
 
 
 def small_copy(source: PictureSource) -> dict[str, Any]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.compat.processors import load_processor, picture_texts, processed_pictures, token_types, with_picture_texts
+from finetune.compat.processors import (
+    load_processor,
+    patch_text,
+    picture_kind,
+    picture_texts,
+    processed_pictures,
+    token_types,
+    values_of_a_patch,
+    with_picture_texts,
+)
 from finetune.data.checks import BadRow
 from finetune.data.pictures.limits import MIN_SIDE
 from finetune.data.pictures.source import require_pillow
@@ -32,15 +41,18 @@ if TYPE_CHECKING:
 FILES = ("processor_config.json", "preprocessor_config.json")
 #: A processor that makes as much of a square of this side in pixels as of a small one scales each picture to one size.
 _LARGE_WIDTH = 2048
+#: Width and height of a picture by which a processor's rule for patches is checked: no multiple of any patch, and no square.
+_PROBE = (430, 310)
 
 
 class PictureProcessor:
     """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit. `value_counts`: pixel
-    values by size, `640x480`, of the sizes that were counted, which takes up to a second each."""
+    values by size, `640x480`, of the sizes that were counted."""
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
         self.processor, self.max_pixels = processor, max_pixels
-        self._texts: dict[tuple[int, int], str] = {}
+        self._texts: dict[Hashable, str] = {}
+        self._values: dict[Hashable, int] = {}
         self.value_counts: dict[str, int] = {}
 
     def limit(self, pixels: int) -> None:
@@ -80,11 +92,19 @@ class PictureProcessor:
         return replace(rendered, text=text, spans=move.spans(rendered.spans), escaped_spans=move.spans(rendered.escaped_spans))
 
     def text_of(self, width: int, height: int) -> str:
-        """The text for a picture of this size, by processing an empty one: it depends on nothing else."""
+        """The text for a picture of this size, by its patches or by processing an empty one: it depends on nothing else."""
         size = self.size(width, height)
-        if size not in self._texts:
-            self._texts[size] = picture_texts(self.processor, [blank(*size)])[0]
-        return self._texts[size]
+        kind = picture_kind(self.processor, *size)
+        if kind not in self._texts:
+            if isinstance(kind, int) and self._values_of_a_patch is not None:
+                self._texts[kind] = patch_text(self.processor, kind)
+            else:
+                self._texts[kind] = picture_texts(self.processor, [blank(*size)])[0]
+        return self._texts[kind]
+
+    @cached_property
+    def _values_of_a_patch(self) -> int | None:
+        return values_of_a_patch(self.processor, blank(*_PROBE))
 
     def token_count(self, width: int, height: int) -> int:
         """Tokens of a picture of this size."""
@@ -94,13 +114,17 @@ class PictureProcessor:
         """Pixel values that the model gets of a scaled picture of this size."""
         size = f"{width}x{height}"
         if size not in self.value_counts:
-            tensors = self.tensors([[blank(width, height)]])
-            self.value_counts[size] = sum(
-                tensor.numel()
-                for tensor in tensors.values()
-                if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
-            )
+            kind = picture_kind(self.processor, width, height)
+            if isinstance(kind, int) and self._values_of_a_patch is not None:
+                self._values[kind] = kind * self._values_of_a_patch
+            elif kind not in self._values:
+                self._values[kind] = self._processed_values(width, height)
+            self.value_counts[size] = self._values[kind]
         return self.value_counts[size]
+
+    def _processed_values(self, width: int, height: int) -> int:
+        tensors = self.tensors([[blank(width, height)]]).values()
+        return sum(tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point())
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
         """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""

@@ -1,0 +1,99 @@
+"""What rows with pictures are for every vision-language type of transformers: trained, text only, or refused, and why.
+
+    python benchmarks/picture_types.py             # the table
+    python benchmarks/picture_types.py --write     # also writes benchmarks/reference/picture_types.csv
+
+Types are those of AutoModelForImageTextToText. Needs no GPU, no network and no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+
+import model_types
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "model"))
+
+#: Batches, losses and forecasts of small models were compared; nothing is known against it; its text alone; nothing.
+COMPARED, NOT_COMPARED, TEXT_ONLY, REFUSED = "compared", "not compared", "text only", "refused"
+TABLE = Path(__file__).parent / "reference" / "picture_types.csv"
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """Model type -> result and reason, from the committed table."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return {row["model_type"]: (row["result"], row["reason"]) for row in csv.DictReader(file)}
+
+
+def picture_types() -> list[str]:
+    """Every model type of images and text of the installed transformers."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def outcome_of(kind: str) -> tuple[str, str]:
+    """The result for a type, and why its pictures are not read."""
+    from picture_models import kinds
+
+    if kind in kinds():
+        return COMPARED, ""
+    result, detail = model_types.table().get(kind, (model_types.REFUSED, "not in the table of model types"))
+    if result == model_types.REFUSED and not _is_of_default_values(detail):
+        return REFUSED, detail
+    if reason := _why_no_pictures(kind):
+        return (TEXT_ONLY if result == model_types.FORECAST else REFUSED), reason
+    return NOT_COMPARED, ""
+
+
+def _is_of_default_values(detail: str) -> bool:
+    """Whether a type is refused for its default configuration alone, which real checkpoints do not have."""
+    return "can't be built from this config.json" in detail or "a training step of this" in detail
+
+
+def _why_no_pictures(kind: str) -> str | None:
+    """Why a type's pictures can't be read, by its configuration and the classes that transformers names for it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    from finetune.compat.processors import why_no_pictures
+    from finetune.model.language_model import is_multimodal
+
+    if not is_multimodal(CONFIG_MAPPING[kind]()):
+        return "its configuration does not say which part is its language model"
+    if kind not in PROCESSOR_MAPPING_NAMES:
+        return "transformers names no processor of pictures and text for it"
+    image_processors = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {})
+    if image_processors and "pil" not in image_processors:
+        return f"{image_processors['torchvision']} needs torchvision"
+    processor = processor_class_from_name(PROCESSOR_MAPPING_NAMES[kind])
+    if reason := why_no_pictures(processor):
+        return reason
+    needs_package = "num2words" in inspect.getsource(processor)
+    return f"{processor.__name__} needs the package num2words" if needs_package else None
+
+
+def main() -> None:
+    """Print the table, then the count of each result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    rows = [(kind, *outcome_of(kind)) for kind in picture_types()]
+    for kind, result, reason in rows:
+        print(f"{kind:24} {result:14} {reason}")
+    print(", ".join(f"{count} {result}" for result, count in Counter(result for _, result, _ in rows).items()))
+    if write:
+        with TABLE.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("model_type", "result", "reason"))
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The work of a vision tower and its projector on the pictures of a row, counted on fake tensors at their real sizes."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.memory import cache
+from finetune.settings import plainest
+
+if TYPE_CHECKING:
+    from finetune.settings import Recipe
+
+#: Backward FLOPs of attention against its forward ones: five products instead of two.
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class VisionWork:
+    """FLOPs of the pictures of a row, and what of them is trained.
+
+    `forward_flops`: of all operators, without adapters. `backward_flops`: of the gradients that adapters need; frozen weights
+    get none. `adapter_flops`: of adapters of rank 1, forward and backward. `forward_elements` and `backward_elements`:
+    inputs and outputs of linear layers that a pass moves. `weights` of its linear layers and `width`, the sum of their inputs
+    and outputs, are parts of a ModelShape's, as are its adapters' parameters at rank 1.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    adapter_flops: float
+    forward_elements: float
+    backward_elements: float
+    weights: int
+    width: int
+    adapter_per_rank: int
+
+    def flops(self, rank: int) -> float:
+        """FLOPs of a training step's passes with adapters of this rank."""
+        return self.forward_flops + self.backward_flops + rank * self.adapter_flops
+
+    @property
+    def passes(self) -> int:
+        """Passes that read the weights."""
+        return 2 if self.backward_flops else 1
+
+
+def vision_work(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, int], ...]) -> VisionWork | None:
+    """The work on a row with pictures of these sizes, cached on disk; None without any.
+
+    Raises RecipeError where nothing here knows the model's processor.
+    """
+    if recipe.vision is not True or not pictures:
+        return None
+    key = cache.key_of(
+        kind="vision work", config={name: value for name, value in config.items() if name != "quantization_config"},
+        model=recipe.model_name_or_path, revision=recipe.model_revision, max_pixels=str(recipe.max_pixels),
+        targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
+    )  # fmt: skip
+    cached = cache.read(key)
+    if cached is not None:
+        return VisionWork(**cached)
+    work = _count(config, recipe, pictures)
+    cache.write(key, asdict(work))
+    return work
+
+
+class _Reached(Exception):
+    """The language model is called: the pictures are done."""
+
+
+def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, int], ...]) -> VisionWork:
+    """Run the whole model up to its language model, on fake tensors, with adapters of rank 1."""
+    import torch
+    from torch.utils._pytree import tree_iter
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from finetune.compat.imports import import_libraries
+
+    import_libraries()
+    from finetune.compat.torch import backward, fake_tensor_mode
+    from finetune.layers.checkpointing import base_of
+    from finetune.memory.picture_inputs import picture_inputs
+    from finetune.memory.simulate import step_errors
+    from finetune.memory.small_values import SmallValues
+    from finetune.model.adapters import attach_adapters
+    from finetune.model.build import build_on_meta
+    from finetune.model.transformers_config import config_from
+
+    settings = plainest(
+        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
+        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
+    )  # fmt: skip
+    full = config_from({name: value for name, value in config.items() if name != "quantization_config"}, recipe)
+    model = attach_adapters(build_on_meta(full, None, dtype=torch.bfloat16, attention="sdpa"), settings).to(torch.bfloat16)
+    base: Any = base_of(model)
+    decoder = base.get_submodule(base.decoder_path)
+    text = {*decoder.modules(), base.get_output_embeddings()}
+    counts = _LinearCounts()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module not in text:
+            counts.watch(name, module)
+    formulas = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }
+    forward, gradients = (FlopCounterMode(display=False, custom_mapping=formulas) for _ in range(2))
+    reached: dict[str, Any] = {}
+
+    def stop(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        reached.update(inputs)
+        raise _Reached
+
+    decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    with fake_tensor_mode(), SmallValues(), step_errors(full):
+        model.to_empty(device="cpu")
+        inputs = picture_inputs(settings, 1, 1, pictures)
+        inputs.pop("labels")
+        with suppress(_Reached), forward:
+            model(**inputs)
+        trained = [
+            value.float().sum() for value in tree_iter(reached) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        with gradients:
+            if trained:
+                backward(torch.stack(trained).sum())
+    return counts.work(forward.get_total_flops(), gradients.get_total_flops())
+
+
+def _attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Two products of queries, keys and values of these shapes; torch's counter has no formula for the CPU's kernel."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward_flops(_: Any, *shapes: Any, **__: Any) -> float:
+    return ATTENTION_BACKWARD * _attention_flops(*shapes)
+
+
+class _LinearCounts:
+    """The linear layers of a vision part, with their weights and their rows of pictures. `adapters` are those of rank 1."""
+
+    def __init__(self) -> None:
+        self._base: list[_Linear] = []
+        self._adapters: list[_Linear] = []
+
+    def watch(self, name: str, module: Any) -> None:
+        """Count the rows of this layer."""
+        (self._adapters if ".lora_" in name else self._base).append(_Linear(module))
+
+    def work(self, forward_flops: int, gradient_flops: int) -> VisionWork:
+        """The work, where all operators have so many FLOPs forward and backward, those of the adapters with them."""
+        base, adapters = self._base, self._adapters
+        adapter_products = sum(layer.rows * layer.weights for layer in adapters)
+        adapter_gradients = sum((layer.trained_rows + layer.gradient_rows) * layer.weights for layer in adapters)
+        return VisionWork(
+            forward_flops=forward_flops - 2 * adapter_products, backward_flops=gradient_flops - 2 * adapter_gradients,
+            adapter_flops=2 * (adapter_products + adapter_gradients),
+            forward_elements=sum(layer.rows * layer.width for layer in base),
+            backward_elements=sum(layer.gradient_rows * layer.width for layer in base),
+            weights=sum(layer.weights for layer in base), width=sum(layer.width for layer in base),
+            adapter_per_rank=sum(layer.weights for layer in adapters),
+        )  # fmt: skip
+
+
+class _Linear:
+    """A linear layer. `trained_rows`: of its rows those of its weight's gradient; `gradient_rows`: those of its inputs'
+    gradient; `width`: inputs and outputs."""
+
+    def __init__(self, module: Any) -> None:
+        self.weights, self.width = module.weight.numel(), sum(module.weight.shape)
+        self.rows = self.trained_rows = self.gradient_rows = 0
+        module.register_forward_pre_hook(self._add)
+
+    def _add(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        rows = inputs[0].numel() // inputs[0].shape[-1]
+        self.rows += rows
+        self.trained_rows += rows if module.weight.requires_grad else 0
+        self.gradient_rows += rows if inputs[0].requires_grad else 0

@@ -1,0 +1,21 @@
+"""Every vision-language type of the installed transformers is in the committed table, with what becomes of its pictures."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from picture_types import COMPARED, NOT_COMPARED, outcome_of, picture_types, table
+
+ROWS = table()
+
+
+def test_no_type_of_the_installed_transformers_is_missing_from_the_table():
+    assert set(picture_types()) - set(ROWS) == set()
+
+
+def test_a_type_is_compared_or_has_a_reason_as_the_table_says():
+    if find_spec("torchvision") or find_spec("num2words"):
+        pytest.skip("these packages give more types a processor")
+    installed = picture_types()
+    assert {kind: outcome_of(kind) for kind in installed} == {kind: ROWS[kind] for kind in installed}
+    assert all(bool(reason) == (result not in (COMPARED, NOT_COMPARED)) for result, reason in ROWS.values())
