@@ -19,7 +19,7 @@ USUAL: dict[str, Any] = {
 ALWAYS = ("max_steps", "eval_steps", "save_steps", "sample_answers", "gpu", "dataset.test_split_size")
 FORMATS: dict[str, dict[str, Any]] = {"16 bit": {}, "NF4": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
 #: A technique for mixtures.
-ADAPTED_EXPERTS = "adapters on experts"
+ADAPTED_EXPERTS = "adapters on experts, every layer"
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "nothing recomputed": {},
     "every layer": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1},
@@ -42,8 +42,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "per_device_train_batch_size": 1},
     "one row": {"per_device_train_batch_size": 1},
     "all tokens trained": {"train_on_inputs": True},
-    ADAPTED_EXPERTS: {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]},
 }
+TECHNIQUES[ADAPTED_EXPERTS] = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"], **TECHNIQUES["every layer"]}
 #: DPO: a pair is two sequences.
 PAIRS: dict[str, dict[str, Any]] = {
     "pairs": {"method": "dpo", "per_device_train_batch_size": 1},
@@ -163,9 +163,9 @@ def few_layers() -> list[Cell]:
     ]
     cells.append(Cell(model, "t4", "NF4", "every layer", "even", True, {**FORMATS["NF4"], **TECHNIQUES["every layer"]}, **more))
     for mixture in ("Qwen/Qwen3-30B-A3B", "unsloth/gpt-oss-20b-BF16"):
-        for technique in ("nothing recomputed", "every layer", ADAPTED_EXPERTS):
+        for technique, rows in (("nothing recomputed", "uneven"), (ADAPTED_EXPERTS, "even")):
             settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
-            cells.append(Cell(mixture, "rtx-4090", "NF4", technique, settings=settings, layers=3))
+            cells.append(Cell(mixture, "rtx-4090", "NF4", technique, rows, settings=settings, layers=3))
     return cells
 
 
