@@ -18,6 +18,8 @@ USUAL: dict[str, Any] = {
 #: Those of them that a cell has whose settings the planner chooses.
 ALWAYS = ("max_steps", "eval_steps", "save_steps", "sample_answers", "gpu", "dataset.test_split_size")
 FORMATS: dict[str, dict[str, Any]] = {"16 bit": {}, "NF4": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
+#: A technique for mixtures.
+ADAPTED_EXPERTS = "adapters on experts, every layer"
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "nothing recomputed": {},
     "every layer": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1},
@@ -41,6 +43,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "one row": {"per_device_train_batch_size": 1},
     "all tokens trained": {"train_on_inputs": True},
 }
+TECHNIQUES[ADAPTED_EXPERTS] = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"], **TECHNIQUES["every layer"]}
 #: DPO: a pair is two sequences.
 PAIRS: dict[str, dict[str, Any]] = {
     "pairs": {"method": "dpo", "per_device_train_batch_size": 1},
@@ -115,7 +118,7 @@ def all_cells() -> list[Cell]:
         Cell(small, "rtx-4090", base, technique, settings={**FORMATS[base], **values})
         for base in FORMATS
         for technique, values in TECHNIQUES.items()
-        if technique != UNTIED_ONLY
+        if technique not in (UNTIED_ONLY, ADAPTED_EXPERTS)
     ]
     untied = "Qwen/Qwen2.5-7B-Instruct"
     cells += [
@@ -159,6 +162,10 @@ def few_layers() -> list[Cell]:
         for base in ("NF4", "int8")
     ]
     cells.append(Cell(model, "t4", "NF4", "every layer", "even", True, {**FORMATS["NF4"], **TECHNIQUES["every layer"]}, **more))
+    for mixture in ("Qwen/Qwen3-30B-A3B", "unsloth/gpt-oss-20b-BF16"):
+        for technique, rows in (("nothing recomputed", "uneven"), (ADAPTED_EXPERTS, "even")):
+            settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
+            cells.append(Cell(mixture, "rtx-4090", "NF4", technique, rows, settings=settings, layers=3))
     return cells
 
 

@@ -172,7 +172,10 @@ def with_row_lengths(
     notes = [note for note in forecast.notes if not lowers or note != _SEGMENTED_NOTE]
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
-        reserved_peaks={**forecast.reserved_peaks, "train": max(forecast.reserved_peaks["train"], growth.reserved_bytes)},
+        reserved_peaks={  # torch keeps what the steps reserved
+            phase: reserved if phase == "load" else max(reserved, growth.reserved_bytes)
+            for phase, reserved in forecast.reserved_peaks.items()
+        },
         notes=(*notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
         allocator=tried[index] if index else None,
     )  # fmt: skip

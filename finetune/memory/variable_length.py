@@ -64,13 +64,16 @@ class MicroBatchEvents:
 
 
 def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, float, float]:
-    """Fixed bytes, bytes for each token, and bytes for each pair of tokens."""
-    if size == other:
-        return size, 0.0, 0.0
-    if size * narrow * narrow == other * width * width:
-        return 0.0, 0.0, size / (width * width)
+    """Fixed bytes, bytes for each token, and bytes for each pair of tokens.
+
+    What grows faster than the width is a sum of both: scores with a sink have width * (width + 1) elements.
+    """
     slope = (size - other) / (width - narrow)
-    return size - slope * width, slope, 0.0
+    fixed = size - slope * width
+    if fixed >= 0:
+        return fixed, slope, 0.0
+    pair = (size / width - other / narrow) / (width - narrow)
+    return 0.0, size / width - pair * width, pair
 
 
 def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:

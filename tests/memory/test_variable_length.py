@@ -74,6 +74,12 @@ def test_traces_of_other_steps_are_not_taken_for_one_of_another_width():
     assert batches.at(4)[:2] == [(1, 200), (2, 50)]
 
 
+def test_scores_with_a_sink_have_their_size_at_every_width():
+    wide, narrow = ([(1, 64 * width * (width + 1)), (2, 4 * width + 512)] for width in (901, 450))
+    batches = MicroBatchEvents(Trace({"micro-batch": wide}), 901, Trace({"micro-batch": narrow}), 450)
+    assert all(sizes(batches.at(width)) == [64 * width * (width + 1), 4 * width + 512] for width in range(1, 902))
+
+
 def test_the_longest_rows_come_where_a_run_puts_them():
     widths = micro_batch_widths(LENGTHS, rows=2, longest=2000, accumulation=4)
     assert (widths[0], widths[7]) == (1900, 2000)

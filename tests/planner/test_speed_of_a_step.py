@@ -40,6 +40,24 @@ def test_dequantising_8b_takes_17_milliseconds_a_pass():
     assert time_step(JOB, QLORA).parts["dequantisation"] / 16 / 3 == pytest.approx(0.0173, rel=0.02)
 
 
+def test_a_mixture_dequantises_the_experts_that_get_rows_and_sorts_rows_by_expert():
+    """Qwen3-30B-A3B's layers: of 128 experts a token uses 8; a recomputed step has three passes."""
+    expert = 48 * 128 * 3 * 2048 * 768
+    mixture = ModelShape(
+        family="moe", parameters=30_532_122_624, linear=905_969_664, expert=expert, head=311_164_928, linear_width=884_736,
+        adapter_per_rank=884_736, adapters=192, layers=48, hidden=2048, attention_width=4096, heads=32, experts=128,
+        experts_used=8, expert_4bit=expert,
+    )  # fmt: skip
+    short, usual = (
+        time_step(dataclasses.replace(JOB, shape=mixture, batch=1, batches=Batches(tokens, False, None)), QLORA)
+        for tokens in (1, 1024)
+    )
+    share = (mixture.linear + expert / 16) / (mixture.linear + expert)
+    assert short.parts["dequantisation"] == pytest.approx(share * usual.parts["dequantisation"])
+    assert usual.parts["routing"] == pytest.approx(1024 * short.parts["routing"])
+    assert time_step(JOB, QLORA).parts["routing"] == 0
+
+
 def test_eager_attention_takes_time_with_the_square_of_the_rows_length():
     seconds = [
         time_step(dataclasses.replace(JOB, attention="eager", batches=Batches(length, False, None)), QLORA).parts["scores"]

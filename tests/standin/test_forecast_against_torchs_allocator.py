@@ -1,4 +1,5 @@
-"""Whole runs of a model of six layers: the forecast of each phase beside what torch's own allocator took on the stand-in GPU.
+"""Whole runs of a model of six layers, and of mixtures of three with experts in NF4: the forecast of each phase beside what
+torch's own allocator took on the stand-in GPU.
 
 benchmarks/card_matrix.py has many more cells, at full depth.
 """
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 #: Largest differences: a share, or bytes where that is more; a page of an expandable segment has 20 MiB.
 ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
+#: Share by which a mixture's run of three steps may reserve less than the replay, which has more steps of rows that differ.
+FEWER_STEPS = 0.05
 
 
 def difference(line, kind):
@@ -25,10 +28,10 @@ def difference(line, kind):
     return abs(measured - forecast) if forecast else 0, forecast
 
 
-@pytest.mark.parametrize("base_format", ["16 bit", "NF4", "int8"])
-def test_a_run_takes_what_was_forecast(base_format, tmp_path):
+@pytest.mark.parametrize("cells", [("6 layers", "16 bit"), ("6 layers", "NF4"), ("6 layers", "int8"), ("3 layers",)])
+def test_a_run_takes_what_was_forecast(cells, tmp_path):
     output = tmp_path / "cells.csv"
-    command = [sys.executable, "-m", "benchmarks.card_matrix", "--only", "6 layers", base_format, "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.card_matrix", "--only", *cells, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -37,6 +40,8 @@ def test_a_run_takes_what_was_forecast(base_format, tmp_path):
     for line in lines:
         if line["phase"] == "eval" and (line["technique"] == "packed" or line["segments"] != "expandable"):
             continue  # packed held-out rows are forecast as full; where segments can't expand blocks are larger than needed
-        for kind, (share, size) in (("allocated", ALLOCATED), ("reserved", RESERVED)):
+        below = int(line["measured_reserved_bytes"]) < int(line["forecast_reserved_bytes"] or 0)
+        reserved = (FEWER_STEPS, RESERVED[1]) if below and cells == ("3 layers",) else RESERVED
+        for kind, (share, size) in (("allocated", ALLOCATED), ("reserved", reserved)):
             bytes_, forecast = difference(line, kind)
             assert bytes_ <= max(share * forecast, size), (kind, line)
