@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from finetune.events import Sample
 
+from ..language import tr
 from .markup import inert
 
 _WORDS = re.compile(r"\s+|[^\s\w]|\w+")
@@ -24,12 +25,12 @@ def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_ste
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     if not prompts:
         return ""
-    names = ["Prompt", "Expected", *(f"Step {step:,}" for step in steps)]
+    names = [tr("Prompt"), tr("Expected"), *(tr("Step {step}", step=f"{step:,}") for step in steps)]
     head = "".join(f'<th scope="col">{inert(name)}</th>' for name in names)
     rows = "".join(_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts])
     return (
-        '<div class="ft-scroll" role="region" aria-label="Answers as it learns" tabindex="0"><table class="ft-answers">'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<div class="ft-scroll" role="region" aria-label="{tr("Answers as it learns")}" tabindex="0">'
+        f'<table class="ft-answers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
@@ -39,17 +40,18 @@ def _row(prompt: str, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
     for step in steps:
         sample = by_step.get(step)
         answer = (sample.answer or "") if sample else None
-        shown = '<span class="ft-faint">not asked</span>' if answer is None else marked(answer, expected, earlier)
-        cells += f'<td class="mono" data-label="Step {step:,}">{shown}</td>'
+        shown = f'<span class="ft-faint">{tr("not asked")}</span>' if answer is None else marked(answer, expected, earlier)
+        cells += f'<td class="mono" data-label="{tr("Step {step}", step=f"{step:,}")}">{shown}</td>'
         earlier = answer if answer is not None else earlier
-    return f'<tr><td>{inert(prompt)}</td><td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
+    wanted = f'<td class="mono" data-label="{tr("Expected")}">{inert(expected)}</td>'
+    return f"<tr><td>{inert(prompt)}</td>{wanted}{cells}</tr>"
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:
     """`answer` with the words that are not the expected ones struck, and with those that have become right."""
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
-        return inert(answer) or "<em>empty answer</em>"
+        return inert(answer) or f"<em>{tr('empty answer')}</em>"
     was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
     shown = ""
     for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
@@ -59,7 +61,7 @@ def marked(answer: str, expected: str, earlier: str | None) -> str:
                 shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
         elif start < stop:
             shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
-    return shown or "<em>empty answer</em>"
+    return shown or f"<em>{tr('empty answer')}</em>"
 
 
 def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:

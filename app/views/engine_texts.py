@@ -43,11 +43,16 @@ _TEXTS = (
     mark("load"), mark("train"), mark("evaluate"), mark("save"),
     # metrics of training methods
     mark("answers in order"), mark("reward margin"), mark("reward of chosen"), mark("reward of rejected"), mark("KL"),
-    # differences of scores
-    mark("{models} {value} (95 % interval {low} to {high})"), mark("can't tell yet: {difference}"),
+    # scores and their differences
+    mark("queries that run"), mark("valid Python"), mark("valid JSON"), mark("not measured"), mark("general questions"),
+    mark("now"), mark("before"), mark("tuned"), mark("base"),
+    mark("{model} - {other} {value} (95 % interval {low} to {high})"), mark("can't tell yet: {difference}"),
     mark("can't tell yet; about {n} more rows would: {difference}"),
     mark("questions with tools, none due ({n}): answered without a call {before} before, {now} now; {difference}"),
     # sweeps
+    mark("of the worse half, arms are dropped whose held-out loss is surely higher than the best arm's (95 % interval of a "
+         "paired bootstrap over the same rows) and that are no neighbours of it in the grid; arms that diverge are dropped at "
+         "once"),
     mark("no arm has a held-out loss yet"), mark("{arm} wins with a held-out loss of {loss} after step {step}"),
     mark("{arm} leads with a held-out loss of {loss} after step {step}"), mark("can't be told apart from it: {arms}"),
     mark("not compared row by row: {arms}"), mark("surely behind: {arm}, by {value} (95 % interval {low} to {high})"),
