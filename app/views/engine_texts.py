@@ -14,6 +14,7 @@ _TEXTS = (
     # states of a run
     mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
     mark("{path} was deleted"), mark("stopped at step {step} with a checkpoint"),
+    mark("{reason}; resume with: {command}"),
     mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate={lower}), "
          "fp16, or broken rows."),
     mark("The last good checkpoint is {checkpoint}."), mark("There is no checkpoint yet."),
@@ -43,7 +44,9 @@ _TEXTS = (
     mark("load"), mark("train"), mark("evaluate"), mark("save"),
     # metrics of training methods
     mark("answers in order"), mark("reward margin"), mark("reward of chosen"), mark("reward of rejected"), mark("KL"),
+    mark("loss"), mark("grad_norm"),
     # scores and their differences
+    mark("{value} points"),
     mark("queries that run"), mark("valid Python"), mark("valid JSON"), mark("not measured"), mark("general questions"),
     mark("now"), mark("before"), mark("tuned"), mark("base"),
     mark("{model} - {other} {value} (95 % interval {low} to {high})"), mark("can't tell yet: {difference}"),

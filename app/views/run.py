@@ -15,6 +15,7 @@ from ..language import mark, tr
 from .charts import Level, Line, Mark, Panel, chart
 from .engine_texts import of_engine
 from .markup import inert, note, table
+from .run_head import STATES
 from .series import smoothed
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def messages(digest: Digest) -> str:
     for event in reversed(digest.messages):
         match event:
             case State():
-                message = of_engine(event.message or event.state)
+                message = of_engine(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
             case Start():
                 message = tr("training from the beginning")
                 if event.resumed_from:
