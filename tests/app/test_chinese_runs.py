@@ -62,8 +62,8 @@ HAPPENED = [
 #: Names of settings, files, models and units, which are the same in Chinese.
 NAMES = re.compile(
     f"{LANGUAGE_NAMES.pattern}|"
-    r"finetune resume \S+|\w+-\d+\.jsonl|bundled:\S+|checkpoint-\d+|-bit|learning_rate\S*|lora_r|fp16|packing|CUDA|nan|KL|EM|JSON|"
-    r"rtx-4090|[a-z_]+\.(?:jsonl|py)\b|run-\w+|GiB|Shift|Enter|nat\b|^tiny$|Top p|llama\.cpp"
+    r"finetune resume \S+|\w+-\d+\.jsonl|bundled:\S+|checkpoint-\d+|-bit|learning_rate\S*|lora_r|fp16|packing|CUDA|nan|KL|"
+    r"EM|JSON|rtx-4090|[a-z_]+\.(?:jsonl|py)\b|run-\w+|GiB|Shift|Enter|nat\b|^tiny$|Top p|llama\.cpp"
 )
 
 
