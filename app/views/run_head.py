@@ -147,8 +147,8 @@ def _left(digest: Digest, state: RunState) -> str:
     left = digest.pace.left
     if left is None or not digest.step:
         return ""
-    low, high = (minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
-    span = low if low == high else tr("{low} to {high}", low=low, high=high)
+    shortest, longest = (minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
+    span = shortest if shortest == longest else tr("{low} to {high}", low=shortest, high=longest)
     return tr("<b>{time} left</b>, ends about {clock}", time=span, clock=_clock(time.time() + left.likely_s))
 
 

@@ -83,7 +83,10 @@ def _row(row: RunRow) -> str:
         "model": inert(row.model), "loss": curve, "held": row.held_out, "score": inert(row.score), "peak": inert(row.peak),
         "time": row.time, "started": inert(row.started),
     }  # fmt: skip
-    cells = "".join(f'<td class="c-{key}{" right" if key in _RIGHT else ""}">{value}</td>' for key, value in values.items())
+    cells = "".join(
+        f'<td class="c-{key}{" right" if key in _RIGHT else ""}" data-label="{tr(COLUMNS[key])}">{value}</td>'
+        for key, value in values.items()
+    )
     return (
         f'<tr data-run="{name}" data-state-name="{inert(state)}" data-model-name="{inert(row.model)}">'
         f'<td><input type="checkbox" data-key="check {name}" aria-label="{tr("Choose {name}", name=name)}"></td>'

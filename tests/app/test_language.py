@@ -76,6 +76,10 @@ def english_in(html):
     return [text for text in shown if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
 
 
+def test_styles_have_no_texts():
+    assert [path.name for path in APP.glob("*.css") if re.search(r'content: *"[^"]*[A-Za-z]', path.read_text("utf-8"))] == []
+
+
 def test_rail_and_home_are_chinese():
     gpu = rail.GpuMemory("NVIDIA GeForce RTX 4090", 24 * 2**30, 3 * 2**30, 20 * 2**30)
     job = rail.RunningJob("1", 0.6, 960)
