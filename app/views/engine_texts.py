@@ -15,6 +15,11 @@ _TEXTS = (
     mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
     mark("{path} was deleted"), mark("stopped at step {step} with a checkpoint"),
     mark("{reason}; resume with: {command}"),
+    mark("adapter in {path}: best at step {step} of {total}; since then held-out loss rose {percent}. The last step's ({last}) "
+         "is in {last_path}"),
+    mark("adapter in {path}: best at step {step} of {total}. The last step's ({last}) is in {last_path}"),
+    mark("stopped early at step {step} of {total}, after {n} evaluations without a lower held-out loss; {result}"),
+    mark("adapter in {path}"),
     mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate={lower}), "
          "fp16, or broken rows."),
     mark("The last good checkpoint is {checkpoint}."), mark("There is no checkpoint yet."),

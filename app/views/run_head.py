@@ -244,5 +244,5 @@ def _reason(message: str) -> str:
     """A state's message without the command that the terminal is told to type."""
     text = _TYPED.split(message)[0].strip()
     if (translated := of_engine(text)) != text:
-        return translated
+        return translated if translated.endswith("。") else tr("{sentence}.", sentence=translated)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?', '!')) else '.'}" if text else tr("It left no message.")

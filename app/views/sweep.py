@@ -66,7 +66,7 @@ def curves(sweep: Sweep) -> str:
 def arms(sweep: Sweep) -> str:
     """The result in words, and each arm with a link to its page."""
     linked = arms_table(sweep.results(), lambda entry: f'<a href="/run?run={quote(entry.name)}">{inert(entry.name)}</a>')
-    state = tr("{state}.", state=_state(sweep))
+    state = tr("{sentence}.", sentence=_state(sweep))
     return f'<section class="ft-box"><p role="status"><b>{state}</b> {inert(sentence(sweep))}</p>{linked}</section>'
 
 

@@ -1,6 +1,7 @@
 """The pages of runs in Chinese: in each state, compared, scored, as a sweep, in a chart and in a chat."""
 
 import dataclasses
+import json
 import re
 import time
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from written_runs import make_run, steps
 
 from app.chat.chats import Turn
 from app.chat.events import Answer
+from app.context import Context
 from app.language import spoken
 from app.live import LiveRun
+from app.page import build_page
 from app.pages import chat
 from app.scores import Scores
 from app.views import run, run_page, runs, scores
@@ -23,8 +26,9 @@ from app.views.chart_series import layout
 from app.views.compare import comparison
 from app.views.engine_texts import of_engine
 from app.views.run_row import row_of
-from app.web.page_filter import PageFilter
+from app.web.page_filter import _CONFIG, _SHOW_VALUE, _TEXTS, PageFilter, _translated
 from app.web.series import series_of
+from app.workspace import Workspace
 from finetune.card import find_card
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import NoCall
@@ -61,9 +65,9 @@ HAPPENED = [
 ]  # fmt: skip
 #: Names of settings, files, models and units, which are the same in Chinese.
 NAMES = re.compile(
-    f"{LANGUAGE_NAMES.pattern}|"
-    r"finetune resume \S+|\w+-\d+\.jsonl|bundled:\S+|checkpoint-\d+|-bit|learning_rate\S*|lora_r|fp16|packing|CUDA|nan|KL|"
-    r"EM|JSON|rtx-4090|[a-z_]+\.(?:jsonl|py)\b|run-\w+|GiB|Shift|Enter|nat\b|^tiny$|Top p|llama\.cpp"
+    rf"finetune resume \S+|{LANGUAGE_NAMES.pattern}|checkpoint-\d+|run-\w+|-bit|learning_rate\S*|lora_r|fp16|packing|CUDA|"
+    r"nan|KL|rows\.jsonl|EM|JSON|GGUF|BLEU|chrF|ROUGE-L|Q\d_\w+|bit$|rtx-4090|GiB|Shift|Enter|nat\b|^tiny$|Top p|llama\.cpp|"
+    r"Ollama|OpenAI|merged"
 )
 
 
@@ -160,6 +164,25 @@ def test_a_chat_is_chinese():
             turns[0].add(event)
         names = chat._View(context)._names([turns[0]])
         assert english(chat._conversation(turns, {**names, "left": "1"}), chat._conversation([], {}), chat._add_picture()) == []
+
+
+def test_fields_and_buttons_of_these_pages_are_chinese_and_keep_their_values(tmp_path):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    config = build_page(context)[0].get_config_file()
+    context.close()
+    before = f"window.gradio_config = {json.dumps(config, default=str)};</script>"
+    with spoken("zh"):
+        script = _CONFIG.sub(_translated, before.encode(), 1)
+    after = json.loads(script.removeprefix(b"window.gradio_config = ").removesuffix(b";</script>"))
+    wanted = {number for name in ("run", "runs", "try") for number in config["page"][name]["components"]}
+    for component, now in zip(config["components"], after["components"], strict=True):
+        if component["id"] in wanted and component["type"] not in ("timer", "navbar"):
+            props, shown = component["props"], now["props"]
+            texts = [*_TEXTS, "value"] if component["type"] in _SHOW_VALUE else _TEXTS
+            choices = [name for name, _ in shown.get("choices") or []]
+            assert english(*(str(shown.get(text) or "") for text in texts), *choices) == [], component["props"].get("elem_id")
+            assert [value for _, value in props.get("choices") or []] == [value for _, value in shown.get("choices") or []]
+            assert component["type"] in _SHOW_VALUE or props.get("value") == shown.get("value")
 
 
 def test_a_tick_answers_in_the_language_of_its_request(follow):

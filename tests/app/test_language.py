@@ -71,7 +71,7 @@ NAMES = re.compile(r"finetune|LoRA|GPU|CPU|GiB|RTX|Hugging Face|OWNER/NAME|Engli
 
 def english_in(html):
     """Words of a page in Chinese that are English, without its names."""
-    shown = re.findall(r"(?:aria-label|placeholder|title|data-title)=\"([^\"]*)\"", html)
+    shown = re.findall(r"(?:aria-label|placeholder|title|data-title|data-label)=\"([^\"]*)\"", html)
     shown += re.sub(r"<[^>]*>", "\n", html).split("\n")
     return [text for text in shown if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
 
