@@ -25,7 +25,13 @@ _NAMES = {
     "learning_rate": mark("Learning rate"), "warmup_ratio": mark("Warmup ratio"), "warmup_steps": mark("Warmup steps"),
     "weight_decay": mark("Weight decay"), "lora_dropout": mark("LoRA dropout"), "max_steps": mark("Max steps"),
     "seed": mark("Seed"), "target_modules": mark("Target modules"), "packing": mark("Packing"), "method": mark("Method"),
-    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Lr scheduler type"),
+    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Learning rate schedule"),
+    "memory_budget": mark("Memory budget"), "eval_steps": mark("Eval steps"), "save_steps": mark("Save steps"),
+    "activation_checkpointing": mark("Activation checkpointing"), "layer_offloading": mark("Layer offloading"),
+    "dtype": mark("Data type"), "max_grad_norm": mark("Max grad norm"), "train_on_inputs": mark("Train on inputs"),
+    "chat_template": mark("Chat template"), "loss_type": mark("Loss type"), "excess_length": mark("Longer rows"),
+    "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
+    "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
 }  # fmt: skip
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
