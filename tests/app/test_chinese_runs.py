@@ -67,7 +67,7 @@ HAPPENED = [
 NAMES = re.compile(
     rf"finetune resume \S+|{LANGUAGE_NAMES.pattern}|checkpoint-\d+|run-\w+|-bit|learning_rate\S*|lora_r|fp16|packing|CUDA|"
     r"nan|KL|rows\.jsonl|EM|JSON|GGUF|BLEU|chrF|ROUGE-L|Q\d_\w+|bit$|rtx-4090|GiB|Shift|Enter|nat\b|^tiny$|Top p|llama\.cpp|"
-    r"Ollama|OpenAI|merged"
+    r"Ollama|OpenAI|merged|[Tt]oken\b"
 )
 
 
