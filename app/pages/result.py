@@ -323,7 +323,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
 
 
 def _title(result: dict[str, Any]) -> str:
-    return f"{score_name(result)}, {rows_of(result)}"
+    return tr("{score}, {rows}", score=score_name(result), rows=rows_of(result))
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
