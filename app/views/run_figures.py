@@ -123,7 +123,7 @@ def memory(digest: Digest, plan: Plan) -> str:
     """Whether memory is as forecast, the peak of each phase and, as forecast, what it is made of."""
     on_gpu = not plan.card.is_cpu
     keys = "".join(f'<span><i class="{css}"></i>{tr(css)}</span>' for css in (mark("measured"), mark("forecast")))
-    title = tr("GPU memory" if on_gpu else "Memory")
+    title = tr("GPU memory" if on_gpu else "Process memory")
     head = f'<div class="ft-boxhead"><h2>{title}</h2><span class="ft-key">{keys}</span></div>'
     peaks = [_whole(digest, plan), *(_phases(digest, plan) if on_gpu else [])]
     measured = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
