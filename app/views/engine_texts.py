@@ -9,6 +9,7 @@ import re
 from functools import cache
 
 from ..language import current, mark, tr
+from .markup import as_in_recipe
 
 _TEXTS = (
     # states of a run
@@ -20,7 +21,7 @@ _TEXTS = (
     mark("adapter in {path}: best at step {step} of {total}. The last step's ({last}) is in {last_path}"),
     mark("stopped early at step {step} of {total}, after {n} evaluations without a lower held-out loss; {result}"),
     mark("adapter in {path}"),
-    mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate={lower}), "
+    mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate: {lower}), "
          "fp16, or broken rows."),
     mark("The last good checkpoint is {checkpoint}."), mark("There is no checkpoint yet."),
     mark("{reason}, after {n} attempts"), mark("out of memory in phase {phase}"),
@@ -31,7 +32,7 @@ _TEXTS = (
     mark("{size} were asked for, {more} more could be reserved."), mark("{size} were asked for."),
     mark("Memory ran out in phase {phase}."), mark("Memory ran out."),
     mark("Fragmentation: {size} of reserved memory are free, in {n} pieces, of which the largest that this request may use has "
-         "{usable}; together they would have sufficed. packing=true or rows of similar length reduce it."),
+         "{usable}; together they would have sufficed. packing: true or rows of similar length reduce it."),
     mark("{size} of reserved memory are free, in {n} pieces, one of them large enough by now: what failed has been freed "
          "since."),
     mark("{size} of reserved memory are free, in {n} pieces; the largest, {largest}, belongs to another stream or to small "
@@ -68,7 +69,8 @@ _TEXTS = (
 
 
 def of_engine(text: str) -> str:
-    """The engine's text in this request's language, with those of its values that are such texts, too."""
+    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe."""
+    text = as_in_recipe(text)
     if current() == "en":
         return text
     for template, pattern in _patterns():

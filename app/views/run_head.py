@@ -242,7 +242,8 @@ def _address(live: LiveRun, tab: str) -> str:
 
 def _reason(message: str) -> str:
     """A state's message without the command that the terminal is told to type."""
-    text = _TYPED.split(message)[0].strip()
-    if (translated := of_engine(text)) != text:
-        return translated if translated.endswith("。") else tr("{sentence}.", sentence=translated)
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?', '!')) else '.'}" if text else tr("It left no message.")
+    text = of_engine(_TYPED.split(message)[0].strip())
+    if not text:
+        return tr("It left no message.")
+    sentence = f"{text[:1].upper()}{text[1:]}"
+    return sentence if sentence.endswith((".", "?", "!", "。")) else tr("{sentence}.", sentence=sentence)

@@ -11,7 +11,7 @@ from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, Mark, Panel, chart
 from .engine_texts import of_engine
-from .markup import Safe, inert, note, table
+from .markup import Safe, as_in_recipe, inert, note, table
 from .run_head import STATES
 from .run_row import link_to
 
@@ -73,7 +73,7 @@ def arms(sweep: Sweep) -> str:
 def picture(sweep: Sweep) -> str:
     """The held-out losses of every arm as SVG."""
     lines = [
-        Line(label(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
+        Line(as_in_recipe(label(entry.values)), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
         for number, entry in enumerate(sweep.results())
     ]
     marks = [Mark(tr("compared after {n} steps", n=f"{rung:,}"), float(rung), "") for rung in sweep.facts.rungs[:-1]]
@@ -93,7 +93,7 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
         state = tr(_ARM_STATES.get(entry.state) or STATES.get(entry.state, (entry.state, ""))[0])
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"
-        rows.append([label(entry.values), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
+        rows.append([as_in_recipe(label(entry.values)), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
     columns = [
         tr("arm"), tr("state"), f">{tr('steps')}", f">{tr('held-out loss')}", tr("behind the best (95 % interval)"), tr("run")
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from app.live import LiveRun
 from app.page import build_page
 from app.pages import chat
 from app.scores import Scores
-from app.views import run, run_page, runs, scores
+from app.views import run, run_head, run_page, runs, scores
 from app.views.chart_series import layout
 from app.views.compare import comparison
 from app.views.engine_texts import of_engine
@@ -151,6 +151,12 @@ def test_an_engines_text_is_translated_with_its_values_and_any_other_stays():
         assert "+50 个百分点" in of_engine(gap) and "40" in of_engine(gap)
         assert of_engine("disk quota exceeded") == "disk quota exceeded"
     assert of_engine(gap) == gap
+
+
+def test_why_a_run_failed_names_settings_as_a_recipe_does(follow):
+    live = follow("run-1", *HAPPENED, *ENDS["diverged"])
+    card = run_head.failure(live, live.state())
+    assert "try learning_rate: 0.001)" in card and "broken rows. A lower learning rate is" in card
 
 
 def test_a_chat_is_chinese():

@@ -97,7 +97,7 @@ STILL_ENGLISH = {
     "views/recipe_form.py", "views/what_if.py",
 }  # fmt: skip
 #: They show no text of their own, or only through others.
-WITHOUT_TEXTS = {"pages/__init__.py", "views/__init__.py", "views/binding.py", "views/markup.py"}
+WITHOUT_TEXTS = {"pages/__init__.py", "views/__init__.py", "views/binding.py"}
 
 
 def test_modules_that_are_not_translated_are_listed():
