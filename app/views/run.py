@@ -15,7 +15,6 @@ from ..language import mark, tr
 from .charts import Level, Line, Mark, Panel, chart
 from .engine_texts import of_engine
 from .markup import inert, note, table
-from .run_head import STATES
 from .series import smoothed
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ def _method_curves() -> Iterator[tuple[str, str, Callable[[float], str]]]:
 
 def messages(digest: Digest) -> str:
     """The run's messages: states, retries, warnings."""
+    from .run_head import STATES
+
     rows = []
     for event in reversed(digest.messages):
         match event:
