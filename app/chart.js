@@ -3,21 +3,22 @@
 import { Followed, duration, smoothed, steps, text, timeline } from "./chart_data.js";
 import { LEFT, RIGHT, compared, dataOf, linesOf, optionsOf, sharedTop } from "./chart_lines.js";
 import { csvOf, eventsOf, pictureOf, save, tableOf } from "./chart_parts.js";
+import { tr } from "./language.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000;
 const MARKUP = `<div class="ftc-tools">
-  <div class="ftc-segments" role="group" aria-label="Horizontal axis"><button type="button" data-axis="step">Step</button><button type="button"
-    data-axis="time">Time</button><button type="button" data-axis="epoch">Epoch</button></div>
-  <div class="ftc-segments" role="group" aria-label="Loss axis"><button type="button" data-log="">Linear</button><button type="button"
-    data-log="1">Log</button></div>
-  <label>Smoothing <input type="range" min="0" max="0.99" step="0.01"></label>
-  <span class="ftc-actions"><button type="button" data-do="scale" aria-pressed="false" hidden>All runs on the scale</button><button type="button" data-do="whole" hidden>Whole run</button><button type="button" data-do="in"
-    aria-label="Zoom in">+</button><button type="button" data-do="out" aria-label="Zoom out">−</button><button type="button" data-do="table"
-    aria-pressed="false">Table</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="png">PNG</button></span></div>
+  <div class="ftc-segments" role="group" aria-label="${tr("Horizontal axis")}"><button type="button" data-axis="step">${tr("Step")}</button><button type="button"
+    data-axis="time">${tr("Time")}</button><button type="button" data-axis="epoch">${tr("Epoch")}</button></div>
+  <div class="ftc-segments" role="group" aria-label="${tr("Loss axis")}"><button type="button" data-log="">${tr("Linear")}</button><button type="button"
+    data-log="1">${tr("Log scale")}</button></div>
+  <label>${tr("Smoothing")} <input type="range" min="0" max="0.99" step="0.01"></label>
+  <span class="ftc-actions"><button type="button" data-do="scale" aria-pressed="false" hidden>${tr("All runs on the scale")}</button><button type="button" data-do="whole" hidden>${tr("Whole run")}</button><button type="button" data-do="in"
+    aria-label="${tr("Zoom in")}">+</button><button type="button" data-do="out" aria-label="${tr("Zoom out")}">−</button><button type="button" data-do="table"
+    aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="png">PNG</button></span></div>
   <p class="ft-note ftc-note" role="status" hidden></p>
   <div class="ftc-main" tabindex="0" role="slider" aria-orientation="horizontal"></div>
-  <p class="ftc-help">Drag to zoom, double click for the whole run, arrow keys to read values.</p>
-  <div class="ftc-table" hidden></div><details class="ftc-more" hidden><summary>More curves</summary><div class="ftc-small"></div></details><p class="sr-only" aria-live="polite"></p>`;
+  <p class="ftc-help">${tr("Drag to zoom, double click for the whole run, arrow keys to read values.")}</p>
+  <div class="ftc-table" hidden></div><details class="ftc-more" hidden><summary>${tr("More curves")}</summary><div class="ftc-small"></div></details><p class="sr-only" aria-live="polite"></p>`;
 
 let library = null;
 // uPlot and the styles, when the first chart is on a page.
@@ -26,6 +27,7 @@ const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"),
   Object.assign(element, isScript ? { src: address } : { rel: "stylesheet", href: address }, { onload: done, onerror: failed });
   document.head.append(element);
 }))]);
+const span = (low, high) => tr("{low} to {high}", { low, high });
 const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 
 class Chart extends HTMLElement {
@@ -132,10 +134,10 @@ class Chart extends HTMLElement {
   say() {
     const lines = this.runs.map((run) => {
       const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.name}: ` : "";
-      if (run.isGone) return `${of}this run is no longer there.`;
-      if (silent_s > 5) return `${of}no answer for ${duration(silent_s)}; the curves are as of then.`;
-      if (run.read) return `${of}reading this run's history, ${Math.round(100 * run.read)} %`;
-      return run.version && !run.step ? `${of}No step is complete yet.` : "";
+      if (run.isGone) return of + tr("This run is no longer there.");
+      if (silent_s > 5) return of + tr("No answer for {time}; the curves are as of then.", { time: duration(silent_s) });
+      if (run.read) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
+      return run.version && !run.step ? of + tr("No step is complete yet.") : "";
     }).filter(Boolean);
     const note = this.querySelector(".ftc-note"), line = lines.join(" ");
     note.hidden = !line;
@@ -220,7 +222,7 @@ class Chart extends HTMLElement {
     const start = Math.max(0, Math.min(from, last - width));
     this.zoom = width >= last ? null : [start, start + width];
     this.draw();
-    this.querySelector("[aria-live]").textContent = this.zoom ? `Steps ${steps(start)} to ${steps(start + width)}` : "Whole run";
+    this.querySelector("[aria-live]").textContent = this.zoom ? tr("Steps {from} to {to}", { from: steps(start), to: steps(start + width) }) : tr("Whole run");
     this.poll();
   }
   zoomBy(factor, at = this.at) {
@@ -287,13 +289,13 @@ class Chart extends HTMLElement {
       const run = this.runs[line.run ?? 0], row = nearest(run, line.name, this.at ?? Infinity);
       if (!row || line.value === "low") continue;
       let value = text(line.value === "smooth" ? this.average(run, line.name, row) : row[line.value] === null ? null : row[line.value] + (line.add || 0), panel.unit);
-      if (line.kind === "loss" && line.value === "high" && row.high !== row.low) value = `${text(row.low, panel.unit)} to ${value}`;
-      if (line.name === "eval_loss") value += ` at ${steps(row.last)}`;
+      if (line.kind === "loss" && line.value === "high" && row.high !== row.low) value = span(text(row.low, panel.unit), value);
+      if (line.name === "eval_loss") value = tr("{value} at {step}", { value, step: steps(row.last) });
       readings.push([line.label, value, line]);
     }
     if (!panel.small && isSingle) {
       for (const { label, value, low, high, kind } of panel.levels) {
-        readings.push([label, text(value, panel.unit) + (low === undefined ? "" : ` (${text(low, panel.unit)} to ${text(high, panel.unit)})`), { stroke: kind, dash: low === undefined ? [] : [1] }]);
+        readings.push([label, text(value, panel.unit) + (low === undefined ? "" : ` (${span(text(low, panel.unit), text(high, panel.unit))})`), { stroke: kind, dash: low === undefined ? [] : [1] }]);
       }
     }
     return readings;
@@ -308,15 +310,16 @@ class Chart extends HTMLElement {
   place(nearest) {
     const [run] = this.runs, row = nearest(run, "loss", this.at ?? Infinity), step = this.at ?? run.step;
     const last = row && Math.min(row.last, run.step), isBin = row && last > row.first && this.runs.length === 1;
-    const name = isBin ? `${steps(row.first)} to ${steps(last)}` : steps(step);
-    const place = this.axes()[0].to(step), more = { time: `, ${duration(place)}`, epoch: `, epoch ${place.toFixed(2)}`, step: "" };
-    return [isBin ? "steps" : "step", name + more[this.view.axis], null];
+    const name = isBin ? span(steps(row.first), steps(last)) : steps(step), place = this.axes()[0].to(step);
+    const more = { time: `, ${duration(place)}`, epoch: `, ${tr("epoch {epoch}", { epoch: place.toFixed(2) })}`, step: "" };
+    return [isBin ? tr("steps") : tr("step"), name + more[this.view.axis], null];
   }
 
   speak() {
     const [from, to] = this.range(), now = this.at ?? this.runs[0].step, large = this.charts.filter(({ panel }) => !panel.small);
-    const spoken = large.map(({ panel, spoken: values }) => `${panel.title}: ${values || "nothing yet"}`).join(". ");
-    const label = `Curves by step${this.zoom ? `, steps ${steps(from)} to ${steps(to)}` : ""}. Arrow keys read values, plus and minus zoom.`;
+    const spoken = large.map(({ panel, spoken: values }) => `${panel.title}: ${values || tr("nothing yet")}`).join(". ");
+    const label = this.zoom ? tr("Curves by step, steps {from} to {to}. Arrow keys read values, plus and minus zoom.", { from: steps(from), to: steps(to) })
+      : tr("Curves by step. Arrow keys read values, plus and minus zoom.");
     for (const [name, value] of Object.entries({ label, valuemin: 0, valuemax: this.last(), valuenow: Math.round(now), valuetext: spoken })) {
       this.main.setAttribute(`aria-${name}`, value);
     }

@@ -1,4 +1,5 @@
 // The data of <ft-chart>: bins of a run's metrics, smoothing, the horizontal axes, and numbers as text. Nothing here draws.
+import { tr } from "./language.js";
 
 // The bins of one metric, which the server sends in parts: the same bin again is a newer one.
 export class Bins {
@@ -98,7 +99,7 @@ const FORMATS = {
   short: (value) => significant(value, 3),
 };
 // A value as the row above a plot has it.
-export const text = (value, unit) => (value === null || value === undefined ? "not a number" : FORMATS[unit](value));
+export const text = (value, unit) => (value === null || value === undefined ? tr("not a number") : FORMATS[unit](value));
 // A value as an axis has it: no more digits than `step`, the distance of two ticks, asks for.
 export function tick(value, unit, step) {
   if (unit === "count") return grouped(value);
@@ -109,9 +110,10 @@ export function tick(value, unit, step) {
 export const steps = grouped;
 export function duration(seconds) {
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
-  if (hours) return `${hours} h ${minutes % 60} min`;
-  const odd_s = Math.round(seconds % 60);
-  return minutes ? `${minutes} min${minutes < 10 && odd_s ? ` ${odd_s} s` : ""}` : `${+seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  if (hours) return tr("{h} h {m} min", { h: hours, m: minutes % 60 });
+  const s = Math.round(seconds % 60);
+  if (minutes && minutes < 10 && s) return tr("{m} min {s} s", { m: minutes, s });
+  return minutes ? tr("{m} min", { m: minutes }) : tr("{s} s", { s: +seconds.toFixed(seconds < 10 ? 1 : 0) });
 }
 
 // Round values from `low` to `high`, about `count` of them; `bases` are the distances of two ticks that are round.

@@ -1,5 +1,6 @@
 // What <ft-chart> draws: the lines of each panel with their points, and uPlot's options for them. Colours come from the style sheet.
 import { duration, logTicks, smoothed, steps, text, tick, ticks, timeTicks } from "./chart_data.js";
+import { tr } from "./language.js";
 
 export const LEFT = 56, RIGHT = 16;
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
@@ -17,7 +18,7 @@ export function linesOf(panel) {
     if (line.kind === "loss") {
       const spread = { ...line, stroke: "raw", width: 1, dash: [] };
       return [{ ...spread, value: "high" }, { ...spread, value: "low", label: "" },
-        { ...line, label: "smoothed", stroke: "loss", width: 2.25, dash: [], value: "smooth" }];
+        { ...line, label: tr("smoothed"), stroke: "loss", width: 2.25, dash: [], value: "smooth" }];
     }
     const [stroke, width, dash, value] = line.kind === "run" ? [RUNS[line.run][0], 1.75, RUNS[line.run][1], line.value] : STROKES[line.kind];
     return [{ ...line, stroke, width, dash, value }];
@@ -29,9 +30,9 @@ export function compared(runs) {
   const lines = (name, value, of = () => ({ name })) => runs.map((run, n) => ({ run: n, label: run.name, kind: "run", value, ...of(run) }))
     .filter((line) => line.name && runs[line.run].metrics[line.name]);
   const panels = [
-    { title: "Loss, smoothed", unit: "loss", log: true, shared: true, levels: [], lines: lines("loss", "smooth") },
-    { title: "Held-out loss", unit: "loss", log: true, shared: true, levels: [], lines: lines("eval_loss", "mean") },
-    { title: "Memory of the process, GiB", unit: "GiB", zero: true, levels: [], lines: lines("", "high", (run) => {
+    { title: tr("Loss, smoothed"), unit: "loss", log: true, shared: true, levels: [], lines: lines("loss", "smooth") },
+    { title: tr("Held-out loss"), unit: "loss", log: true, shared: true, levels: [], lines: lines("eval_loss", "mean") },
+    { title: tr("Memory of the process, GiB"), unit: "GiB", zero: true, levels: [], lines: lines("", "high", (run) => {
       const { name, add } = run.panels[1]?.lines[0] ?? {};
       return { name, add };
     }) },
@@ -103,12 +104,12 @@ export function optionsOf(panel, lines, view) {
   const isLog = panel.log && view.isLog, small = panel.small;
   const axis = { stroke: () => colour("soft"), font: font(11), ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
   const placeText = (value) => (view.axis === "time" ? duration(value) : view.axis === "epoch" ? `${+value.toFixed(3)}` : steps(value));
-  const unit = { time: "", epoch: " epochs", step: " steps" }[view.axis];
+  const withUnit = { time: (n) => n, epoch: (n) => tr("{n} epochs", { n }), step: (n) => tr("{n} steps", { n }) }[view.axis];
   const x = view.isLast || small ? {
     ...axis, size: 30, gap: 6, space: 90,
     values: (u, places) => { // the unit stands at the last one that has room for it
       const { min, max } = u.scales.x, last = places.findLastIndex((place) => place < max - (max - min) * 40 / u.width);
-      return places.map((place, n) => placeText(place) + (n === last && !small ? unit : ""));
+      return places.map((place, n) => (n === last && !small ? withUnit(placeText(place)) : placeText(place)));
     },
     splits: (u, index, low, high) => {
       const count = Math.max(2, u.width / (small ? 110 : 130));

@@ -1,5 +1,7 @@
 // A run's page: which tab is open, the parts of it that change while it is open, and how old they are.
 // The chart asks the server once in a tick, and these parts come with its answer; without a chart this module asks by itself.
+import { tr } from "./language.js";
+
 const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5;
 const live = () => document.querySelector("#run-live");
 const parts = () => [...document.querySelectorAll("#run-head [data-part], #run-body [data-part]")];
@@ -37,7 +39,7 @@ const silence = () => {
   document.body.toggleAttribute("data-lost", isLost && Boolean(note));
   if (!note) return;
   note.hidden = !isLost;
-  note.textContent = isLost ? `No answer from the page's server for ${silent_s} s: what you see is as of then. The run itself goes on.` : "";
+  note.textContent = isLost ? tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s }) : "";
 };
 setInterval(silence, 1000);
 document.addEventListener("visibilitychange", () => { answered = Date.now(); });

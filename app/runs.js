@@ -1,6 +1,7 @@
 // The page of all runs: search, filters, hidden columns, what is chosen, the menu of a row, and renaming in its place.
 // The server replaces the table when a run has moved on, so all that a person does here is kept in `state` and applied anew.
 import { send } from "./fit.js";
+import { tr } from "./language.js";
 
 const find = (selector) => document.querySelector(selector);
 const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
@@ -33,7 +34,7 @@ const apply = () => {
   }
   const bar = find("#runs-chosen");
   bar.hidden = state.chosen.size === 0;
-  const count = `${state.chosen.size} chosen`;
+  const count = tr("{n} chosen", { n: state.chosen.size });
   if (bar.firstChild.textContent !== count) bar.firstChild.textContent = count;
   bar.querySelector("[data-deed=compare]").disabled = state.chosen.size < 2;
   document.body.dataset.hiddenColumns = [...state.hidden].join(" ");
@@ -49,7 +50,7 @@ const rename = (row) => {
   const cell = row.querySelector(".c-name");
   if (cell.querySelector("input")) return;
   const box = Object.assign(document.createElement("input"), { value: state.text, maxLength: 100 });
-  box.setAttribute("aria-label", `New name of ${state.renaming}`);
+  box.setAttribute("aria-label", tr("New name of {run}", { run: state.renaming }));
   cell.replaceChildren(box);
   box.focus();
   const end = (takes) => {

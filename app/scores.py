@@ -8,15 +8,20 @@ from typing import Any
 from finetune.evaluate.results import read_evaluations
 from finetune.run.directory import RunDirectory
 
+from .language import current, mark, tr
+
 #: Names of scores in a list.
-_SCORES = {"exact": "EM", "contains": "contains", "regex": "regex", "json": "JSON", "numeric": "number", "calls": "calls"}
+_SCORES = {
+    "exact": "EM", "contains": mark("contains"), "regex": mark("regex"), "json": "JSON", "numeric": mark("number"),
+    "calls": mark("calls"),
+}  # fmt: skip
 
 
 class Scores:
-    """The newest evaluation of each run as text; a file is read again when the folder changed."""
+    """The newest evaluation of each run as text in each language; a file is read again when the folder changed."""
 
     def __init__(self) -> None:
-        self._texts: dict[Path, tuple[int, str]] = {}
+        self._texts: dict[tuple[Path, str], tuple[int, str]] = {}
 
     def of(self, run: RunDirectory) -> str:
         """`EM 0 → 97 %`: base and tuned model; empty without an evaluation."""
@@ -25,9 +30,10 @@ class Scores:
             stamp = folder.stat().st_mtime_ns
         except FileNotFoundError:
             return ""
-        if self._texts.get(folder, (0, ""))[0] != stamp:
-            self._texts[folder] = (stamp, _score(run))
-        return self._texts[folder][1]
+        key = (folder, current())
+        if self._texts.get(key, (0, ""))[0] != stamp:
+            self._texts[key] = (stamp, _score(run))
+        return self._texts[key][1]
 
 
 def _score(run: RunDirectory) -> str:
@@ -37,7 +43,7 @@ def _score(run: RunDirectory) -> str:
     folder = run.path / "evaluations"
     newest = results[max(results, key=lambda name: (folder / f"scores-{name}.json").stat().st_mtime)]
     base, tuned = (_share(newest, model) for model in ("base", "tuned"))
-    return f"{_SCORES[newest['score']]} {base} → {tuned} %" if newest["score"] in _SCORES and base and tuned else ""
+    return f"{tr(_SCORES[newest['score']])} {base} → {tuned} %" if newest["score"] in _SCORES and base and tuned else ""
 
 
 def _share(result: dict[str, Any], model: str) -> str:

@@ -27,7 +27,7 @@ def page(sweep: Sweep) -> str:
     arms = sweep_view.arms_table(sweep.results(), lambda entry: inert(entry.run))
     body = f"<section><h2>Held-out loss</h2>{sweep_view.picture(sweep)}</section><section><h2>Arms</h2>{arms}</section>"
     created = time.strftime("%Y-%m-%d %H:%M")
-    rule = note(f"Compared after {', '.join(f'{rung:,}' for rung in sweep.facts.rungs[:-1])} steps: {sweep.facts.rule}.")
+    rule = note(sweep_view.rule(sweep))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'

@@ -17,6 +17,7 @@ from typing import Any
 from finetune.events import read_events
 from finetune.run.directory import RunDirectory
 
+from ..language import tr
 from ..process import start_helper
 from ..workspace import Workspace
 from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
@@ -54,13 +55,23 @@ class Turn:
                 if event.calls:
                     self.calls[event.model] = event.calls
                 if event.tokens is not None:
-                    rate = f", {event.tokens_per_s:.1f} tokens/s" if event.tokens_per_s else ""
-                    self.notes[event.model] = f"{event.tokens:,} tokens{rate}{', stopped' if event.stopped else ''}"
-                    self.notes[event.model] += ", loaded in turn: both may not fit" if event.alone else ""
+                    self.notes[event.model] = _note(event)
             case Failure():
                 self.error, self.done = event.text, True
             case Done():
                 self.done = True
+
+
+def _note(answer: Answer) -> str:
+    """How long an answer is and how fast it came, in the language of the request that shows it."""
+    parts = [tr("{n} tokens", n=f"{answer.tokens:,}")]
+    if answer.tokens_per_s:
+        parts.append(tr("{rate} tokens/s", rate=f"{answer.tokens_per_s:.1f}"))
+    if answer.stopped:
+        parts.append(tr("stopped"))
+    if answer.alone:
+        parts.append(tr("loaded in turn: both may not fit"))
+    return ", ".join(parts)
 
 
 def pictures_beside(path: Path) -> Path:

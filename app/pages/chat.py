@@ -22,19 +22,22 @@ from finetune.units import format_bytes
 from ..chat.chats import COMPARISON, Turn
 from ..chat.events import MODELS, Model
 from ..chat.pictures import keep_picture, kept_pictures
+from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.data import small_pictures
+from ..views.engine_texts import of_engine
 from ..views.markup import inert, note, problem
 
 if TYPE_CHECKING:
     from ..context import Context
 
-_ADD_PICTURE = '<button type="button" class="ft-act ft-plain" data-pick="chat-picture">Add a picture, or drop one</button>'
 #: Seconds between two looks at the conversation.
 TICK_S = 0.5
 _MOST_TOKENS = 128
 _QUESTION_CHARACTERS = 8000
-_WHO: dict[str, tuple[Model, ...]] = {"Base and tuned": MODELS, "Tuned": ("tuned",), "Base": ("base",)}
+_WHO: dict[str, tuple[Model, ...]] = {
+    mark("Base and tuned"): MODELS, mark("Tuned"): ("tuned",), mark("Base"): ("base",)
+}  # fmt: skip
 
 
 def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
@@ -46,23 +49,23 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
 def build_page(context: Context, page: gr.Blocks) -> None:
     """The page Chat: one question to any two models, of runs or their bases, with the same settings."""
     view = _View(context)
-    show('<h1 class="ft-title" data-title="Chat">Chat</h1>')
+    show(lambda: f'<h1 class="ft-title" data-title="{tr("Chat")}">{tr("Chat")}</h1>')
     name, timer = gr.Textbox(COMPARISON, visible="hidden"), gr.Timer(TICK_S)
     page.load(view.offer, None, _lay_out(view, name, timer, _two_models), **QUIET)
 
 
 def _who() -> list[Any]:
     """Which of a run's two models answer."""
-    return [gr.Dropdown(list(_WHO), value="Base and tuned", label="Who answers", elem_id="chat-who", scale=0)]
+    return [gr.Dropdown(list(_WHO), value="Base and tuned", label=mark("Who answers"), elem_id="chat-who", scale=0)]
 
 
 def _two_models() -> list[Any]:
     """Any two models; `offer` fills in which there are."""
     return [
         gr.Dropdown(  # any value: after a restart of the app an open page has models that `offer` has not told it of
-            [("Nobody", "")], value="", label=label, elem_id=f"chat-{identity}", scale=1, allow_custom_value=True
+            [(mark("Nobody"), "")], value="", label=label, elem_id=f"chat-{identity}", scale=1, allow_custom_value=True
         )
-        for label, identity in (("First model", "left"), ("Second model", "right"))
+        for label, identity in ((mark("First model"), "left"), (mark("Second model"), "right"))
     ]
 
 
@@ -72,28 +75,28 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
     turns = show(elem_id="chat-turns")
     with gr.Column(elem_classes="ft-box", elem_id="chat-box"):
         question = gr.Textbox(
-            label="Your message", info="Enter sends, Shift and Enter begin a new line", lines=1, max_lines=8,
+            label=mark("Your message"), info=mark("Enter sends, Shift and Enter begin a new line"), lines=1, max_lines=8,
             max_length=_QUESTION_CHARACTERS, elem_id="chat-question",
         )  # fmt: skip
         with gr.Row(elem_classes="ft-controls"):
             chosen = choosers()
-            remove = gr.Button("Remove the pictures", elem_id="chat-without", scale=0, visible=False)
-            clear = gr.Button("New conversation", elem_id="chat-clear", scale=0)
-            stop = gr.Button("Stop", elem_id="chat-stop", interactive=False, scale=0)
-            send = gr.Button("Send", variant="primary", elem_id="chat-send", scale=0)
+            remove = gr.Button(mark("Remove the pictures"), elem_id="chat-without", scale=0, visible=False)
+            clear = gr.Button(mark("New conversation"), elem_id="chat-clear", scale=0)
+            stop = gr.Button(mark("Stop"), elem_id="chat-stop", interactive=False, scale=0)
+            send = gr.Button(mark("Send"), variant="primary", elem_id="chat-send", scale=0)
         pictures = show(elem_id="chat-pictures")
-        upload = gr.UploadButton("Add a picture", file_types=["image"], elem_id="chat-picture")
+        upload = gr.UploadButton(mark("Add a picture"), file_types=["image"], elem_id="chat-picture")
         waiting = gr.Textbox(visible="hidden", elem_id="chat-waiting")
         status = show(elem_id="chat-status")
-        with gr.Accordion("System prompt and sampling", open=False, elem_id="chat-settings"):
-            system = gr.Textbox(label="System prompt", lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
+        with gr.Accordion(mark("System prompt and sampling"), open=False, elem_id="chat-settings"):
+            system = gr.Textbox(label=mark("System prompt"), lines=2, max_length=_QUESTION_CHARACTERS, elem_id="chat-system")
             with gr.Row(elem_classes="ft-controls"):
-                most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label="Max new tokens", elem_id="chat-most")
+                most = gr.Slider(16, 1024, value=_MOST_TOKENS, step=16, label=mark("Max new tokens"), elem_id="chat-most")
                 temperature = gr.Slider(
-                    0, 2, value=0, step=0.05, label="Temperature, 0 takes the likeliest token", elem_id="chat-temperature"
+                    0, 2, value=0, step=0.05, label=mark("Temperature, 0 takes the likeliest token"), elem_id="chat-temperature"
                 )
-                top_p = gr.Slider(0.05, 1, value=1, step=0.05, label="Top p", elem_id="chat-top-p")
-                seed = gr.Number(label="Seed", value=0, minimum=0, precision=0, elem_id="chat-seed")
+                top_p = gr.Slider(0.05, 1, value=1, step=0.05, label=mark("Top p"), elem_id="chat-top-p")
+                seed = gr.Number(label=mark("Seed"), value=0, minimum=0, precision=0, elem_id="chat-seed")
     changed = change_trigger()
     asked = [name, question, most, system, temperature, top_p, seed, waiting, *chosen]
     shown = [name, waiting, *chosen]
@@ -126,8 +129,8 @@ class _View:
         offered = [*tuned, *((labels[base], f"base/{name}") for base, name in bases.items())]
         left, right = (f"{kind}/{first.path.name}" if first else "" for kind in ("tuned", "base"))
         return [
-            gr.Dropdown(offered or [("No run has a model yet", "")], value=left),
-            gr.Dropdown([("Nobody", ""), *offered], value=right),
+            gr.Dropdown(offered or [(tr("No run has a model yet"), "")], value=left),
+            gr.Dropdown([(tr("Nobody"), ""), *offered], value=right),
         ]
 
     def _base(self, run: RunDirectory) -> str:
@@ -135,7 +138,7 @@ class _View:
         try:
             return self.context.lives.of(run).plan().settings.model_name_or_path
         except (FinetuneError, OSError, ValueError):
-            return f"that of {run.path.name}"
+            return tr("that of {run}", run=run.path.name)
 
     def _conversation_of(self, name: str | None) -> RunDirectory | None:
         """The run called `name`, or the page's own conversation."""
@@ -153,7 +156,7 @@ class _View:
         }
         labels = _labels([*bases.values(), *(name for _, _, name in split.values())])
         return {
-            model: model if not name else name if kind == "tuned" else labels[bases.get(name, name)]
+            model: tr(model) if not name else name if kind == "tuned" else labels[bases.get(name, name)]
             for model, (kind, _, name) in split.items()
         }
 
@@ -170,15 +173,17 @@ class _View:
         """Keep an uploaded picture for the next message."""
         names = waiting.split()
         if len(names) >= MAX_PICTURES:
-            return [waiting, note(f"A message has at most {MAX_PICTURES} pictures.", "warn")]
+            return [waiting, note(tr("A message has at most {n} pictures.", n=MAX_PICTURES), "warn")]
         try:
             return [" ".join([*names, keep_picture(self.context.chats.pictures, path or "")]), ""]
         except BadPicture as error:
-            return [waiting, problem("No picture that can be read", [f"{Path(path or '').name} {error}"], "Give another file.")]
+            problems = [f"{Path(path or '').name} {error}"]
+            return [waiting, problem(tr("No picture that can be read"), problems, tr("Give another file."))]
         except PackagesError as error:
-            return [waiting, problem("Pictures can't be read here", error.problems, error.fix)]
+            return [waiting, problem(tr("Pictures can't be read here"), error.problems, error.fix)]
         except OSError as error:
-            return [waiting, problem("The picture can't be kept", [str(error)], "Free some space on the disk of the runs.")]
+            fix = tr("Free some space on the disk of the runs.")
+            return [waiting, problem(tr("The picture can't be kept"), [str(error)], fix)]
 
     def _reads_pictures(self, name: str) -> bool:
         """Whether the models of a run were trained with pictures."""
@@ -200,7 +205,7 @@ class _View:
         answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
         names = dict.fromkeys(_run_name(model, run) for model in _models(chosen))
         notes = "".join(map(self._offloading_note, names))
-        pictures = f"{_ADD_PICTURE}{self._pictures(waiting.split())}" if any(map(self._reads_pictures, names)) else ""
+        pictures = _add_picture() + self._pictures(waiting.split()) if any(map(self._reads_pictures, names)) else ""
         return _conversation(turns, self._names(turns), self._pictures), notes + self._warning(run), answering, pictures
 
     def ask(  # None: a field of the closed panel
@@ -211,11 +216,12 @@ class _View:
         run = self._conversation_of(name)
         models = _models(chosen)
         if run is None or not models or not question.strip():
-            return [gr.skip(), note("Choose a model and write a message."), gr.skip()]
+            return [gr.skip(), note(tr("Choose a model and write a message.")), gr.skip()]
         names = [_run_name(model, run) for model in models]
         if missing := [name for name in names if not self._can_answer(name)]:
-            problems = [f"{name} has no adapter or checkpoint" for name in missing]
-            return [gr.skip(), problem("No model to chat with yet", problems, "Wait for its first checkpoint."), gr.skip()]
+            problems = [tr("{run} has no adapter or checkpoint", run=name) for name in missing]
+            shown = problem(tr("No model to chat with yet"), problems, tr("Wait for its first checkpoint."))
+            return [gr.skip(), shown, gr.skip()]
         self.context.chats.ask(
             run, question[:_QUESTION_CHARACTERS], int(most or _MOST_TOKENS), models=models,
             system=(system or "").strip(), pictures=waiting.split(),
@@ -248,29 +254,38 @@ class _View:
             copies = self.context.lives.of(run).plan().layer_copies if run else None
         except (FinetuneError, OSError, ValueError):
             return ""
-        return note(f"{name}: {copies.generation_summary}", "warn") if copies else ""
+        return note(f"{name}: {of_engine(copies.generation_summary)}", "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits together with the run that is training; empty when none is."""
         busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
         if busy is None or self.context.chats.is_running(run):
             return ""
-        who = f"{busy.path.name} is training"
+        name = busy.path.name
         if run.path.name == COMPARISON:
-            return note(f"{who}: a message here may make it run out of memory.", "warn")
+            return note(tr("{run} is training: a message here may make it run out of memory.", run=name), "warn")
         training, ours = self.context.lives.of(busy).plan(), self.context.lives.of(run).plan()
         if training.forecast is None or ours.forecast is None:
             return note(
-                f"{who}, and there is no forecast of whether both fit. A message here may make it run out of memory.", "warn"
-            )
+                tr(
+                    "{run} is training, and there is no forecast of whether both fit. A message here may make it run out of "
+                    "memory.", run=name,
+                ), "warn",
+            )  # fmt: skip
         load = ours.forecast.peaks.get("load", ours.forecast.parts.get("weights", 0))
         both, budget = training.forecast.peak_high_bytes + load, training.budget_bytes or training.card.free_bytes
-        if both <= budget:
-            return note(f"{who}; forecast for both: {format_bytes(both)} of {format_bytes(budget)}, it fits.")
-        return note(
-            f"{who}; forecast for both: {format_bytes(both)} of {format_bytes(budget)}, it does not fit.",
-            "bad",
-        )
+        fits = both <= budget
+        text = tr(
+            "{run} is training; forecast for both: {size} of {budget}, it fits." if fits
+            else "{run} is training; forecast for both: {size} of {budget}, it does not fit.",
+            run=name, size=format_bytes(both), budget=format_bytes(budget),
+        )  # fmt: skip
+        return note(text, "" if fits else "bad")
+
+
+def _add_picture() -> str:
+    text = tr("Add a picture, or drop one")
+    return f'<button type="button" class="ft-act ft-plain" data-pick="chat-picture">{text}</button>'
 
 
 def _models(chosen: Sequence[str]) -> tuple[Model, ...]:
@@ -287,7 +302,7 @@ def _run_name(model: Model, run: RunDirectory) -> str:
 def _labels(bases: Iterable[str]) -> dict[str, str]:
     """What each base model is called: by the last part of its name, in whole where two have the same."""
     counts = Counter(Path(base).name for base in dict.fromkeys(bases))
-    return {base: f"{base if counts[Path(base).name] > 1 else Path(base).name}, the base model" for base in bases}
+    return {base: tr("{name}, the base model", name=base if counts[Path(base).name] > 1 else Path(base).name) for base in bases}
 
 
 def has_adapter(run: RunDirectory) -> bool:
@@ -304,15 +319,13 @@ def _conversation(
     turns: list[Turn], names: Mapping[Model, str], pictures: Callable[[Sequence[str]], str] = lambda _: ""
 ) -> str:
     if not turns:
-        return note("Send a message: the models answer it side by side, one after the other, with the same settings.")
+        return note(tr("Send a message: the models answer it side by side, one after the other, with the same settings."))
     shown = []
     for turn in turns:
         sides = "".join(_answer_column(turn, model, names.get(model, model)) for model in turn.models)
         error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
-        shown.append(
-            f'<li><div class="ft-turn user"><b>you</b>{pictures(turn.pictures)}<p>{inert(turn.question, 10_000)}</p></div>'
-            f'<div class="ft-sides">{sides}</div>{error}</li>'
-        )
+        question = f"<b>{tr('you')}</b>{pictures(turn.pictures)}<p>{inert(turn.question, 10_000)}</p>"
+        shown.append(f'<li><div class="ft-turn user">{question}</div><div class="ft-sides">{sides}</div>{error}</li>')
     busy = "true" if not turns[-1].done else "false"
     return f'<ol class="ft-chat" aria-live="polite" aria-busy="{busy}">{"".join(shown)}</ol>'
 
@@ -332,13 +345,14 @@ def _call(call: Mapping[str, Any]) -> str:
         f"<dt>{inert(key)}</dt><dd>{inert(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))}</dd>"
         for key, value in rows
     )
-    return f'<div class="ft-call"><b>calls {inert(call.get("name", ""))}</b><dl>{values}</dl></div>'
+    return f'<div class="ft-call"><b>{tr("calls {tool}", tool=inert(call.get("name", "")))}</b><dl>{values}</dl></div>'
 
 
 def _answer(turn: Turn, model: Model) -> str:
     if model in turn.answers:
-        return inert(turn.answers[model], 20_000) or ("" if model in turn.calls else "<em>empty answer</em>")
+        return inert(turn.answers[model], 20_000) or ("" if model in turn.calls else f"<em>{tr('empty answer')}</em>")
     so_far = inert(turn.partial.get(model, ""), 20_000)
     if turn.done:
-        return so_far or "no answer"
-    return f'{so_far}<span class="ft-busy"></span>{"" if so_far else " waiting"}'
+        return so_far or tr("no answer")
+    waiting = "" if so_far else f" {tr('waiting')}"
+    return f'{so_far}<span class="ft-busy"></span>{waiting}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -18,10 +19,11 @@ from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
 from ..background.tasks import Task
+from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, problem, table
-from ..views.scores import forgetting_table, no_call_note, rows_of, scores, task_table
+from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -29,14 +31,17 @@ if TYPE_CHECKING:
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0
 _SCORES = {
-    "Exact match": "exact", "Contains the expected answer": "contains", "Regular expression": "regex",
-    "JSON, field by field": "json", "Last number": "numeric", "Calls of tools": "calls",
-    "BLEU": "bleu", "chrF": "chrf", "ROUGE-L": "rouge", "Loss only, no answers": "loss",
+    mark("Exact match"): "exact", mark("Contains the expected answer"): "contains", mark("Regular expression"): "regex",
+    mark("JSON, field by field"): "json", mark("Last number"): "numeric", mark("Calls of tools"): "calls",
+    "BLEU": "bleu", "chrF": "chrf", "ROUGE-L": "rouge", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
-_HELD_OUT, _BEFORE = "held-out rows", "held-out rows of the run it continued"
+_HELD_OUT, _BEFORE = mark("held-out rows"), mark("held-out rows of the run it continued")
 _TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}
-_KINDS = {"Adapter": "adapter", "Merged model": "merged"}
-_ORDERS = {"Differing first": "differ", "Tuned model's worst first": "worst", "Tuned model's best first": "best"}
+_KINDS = {mark("Adapter"): "adapter", mark("Merged model"): "merged"}
+_ORDERS = {
+    mark("Differing first"): "differ", mark("Tuned model's worst first"): "worst", mark("Tuned model's best first"): "best"
+}  # fmt: skip
+_DRY_RUN_FIRST = mark("See the files first: Dry run.")
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
@@ -58,33 +63,33 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
 def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     """Scores of base and tuned model, and the report."""
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>Evaluate</h2><p class="ft-note">Base and tuned model answer the same rows; the difference counts.</p>')
+        show(_heading("Evaluate", mark("Base and tuned model answer the same rows; the difference counts.")))
         with gr.Row(elem_classes="ft-controls"):
-            score = gr.Dropdown(list(_SCORES), value="Exact match", label="Score", elem_id="result-score", scale=2)
+            score = gr.Dropdown(list(_SCORES), value="Exact match", label=mark("Score"), elem_id="result-score", scale=2)
             pattern = gr.Textbox(
-                label="Pattern", info="what it finds in both answers is compared", max_length=200, visible=False,
+                label=mark("Pattern"), info=mark("what it finds in both answers is compared"), max_length=200, visible=False,
                 elem_id="result-pattern", scale=2,
             )  # fmt: skip
             tolerance = gr.Number(
-                label="Tolerance", info="relative: 0.01 is 1 %", value=0, minimum=0, visible=False,
+                label=mark("Tolerance"), info=mark("relative: 0.01 is 1 %"), value=0, minimum=0, visible=False,
                 elem_id="result-tolerance", scale=1,
             )  # fmt: skip
-            rows = gr.Dropdown([_HELD_OUT], value=_HELD_OUT, label="Rows", elem_id="result-rows", scale=2)
-            most = gr.Number(label="At most, 0 is all", value=0, minimum=0, precision=0, elem_id="result-most", scale=1)
-            last = gr.Checkbox(label="Last step, not the best", elem_id="result-last", scale=1, container=False)
-            evaluate = gr.Button("Evaluate", variant="primary", elem_id="result-eval", scale=0)
+            rows = gr.Dropdown([_HELD_OUT], value=_HELD_OUT, label=mark("Rows"), elem_id="result-rows", scale=2)
+            most = gr.Number(label=mark("At most, 0 is all"), value=0, minimum=0, precision=0, elem_id="result-most", scale=1)
+            last = gr.Checkbox(label=mark("Last step, not the best"), elem_id="result-last", scale=1, container=False)
+            evaluate = gr.Button(mark("Evaluate"), variant="primary", elem_id="result-eval", scale=0)
         status = show(elem_id="result-status")
     with gr.Column(elem_classes="ft-box"):
         with gr.Row(elem_classes="ft-controls ft-sorted"):
-            show("<h2>Scores</h2>")
-            order = gr.Dropdown(list(_ORDERS), value="Differing first", label="Sort", elem_id="result-order", scale=1)
+            show(_heading(mark("Scores")))
+            order = gr.Dropdown(list(_ORDERS), value="Differing first", label=mark("Sort"), elem_id="result-order", scale=1)
         scores = show(elem_id="result-eval-shown")
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>Report</h2><p class="ft-note">One file that opens offline, with curves, scores and settings.</p>')
+        show(_heading(mark("Report"), mark("One file that opens offline, with curves, scores and settings.")))
         with gr.Row(elem_classes="ft-controls"):
-            others = gr.Dropdown([], label="Compare with other runs", multiselect=True, elem_id="result-others", scale=3)
-            report = gr.Button("Write the report", elem_id="result-report", scale=0)
-            compare = gr.Button("Compare", elem_id="result-compare", scale=0)
+            others = gr.Dropdown([], label=mark("Compare with other runs"), multiselect=True, elem_id="result-others", scale=3)
+            report = gr.Button(mark("Write the report"), elem_id="result-report", scale=0)
+            compare = gr.Button(mark("Compare"), elem_id="result-compare", scale=0)
         reported = show(elem_id="result-report-shown")
     score.change(view.fields, score, [pattern, tolerance], **QUIET)
     evaluate.click(view.evaluate, [name, score, pattern, tolerance, rows, most, last], status, **BUTTON)
@@ -97,37 +102,47 @@ def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     """The model as files, as a server and on the hub."""
     status = show(elem_id="export-status")
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>Merge</h2><p class="ft-note">One model folder, with the adapter in its 16-bit weights.</p>')
+        show(_heading(mark("Merge"), mark("One model folder, with the adapter in its 16-bit weights.")))
         with gr.Row(elem_classes="ft-controls"):
-            folder = gr.Textbox(label="Folder in the run", value="merged", max_length=100, elem_id="result-folder", scale=2)
-            merge = gr.Button("Merge", variant="primary", elem_id="result-merge", scale=0)
+            folder = gr.Textbox(
+                label=mark("Folder in the run"), value="merged", max_length=100, elem_id="result-folder", scale=2
+            )
+            merge = gr.Button(mark("Merge"), variant="primary", elem_id="result-merge", scale=0)
         merged = show(elem_id="result-merge-shown")
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>GGUF</h2><p class="ft-note">For llama.cpp and Ollama; kept when llama.cpp gives the adapter\'s answers.</p>')
+        show(_heading("GGUF", mark("For llama.cpp and Ollama; kept when llama.cpp gives the adapter's answers.")))
         with gr.Row(elem_classes="ft-controls"):
             precision = gr.Dropdown(
-                list(_TYPES), value=GGUF_TYPES["f16"].label, label="Type", elem_id="result-gguf-type", scale=2
+                list(_TYPES), value=GGUF_TYPES["f16"].label, label=mark("Type"), elem_id="result-gguf-type", scale=2
             )
-            apart = gr.Checkbox(label="Base and adapter in two files", elem_id="result-gguf-apart", scale=1, container=False)
-            gguf = gr.Button("Export to GGUF", elem_id="result-gguf", scale=0)
+            apart = gr.Checkbox(
+                label=mark("Base and adapter in two files"), elem_id="result-gguf-apart", scale=1, container=False
+            )
+            gguf = gr.Button(mark("Export to GGUF"), elem_id="result-gguf", scale=0)
         exported = show(elem_id="result-gguf-shown")
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>Serve</h2><p class="ft-note">On this machine, for clients of OpenAI\'s interface.</p>')
+        show(_heading(mark("Serve"), mark("On this machine, for clients of OpenAI's interface.")))
         with gr.Row(elem_classes="ft-controls"):
             together = gr.Dropdown(
-                [], label="Together with runs of the same base model", multiselect=True, elem_id="result-together", scale=3
+                [],
+                label=mark("Together with runs of the same base model"),
+                multiselect=True,
+                elem_id="result-together",
+                scale=3,
             )
-            serve = gr.Button("Serve", elem_id="result-serve", scale=0)
-            end = gr.Button("Stop serving", elem_id="result-serve-end", scale=0)
+            serve = gr.Button(mark("Serve"), elem_id="result-serve", scale=0)
+            end = gr.Button(mark("Stop serving"), elem_id="result-serve-end", scale=0)
         served = show(elem_id="result-serve-shown")
     with gr.Column(elem_classes="ft-box"):
-        show('<h2>Push to the hub</h2><p class="ft-note">The dry run lists the files first; only those are pushed.</p>')
+        show(_heading(mark("Push to the hub"), mark("The dry run lists the files first; only those are pushed.")))
         with gr.Row(elem_classes="ft-controls"):
-            repo = gr.Textbox(label="Repository", placeholder="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2)
-            kind = gr.Dropdown(list(_KINDS), value="Adapter", label="What", elem_id="result-kind", scale=2)
-            public = gr.Checkbox(label="Public, else private", elem_id="result-public", scale=1, container=False)
-            look = gr.Button("Dry run", elem_id="result-dry-run", scale=0)
-            push = gr.Button("Push", elem_id="result-push", scale=0)
+            repo = gr.Textbox(
+                label=mark("Repository"), placeholder="OWNER/NAME", max_length=200, elem_id="result-repo", scale=2
+            )
+            kind = gr.Dropdown(list(_KINDS), value="Adapter", label=mark("What"), elem_id="result-kind", scale=2)
+            public = gr.Checkbox(label=mark("Public, else private"), elem_id="result-public", scale=1, container=False)
+            look = gr.Button(mark("Dry run"), elem_id="result-dry-run", scale=0)
+            push = gr.Button(mark("Push"), elem_id="result-push", scale=0)
         pushed = show(elem_id="result-push-shown")
     merge.click(view.merge, [name, folder], status, **BUTTON)
     gguf.click(view.export, [name, precision, apart], status, **BUTTON)
@@ -136,6 +151,11 @@ def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     look.click(view.dry_run, [name, repo, kind, public], status, **BUTTON)
     push.click(view.push, [name, repo, kind, public], status, **BUTTON)
     return kind, together, merged, pushed, exported, served
+
+
+def _heading(title: str, purpose: str = "") -> Callable[[], str]:
+    """A section's heading, and what it is for, in the language of each request."""
+    return lambda: f"<h2>{tr(title)}</h2>{note(tr(purpose)) if purpose else ''}"
 
 
 def evaluation(
@@ -179,14 +199,15 @@ class _View:
     ) -> str:
         """Start an evaluation of the run."""
         if rows not in (None, _HELD_OUT, _BEFORE, *local_datasets(self.context.workspace)):
-            return note("Choose rows from the list.")
+            return note(tr("Choose rows from the list."))
         return self._start(name, "eval", evaluation(score, pattern, tolerance, rows, most, last))
 
     def merge(self, name: str | None, folder: str) -> str:
         """Start merging the run's adapter, into a folder of the run."""
         run = self.context.workspace.run(name)
         if not _NAME.fullmatch(folder.strip()):
-            return problem("Not started", [f"{folder[:100]!r} is not a folder's name"], "Letters, digits, . - and _")
+            refused = tr("{name} is not a folder's name", name=repr(folder[:100]))
+            return problem(tr("Not started"), [refused], tr("Letters, digits, . - and _"))
         return self._start(name, "merge", [f"--output={run.path / folder.strip()}"] if run else [])
 
     def export(self, name: str | None, precision: str, apart: bool) -> str:
@@ -203,16 +224,16 @@ class _View:
         """End the server of the run."""
         run = self.context.workspace.run(name)
         ended = run is not None and self.context.tasks.of(run, "serve").end()
-        return note("Ending." if ended else "This run is not served.")
+        return note(tr("Ending." if ended else "This run is not served."))
 
     def depending(self, name: str | None) -> list[Any]:
         """What can be chosen for a run: its rows, other runs, and what it can push."""
         run, workspace = self.context.workspace.run(name), self.context.workspace
         before = [_BEFORE] if run is not None and base_adapter_of(run) is not None else []
         names = [other.path.name for other in workspace.list_runs() if other.path.name != name]
-        kinds = [*_KINDS, *(_gguf_files(run) if run is not None else [])]
+        kinds = _named([*_KINDS, *(_gguf_files(run) if run is not None else [])])
         return [
-            gr.Dropdown(choices=[_HELD_OUT, *before, *local_datasets(workspace)], value=_HELD_OUT),
+            gr.Dropdown(choices=_named([_HELD_OUT, *before, *local_datasets(workspace)]), value=_HELD_OUT),
             gr.Dropdown(choices=names, value=[]), gr.Dropdown(choices=kinds, value="Adapter"),
             gr.Dropdown(choices=names, value=[]),
         ]  # fmt: skip
@@ -226,7 +247,7 @@ class _View:
         run, other_runs = self.context.workspace.run(name), [self.context.workspace.run(other) for other in others or []]
         paths = [str(other.path) for other in other_runs if other is not None]
         if not paths:
-            return note("Choose the runs to compare with.")
+            return note(tr("Choose the runs to compare with."))
         return self._start(name, "compare", [*paths, f"--output={run.path / 'comparison.html'}"] if run else [])
 
     def dry_run(self, name: str | None, repo: str, kind: str, public: bool) -> str:
@@ -239,31 +260,31 @@ class _View:
         listed = self.context.tasks.of(run, "push").result() if run is not None else None
         wanted = {"repo": repo.strip(), "kind": _KINDS.get(kind, "gguf"), "public": bool(public), "sent": False}
         if not isinstance(listed, dict) or {key: listed.get(key) for key in wanted} != wanted:
-            return note("See the files first: Dry run.")
+            return note(tr(_DRY_RUN_FIRST))
         if kind not in _KINDS and Path(kind).name not in {file["name"] for file in listed["files"]}:
-            return note("See the files first: Dry run.")
+            return note(tr(_DRY_RUN_FIRST))
         return self._push(name, repo, kind, public, "--yes")
 
     def _push(self, name: str | None, repo: str, kind: str, public: bool, how: str) -> str:
         run = self.context.workspace.run(name)
         files = _gguf_files(run) if run is not None else []
         if run is None or kind not in (*_KINDS, *files):
-            return note("Choose a run, and what to push.")
+            return note(tr("Choose a run, and what to push."))
         try:
             require_repo(repo.strip())
         except FinetuneError as error:
-            return problem("Not started", error.problems, error.fix)
+            return problem(tr("Not started"), error.problems, error.fix)
         chosen = [f"--{_KINDS[kind]}"] if kind in _KINDS else [f"--gguf={run.path / kind}"]
         return self._start(name, "push", [repo.strip(), *chosen, *(["--public"] if public else []), how])
 
     def _start(self, name: str | None, verb: str, options: list[str]) -> str:
         run = self.context.workspace.run(name)
         if run is None:
-            return note("Choose a run.")
+            return note(tr("Choose a run."))
         try:
             self.context.tasks.start(run, verb, options)
         except FinetuneError as error:
-            return problem("Not started", error.problems, error.fix)
+            return problem(tr("Not started"), error.problems, error.fix)
         return ""
 
     def tick(self, name: str | None, order: str) -> str:
@@ -291,7 +312,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
     damaged = unreadable_evaluations(run)
     benchmark = task_table(read_tasks(run)) + (note(damaged) if damaged else "")
     if not results:
-        return progress + benchmark or note("Not evaluated yet.")
+        return progress + benchmark or note(tr("Not evaluated yet."))
     written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
     first, *others = sorted(results, key=lambda name: -written[name])
     shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_table(read_forgetting(run))]
@@ -302,7 +323,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
 
 
 def _title(result: dict[str, Any]) -> str:
-    return f"{result['score']}, {result['rows']:,} {rows_of(result)}"
+    return tr("{score}, {rows}", score=score_name(result), rows=rows_of(result))
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
@@ -311,13 +332,13 @@ def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
         _task(verb, task) for verb, task in (("report", report), ("compare", compare))
         if (status := task.status()) is not None and status["state"] != "done"
     )  # fmt: skip
-    files = {"report.html": "Download the report", "comparison.html": "Download the comparison"}
+    files = {"report.html": tr("Download the report"), "comparison.html": tr("Download the comparison")}
     links = [
         f'<a href="/ft/report/{quote(run.path.name)}/{file}" download>{label}</a>'
         for file, label in files.items()
         if (run.path / file).is_file() and " " not in run.path.name  # which the guard of the page's routes does not know
     ]
-    return going + (f"<p>{' · '.join(links)}</p>" if links else "" if going else note("Not written yet."))
+    return going + (f"<p>{' · '.join(links)}</p>" if links else "" if going else note(tr("Not written yet.")))
 
 
 def _pushed(task: Task) -> str:
@@ -326,10 +347,11 @@ def _pushed(task: Task) -> str:
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "files" not in result:
         return _task("push", task)
     rows = [[file["name"], format_bytes(file["bytes"])] for file in result["files"]]
-    seen = "public" if result["public"] else "private"
-    where = f"{result['repo']} ({seen})"
-    summary = f"Pushed to {where}: {result['commit']}" if result["sent"] else f"For {where}; nothing was sent yet."
-    return note(summary) + table(["file", ">size"], rows, "Files", hidden_caption=True)
+    where = tr("{repo} (public)" if result["public"] else "{repo} (private)", repo=result["repo"])
+    summary = tr("For {repo}; nothing was sent yet.", repo=where)
+    if result["sent"]:
+        summary = tr("Pushed to {repo}: {commit}", repo=where, commit=result["commit"])
+    return note(summary) + table([tr("file"), f">{tr('size')}"], rows, tr("Files"), hidden_caption=True)
 
 
 def _exported(task: Task) -> str:
@@ -338,10 +360,13 @@ def _exported(task: Task) -> str:
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
         return _task("export", task)
     check = result["check"]
-    answers = f"{check['same_answers']:,} of {check['rows']:,} answers the adapter's"
-    files = [[name, result[name]] for name in ("file", "adapter", "modelfile") if result[name]]
-    summary = f"In llama.cpp: token ids are the training's, {answers}."
-    return note(summary) + table(["name", "value"], files, "Exported files", hidden_caption=True)
+    names = {"file": tr("file"), "adapter": tr("adapter"), "modelfile": "Modelfile"}
+    files = [[name, result[key]] for key, name in names.items() if result[key]]
+    summary = tr(
+        "In llama.cpp: token ids are the training's, {n} of {rows} answers the adapter's.",
+        n=f"{check['same_answers']:,}", rows=f"{check['rows']:,}",
+    )  # fmt: skip
+    return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)
 
 
 def _served(task: Task) -> str:
@@ -350,9 +375,15 @@ def _served(task: Task) -> str:
     if status is None or not isinstance(result, dict) or "url" not in result:
         return _task("serve", task)
     if status["state"] != "running":
-        return note("Not served now.")
-    rows = [["address", result["url"]], ["token", result["token"]], ["models", ", ".join(result["models"])]]
-    return note("Serving; one answer at a time.") + table(["name", "value"], rows, "The server", hidden_caption=True)
+        return note(tr("Not served now."))
+    rows = [[tr("address"), result["url"]], [tr("token"), result["token"]], [tr("models"), ", ".join(result["models"])]]
+    shown = table([tr("name"), tr("value")], rows, tr("The server"), hidden_caption=True)
+    return note(tr("Serving; one answer at a time.")) + shown
+
+
+def _named(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Choices that are called so in this request's language."""
+    return [(tr(name), name) for name in names]
 
 
 def _gguf_files(run: RunDirectory) -> list[str]:
@@ -365,15 +396,17 @@ def _task(verb: str, task: Task) -> str:
     """Progress or result of a command that was started here."""
     status = task.status()
     if status is None:
-        return note("Not run yet.")
+        return note(tr("Not run yet."))
     command = f'<p class="ft-mono">{inert(status.get("command", ""))}</p>'
     if status["state"] == "running":
-        last = task.log().strip().splitlines()[-1:] or ["starting"]
+        last = task.log().strip().splitlines()[-1:] or [tr("starting")]
         return f'{command}<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(last[0], 300)}</p>'
-    result = task.result()
+    result, failed = task.result(), tr("{command} failed", command=f"finetune {verb}")
     if isinstance(result, dict) and "problems" in result:
-        return command + problem(f"finetune {verb} failed", result["problems"], result.get("fix", ""))
+        return command + problem(failed, result["problems"], result.get("fix", ""))
     if status["state"] == "failed":
-        return command + problem(f"finetune {verb} failed", task.log().strip().splitlines()[-5:] or ["no output"])
+        return command + problem(failed, task.log().strip().splitlines()[-5:] or [tr("no output")])
     rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) and verb == "merge" else []
-    return command + (table(["name", "value"], rows, f"Result of {verb}", hidden_caption=True) if rows else note("Done."))
+    if not rows:
+        return command + note(tr("Done."))
+    return command + table([tr("name"), tr("value")], rows, tr("Result of {command}", command=verb), hidden_caption=True)

@@ -13,9 +13,10 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 
 from ..context import Context
+from ..language import tr
 from ..views import sweep as sweep_view
 from ..views.binding import QUIET, change_trigger, fingerprint, show
-from ..views.markup import note, problem
+from ..views.markup import note, problem, to_fit
 from ..views.run_head import TABS
 
 #: Tabs with controls, which a timer keeps up to date while one of them is open.
@@ -106,22 +107,22 @@ class _View:
             return problem(error.title, error.problems, error.fix)
 
     def _pause(self, run: RunDirectory) -> str:
-        return "" if control.stop(run) else note("This run is not running.")
+        return "" if control.stop(run) else note(tr("This run is not running."))
 
     def _kill(self, run: RunDirectory) -> str:
-        return "" if control.stop(run, now=True) else note("This run is not running.")
+        return "" if control.stop(run, now=True) else note(tr("This run is not running."))
 
     def _resume(self, run: RunDirectory) -> str:
         self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-        return note("In the queue: it goes on from the newest checkpoint.")
+        return note(tr("In the queue: it goes on from the newest checkpoint."))
 
     def _duplicate(self, run: RunDirectory) -> str:
         self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-        return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with this run\'s recipe.</p>'
+        return to_fit(tr("Opening Fit with this run's recipe."))
 
     def _halve(self, run: RunDirectory) -> str:
         """The run's recipe with half its learning rate, as the draft of a new run."""
         values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
         rate = self.context.lives.of(run).plan().settings.learning_rate / 2
         self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
-        return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with half the learning rate.</p>'
+        return to_fit(tr("Opening Fit with half the learning rate."))

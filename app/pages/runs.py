@@ -12,10 +12,11 @@ from finetune.run.directory import RunDirectory
 
 from ..browser_files import chart_element, has_charts
 from ..context import Context
+from ..language import tr
 from ..views import runs as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
-from ..views.markup import note, problem
+from ..views.markup import note, problem, to_fit
 from ..views.run_row import row_of
 from ..views.sweep import listed
 
@@ -27,11 +28,11 @@ _LISTED = 200
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers. runs.js keeps search, filters and what is chosen, and sends what is to be done."""
     view = _View(context)
-    show(view_of.controls(), elem_id="runs-controls")
+    show(view_of.controls, elem_id="runs-controls")
     act = gr.Textbox(visible="hidden", elem_id="runs-act")
     status = show(elem_id="runs-status")
     listed, sweeps = show(elem_id="runs-list"), show(elem_id="runs-sweeps")
-    show(view_of.chosen_bar())
+    show(view_of.chosen_bar)
     compared = show(elem_id="runs-compared")
     queue, trash = show(elem_id="runs-queue"), show(elem_id="runs-trash")
     changed = change_trigger()
@@ -81,33 +82,34 @@ class _View:
                 return self._rename(run, str(wish.get("name", ""))), gr.skip()
             case "duplicate", [run]:
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return '<p class="ft-note" data-go="/fit" role="status">Opening Fit with this run\'s recipe.</p>', gr.skip()
+                return to_fit(tr("Opening Fit with this run's recipe.")), gr.skip()
             case "delete", [_, *_]:
                 return self._delete(runs), gr.skip()
         if "restore" in wish:
             folders = wish["restore"] if isinstance(wish["restore"], list) else [wish["restore"]]
             names = [self.context.workspace.restore(str(folder)).path.name for folder in folders]
-            return note(f"Restored {', '.join(names)}.", "ok"), gr.skip()
+            return note(tr("Restored {runs}.", runs=", ".join(names)), "ok"), gr.skip()
         if isinstance(wish.get("cancel"), str):
-            return note("Removed." if self.context.queue.cancel(wish["cancel"]) else "It is no longer waiting."), gr.skip()
+            is_removed = self.context.queue.cancel(wish["cancel"])
+            return note(tr("Removed." if is_removed else "It is no longer waiting.")), gr.skip()
         return gr.skip(), gr.skip()
 
     def compare(self, runs: list[RunDirectory]) -> str:
         """Curves of the chosen runs in one chart, their scores, and the settings that differ."""
         if len(runs) < 2:
-            return note("Choose two runs or more to compare them.")
+            return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
-        fewer = note(f"The first {_MOST_COMPARED} are compared.") if len(runs) > _MOST_COMPARED else ""
-        return f'<section class="ft-box"><h2>Compared</h2>{fewer}{comparison(lives, element, rows)}</section>'
+        fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
+        return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:
         if name.strip() == run.path.name:
             return ""
         renamed = self.context.workspace.rename(run, name)
         self.context.lives.forget(run)
-        return note(f"{run.path.name} is now called {renamed.path.name}.")
+        return note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))
 
     def _delete(self, runs: list[RunDirectory]) -> str:
         """Move the runs to the trash; those that are alive stay, with the reason."""
@@ -116,7 +118,7 @@ class _View:
             try:
                 deleted.append((run.path.name, self.context.workspace.discard(run)))
             except FinetuneError as error:
-                refused += problem("Not deleted", error.problems, error.fix)
+                refused += problem(tr("Not deleted"), error.problems, error.fix)
                 continue
             self.context.lives.forget(run)
         return refused + (view_of.undo(deleted) if deleted else "")

@@ -11,6 +11,7 @@ from pathlib import Path
 from finetune.data.pictures.display import small_copy_of
 from finetune.events import Sample
 
+from ..language import tr
 from .data import small_pictures
 from .markup import inert
 
@@ -31,18 +32,21 @@ def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_ste
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     if not prompts:
         return ""
-    names = ["Prompt", "Expected", *(f"Step {step:,}" for step in steps)]
+    names = [tr("Prompt"), tr("Expected"), *(tr("Step {step}", step=f"{step:,}") for step in steps)]
     head = "".join(f'<th scope="col">{inert(name)}</th>' for name in names)
     rows = "".join(_row(prompt, by_prompt[prompt], steps) for prompt in prompts[:most_prompts])
     return (
-        '<div class="ft-scroll" role="region" aria-label="Answers as it learns" tabindex="0"><table class="ft-answers">'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<div class="ft-scroll" role="region" aria-label="{tr("Answers as it learns")}" tabindex="0">'
+        f'<table class="ft-answers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
-@lru_cache(64)
+#: A picture of a sample is shown at every tick.
+_small_copy = lru_cache(256)(small_copy_of)
+
+
 def _small_pictures(paths: tuple[str, ...]) -> str:
-    return small_pictures([small_copy_of(Path(path)) for path in paths])
+    return small_pictures([_small_copy(Path(path)) for path in paths])
 
 
 def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
@@ -51,18 +55,19 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
     for step in steps:
         sample = by_step.get(step)
         answer = (sample.answer or "") if sample else None
-        shown = '<span class="ft-faint">not asked</span>' if answer is None else marked(answer, expected, earlier)
-        cells += f'<td class="mono" data-label="Step {step:,}">{shown}</td>'
+        shown = f'<span class="ft-faint">{tr("not asked")}</span>' if answer is None else marked(answer, expected, earlier)
+        cells += f'<td class="mono" data-label="{tr("Step {step}", step=f"{step:,}")}">{shown}</td>'
         earlier = answer if answer is not None else earlier
     asked = f"<td>{_small_pictures(prompt[1])}{inert(prompt[0])}</td>"
-    return f'<tr>{asked}<td class="mono" data-label="Expected">{inert(expected)}</td>{cells}</tr>'
+    wanted = f'<td class="mono" data-label="{tr("Expected")}">{inert(expected)}</td>'
+    return f"<tr>{asked}{wanted}{cells}</tr>"
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:
     """`answer` with the words that are not the expected ones struck, and with those that have become right."""
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
-        return inert(answer) or "<em>empty answer</em>"
+        return inert(answer) or f"<em>{tr('empty answer')}</em>"
     was_right = _right(_WORDS.findall(earlier), wanted) if earlier is not None else set(range(len(wanted)))
     shown = ""
     for kind, start, stop, first, end in difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_opcodes():
@@ -72,7 +77,7 @@ def marked(answer: str, expected: str, earlier: str | None) -> str:
                 shown += f"<ins>{inert(token)}</ins>" if is_new else inert(token)
         elif start < stop:
             shown += f"<del>{inert(''.join(tokens[start:stop]))}</del>"
-    return shown or "<em>empty answer</em>"
+    return shown or f"<em>{tr('empty answer')}</em>"
 
 
 def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:

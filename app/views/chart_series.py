@@ -12,33 +12,35 @@ from finetune.planner.plan import Plan
 from finetune.settings.methods import METRICS
 from finetune.units import GIB
 
+from ..language import mark, tr
 from ..live import Digest, LiveRun
+from .engine_texts import of_engine
 from .series import MOST_BINS, Bin, Series
 
 #: Small charts have a share of the bins of a large one.
 _SMALL = 3
 _SMALL_PANELS = (
-    ("learning_rate", "Learning rate", "short"), ("grad_norm", "Gradient norm", "short"),
-    ("tokens_per_s", "Tokens per second", "count"), ("token_accuracy", "Token accuracy", "percent"),
-    ("temperature_c", "Temperature", "°C"), ("power_w", "Power", "W"),
+    ("learning_rate", mark("Learning rate"), "short"), ("grad_norm", mark("Gradient norm"), "short"),
+    ("tokens_per_s", mark("Tokens per second"), "count"), ("token_accuracy", mark("Token accuracy"), "percent"),
+    ("temperature_c", mark("Temperature"), "°C"), ("power_w", mark("Power"), "W"),
 )  # fmt: skip
 #: Names of bytes, and what they are called.
 _GPU_LINES = (
-    ("peak_reserved_bytes", "this process", "process"), ("peak_allocated_bytes", "allocated", "allocated"),
-    ("card_used_bytes", "whole GPU, with other programs", "whole"),
+    ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
+    ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
 )  # fmt: skip
-_HOST_LINES = (("process_rss_bytes", "this process", "process"),)
+_HOST_LINES = (("process_rss_bytes", mark("this process"), "process"),)
 
 
 def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
     """The panels of a run: loss, memory, and a small one for each other metric that it has."""
     loss = [
         {"name": name, "label": label, "kind": kind}
-        for name, label, kind in (("loss", "each step", "loss"), ("eval_loss", "held out", "held"))
+        for name, label, kind in (("loss", tr("each step"), "loss"), ("eval_loss", tr("held out"), "held"))
         if name in digest.series
     ]
     return [
-        {"title": "Loss", "unit": "loss", "log": True, "lines": loss, "levels": []},
+        {"title": tr("Loss"), "unit": "loss", "log": True, "lines": loss, "levels": []},
         _memory(digest, plan),
         *_small_panels(digest),
     ]
@@ -50,22 +52,22 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         line for line in _HOST_LINES if line[0] in digest.series
     ]
     newest = digest.newest_step
-    context = (newest.context_bytes if newest else None) or plan.card.context_bytes or 0
+    added = round(((newest.context_bytes if newest else None) or plan.card.context_bytes or 0) / GIB, 3)
     levels = []
     if plan.forecast:
         forecast = {
             "value": plan.forecast.peak_bytes, "low": plan.forecast.peak_low_bytes, "high": plan.forecast.peak_high_bytes
         }  # fmt: skip
         gib = {name: round(size / GIB, 3) for name, size in forecast.items()}
-        levels.append({"label": "forecast", **gib, "kind": "forecast"})
+        levels.append({"label": tr("forecast"), **gib, "kind": "forecast"})
     if plan.budget_bytes:
-        levels.append({"label": "budget", "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
-    whole = "host memory" if plan.card.is_cpu else "size of the GPU"
+        levels.append({"label": tr("budget"), "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
+    whole = tr("host memory" if plan.card.is_cpu else "size of the GPU")
     levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})
     return {
-        "title": "Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB", "unit": "GiB", "levels": levels,
+        "title": tr("Process memory, GiB" if plan.card.is_cpu else "GPU memory, GiB"), "unit": "GiB", "levels": levels,
         "lines": [
-            {"name": name, "label": label, "kind": kind, "add": round(context / GIB, 3) if name == "peak_reserved_bytes" else 0}
+            {"name": name, "label": tr(label), "kind": kind, "add": added if name == "peak_reserved_bytes" else 0}
             for name, label, kind in lines
         ],
     }  # fmt: skip
@@ -73,14 +75,14 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
 
 def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
     methods = [
-        (f"{prefix}{name}", f"{title}{label}".capitalize(), "percent" if "%" in text else "short")
+        (f"{prefix}{name}", title, "percent" if "%" in text else "short")
         for name, (label, text) in METRICS.items()
-        for prefix, title in (("", ""), ("eval/", "held-out "))
+        for prefix, title in (("", of_engine(label).capitalize()), ("eval/", tr("Held-out {metric}", metric=of_engine(label))))
     ]
     for name, title, unit in (*_SMALL_PANELS, *methods):
         if name in digest.series:
             lines = [{"name": name, "label": "", "kind": "mean"}]
-            yield {"title": title, "unit": unit, "small": True, "lines": lines, "levels": []}
+            yield {"title": tr(title), "unit": unit, "small": True, "lines": lines, "levels": []}
 
 
 def answer(live: LiveRun, have: tuple[str, int, int] | None, points: int = MOST_BINS) -> dict[str, Any]:
@@ -94,7 +96,8 @@ def answer(live: LiveRun, have: tuple[str, int, int] | None, points: int = MOST_
         lowest = 0.0 if is_new or have is None else live.changed_from(have[1])
         step = digest.newest_step
         total = (step.total_steps if step else None) or plan.total_steps or 0
-        marks = [[mark["name"], mark["step"]] for mark in digest.marks if mark["step"] >= lowest and mark["name"] != "start"]
+        events = [event for event in digest.marks if event["step"] >= lowest and event["name"] != "start"]
+        marks = [[event["name"], event["step"]] for event in events]
         return {
             "version": f"{live.name}-{live.version}-{checksum}", "all": lowest <= 0,
             "from": lowest if math.isfinite(lowest) else None,

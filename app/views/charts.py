@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..language import tr, tr_n
 from .markup import inert
 from .series import Point
 
@@ -56,14 +57,14 @@ class Mark:
     css: str
 
 
-def chart(panels: Sequence[Panel], marks: Sequence[Mark], last_step: float, label: str, x_title: str = "step") -> str:
+def chart(panels: Sequence[Panel], marks: Sequence[Mark], last_step: float, label: str) -> str:
     """Panels over one step axis. `label` is the text for screen readers."""
     right = max(last_step, 1.0)
     drawn = "".join(_panel(panel, marks, right) for panel in panels)
     ticks = "".join(
         f'<span style="left:{100 * step / right:.2f}%">{step:,.0f}</span>' for step in _ticks(0, right, 6) if step == int(step)
     )
-    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>{inert(x_title)}</em></div>'
+    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>{tr("step")}</em></div>'
     return f'<figure class="ft-chart" role="img" aria-label="{inert(label)}">{drawn}{axis}</figure>'
 
 
@@ -85,7 +86,8 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
     for level in panel.levels:
         if level in beyond:
             legend.append(
-                f'<li class="{level.css} beyond">{inert(level.label)} {inert(panel.show(level.value))} (above the chart)</li>'
+                f'<li class="{level.css} beyond">{inert(level.label)} '
+                f"{tr('{value} (above the chart)', value=inert(panel.show(level.value)))}</li>"
             )
             continue
         if level.band:
@@ -201,7 +203,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float, label: st
         if drawn > 0:
             pieces += f'<span class="{css}" style="width:{100 * drawn / whole:.3f}%" title="{inert(name)}"></span>'
     over = sum(size for _, size, _ in parts) - whole
-    beyond = f'<span class="ft-over">{inert(show(over))} over</span>' if over > 0 else ""
+    beyond = f'<span class="ft-over">{tr("{size} over", size=inert(show(over)))}</span>' if over > 0 else ""
     track = f'<div class="ft-track">{pieces}</div><em class="ft-end">{inert(show(whole))}</em>'
     return f'<div class="ft-bar" role="img" aria-label="{inert(label)}"><div>{track}</div>{beyond}</div>'
 
@@ -226,9 +228,9 @@ def histogram(lengths: Sequence[int], limit: int | None, label: str, bins: int =
         x = WIDE * limit / right
         line = f'<line class="level budget" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HIGH:g}"/>'
     ticks = "".join(f'<span style="left:{100 * value / right:.2f}%">{value:,.0f}</span>' for value in _ticks(0, right, 6))
-    top = f'<span class="ft-y" style="top:0%">{highest:,} rows</span>'
+    top = f'<span class="ft-y" style="top:0%">{tr_n("{n} row", "{n} rows", highest)}</span>'
     svg = f'<svg viewBox="0 0 {WIDE:g} {HIGH:g}" preserveAspectRatio="none" aria-hidden="true">{bars}{line}</svg>'
-    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>tokens per row</em></div>'
+    axis = f'<div class="ft-x" aria-hidden="true">{ticks}<em>{tr("tokens per row")}</em></div>'
     return (
         f'<figure class="ft-chart" role="img" aria-label="{inert(label)}"><div class="ft-panel short">'
         f'<div class="ft-plot">{svg}{top}</div></div>{axis}</figure>'

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.units import GIB
 
+from ..language import mark, tr
 from ..live import LiveRun
 from .charts import Line, Panel, chart
 from .markup import inert, note, table
@@ -17,10 +18,20 @@ from .series import smoothed
 _SMOOTHING = 0.8
 #: Settings that the page calls otherwise than the recipe.
 _NAMES = {
-    "lora_r": "LoRA rank", "lora_alpha": "LoRA alpha", "max_length": "Longest row", "effective_batch_size": "Rows per step",
-    "per_device_train_batch_size": "Rows at a time", "optim": "Optimizer", "model_name_or_path": "Model",
-    "load_in_4bit": "4-bit weights", "load_in_8bit": "8-bit weights", "num_train_epochs": "Epochs", "gpu": "GPU",
-    "dataset": "Data",
+    "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
+    "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
+    "optim": mark("Optimizer"), "model_name_or_path": mark("Model"), "load_in_4bit": mark("4-bit weights"),
+    "load_in_8bit": mark("8-bit weights"), "num_train_epochs": mark("Epochs"), "gpu": "GPU", "dataset": mark("Data"),
+    "learning_rate": mark("Learning rate"), "warmup_ratio": mark("Warmup ratio"), "warmup_steps": mark("Warmup steps"),
+    "weight_decay": mark("Weight decay"), "lora_dropout": mark("LoRA dropout"), "max_steps": mark("Max steps"),
+    "seed": mark("Seed"), "target_modules": mark("Target modules"), "packing": mark("Packing"), "method": mark("Method"),
+    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Learning rate schedule"),
+    "memory_budget": mark("Memory budget"), "eval_steps": mark("Eval steps"), "save_steps": mark("Save steps"),
+    "activation_checkpointing": mark("Activation checkpointing"), "layer_offloading": mark("Layer offloading"),
+    "dtype": mark("Data type"), "max_grad_norm": mark("Max grad norm"), "train_on_inputs": mark("Train on inputs"),
+    "chat_template": mark("Chat template"), "loss_type": mark("Loss type"), "excess_length": mark("Longer rows"),
+    "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
+    "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
 }  # fmt: skip
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
@@ -29,33 +40,34 @@ def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] =
     """Loss and memory of runs in one chart, `element` or else SVG, their figures, and the settings that differ."""
     if element:
         return f"{element}{_figures(rows)}{_differences(lives)}"
-    panels = [_overlay("Loss, smoothed", lives, ("loss",), 1.0), _overlay("Memory, GiB", lives, _MEMORY, GIB)]
-    summary = "; ".join(f"{live.run.path.name}: last loss {last_loss(live.digest)}" for live in lives)
-    picture = chart(panels, [], max(live.digest.step for live in lives), f"Comparison. {summary}")
+    panels = [_overlay(tr("Loss, smoothed"), lives, ("loss",), 1.0), _overlay(tr("Memory, GiB"), lives, _MEMORY, GIB)]
+    losses = [tr("{run}: last loss {loss}", run=live.run.path.name, loss=last_loss(live.digest)) for live in lives]
+    summary = "; ".join(losses)
+    picture = chart(panels, [], max(live.digest.step for live in lives), tr("Comparison. {losses}", losses=summary))
     return f'{picture}<p class="ft-summary">{inert(summary)}</p>{_figures(rows)}{_differences(lives)}'
 
 
 def _figures(rows: Sequence[RunRow]) -> str:
     """Each run's losses, score, peak, time and speed side by side; a line that no run has is left out."""
     lines = [
-        ("Held-out loss, best", [row.held_out for row in rows]), ("Score, base → tuned", [row.score for row in rows]),
-        ("Loss, newest", [row.loss for row in rows]), ("Peak / forecast, GiB", [row.peak for row in rows]),
-        ("Time in training steps", [row.time for row in rows]), ("Tokens/s", [row.tokens_per_s for row in rows]),
+        (tr("Held-out loss, best"), [row.held_out for row in rows]), (tr("Score, base → tuned"), [row.score for row in rows]),
+        (tr("Loss, newest"), [row.loss for row in rows]), (tr("Peak / forecast, GiB"), [row.peak for row in rows]),
+        (tr("Time in training steps"), [row.time for row in rows]), (tr("Tokens/s"), [row.tokens_per_s for row in rows]),
     ]  # fmt: skip
-    shown = [[name, *(value or "none" for value in values)] for name, values in lines if any(values)]
-    return table(["Figure", *(f">{row.name}" for row in rows)], shown, "Scores and figures") if shown else ""
+    shown = [[name, *(value or tr("none") for value in values)] for name, values in lines if any(values)]
+    return table([tr("Figure"), *(f">{row.name}" for row in rows)], shown, tr("Scores and figures")) if shown else ""
 
 
 def _differences(lives: list[LiveRun]) -> str:
     settings = [live.plan().settings.model_dump(mode="json") for live in lives]
     names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
     if not names:
-        return note("These runs have the same settings.")
+        return note(tr("These runs have the same settings."))
     rows = [
-        [_NAMES.get(name, name.replace("_", " ").capitalize()), *(_value(values.get(name)) for values in settings)]
+        [tr(_NAMES.get(name, name.replace("_", " ").capitalize())), *(_value(values.get(name)) for values in settings)]
         for name in names
     ]
-    return table(["Setting", *(f">{live.run.path.name}" for live in lives)], rows, "Settings that differ")
+    return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
 
 
 def _value(value: Any) -> str:
@@ -63,8 +75,8 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "not set" if value is None else str(value)
+        return tr("yes" if value else "no")
+    return tr("not set") if value is None else str(value)
 
 
 def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:

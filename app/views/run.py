@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
-from finetune.run.out_of_memory import explanation
+from finetune.run.out_of_memory import explanation_lines
 from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_bytes, format_count
 
+from ..language import mark, tr
 from .charts import Level, Line, Mark, Panel, chart
+from .engine_texts import of_engine
 from .markup import inert, note, table
 from .series import smoothed
 
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
 
     from ..live import Digest, LiveRun
 
+#: What happened at a step: the name in the digest, and how it looks.
 _MARK_CSS = {
-    "first step": "first",
-    "evaluation": "evaluation",
-    "save": "save",
-    "retry": "retry",
-    "resume": "resume",
-    "start": "start",
-}
+    mark("first step"): "first", mark("evaluation"): "evaluation", mark("save"): "save", mark("retry"): "retry",
+    mark("resume"): "resume", mark("start"): "start",
+}  # fmt: skip
+#: Kinds of the events that are messages.
+_KINDS = {
+    "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
+    "out_of_memory": mark("out of memory"),
+}  # fmt: skip
 _MARKS_SHOWN = 60
 _SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
@@ -36,19 +40,21 @@ _TABLE_ROWS = 12
 
 def plain_curves(live: LiveRun) -> str:
     """The curves as SVG, with the numbers in a table: where the page has no `<ft-chart>`."""
-    rows = f"<details><summary>Loss and memory as a table</summary>{numbers(live.digest)}</details>"
-    return f"{curves(live, _SMOOTHING)}{rows}<h2>More curves</h2>{more_curves(live.digest)}"
+    rows = f"<details><summary>{tr('Loss and memory as a table')}</summary>{numbers(live.digest)}</details>"
+    return f"{curves(live, _SMOOTHING)}{rows}<h2>{tr('More curves')}</h2>{more_curves(live.digest)}"
 
 
 def curves(live: LiveRun, factor: float) -> str:
     """Loss and memory over the same steps as SVG, with forecast, budget and card, and marks for what happened."""
     digest, plan = live.digest, live.plan()
     panels = [_loss_panel(digest, factor), _memory_panel(digest, plan)]
-    shown_marks = [mark for mark in digest.marks if mark["name"] not in ("start",)][-_MARKS_SHOWN:]
-    marks = [Mark(f"{mark['name']}, step {mark['step']}", mark["step"], _MARK_CSS[mark["name"]]) for mark in shown_marks]
+    shown = [(event["name"], event["step"]) for event in digest.marks if event["name"] != "start"][-_MARKS_SHOWN:]
+    marks = [Mark(tr("{event}, step {step}", event=tr(name), step=step), step, _MARK_CSS[name]) for name, step in shown]
     summary = summary_of(digest, plan)
     legend = "".join(
-        f'<li class="{css}">{name}</li>' for name, css in _MARK_CSS.items() if any(mark["name"] == name for mark in shown_marks)
+        f'<li class="{css}">{tr(name)}</li>'
+        for name, css in _MARK_CSS.items()
+        if any(shown_name == name for shown_name, _ in shown)
     )
     marked = f'<ul class="ft-legend marks">{legend}</ul>' if legend else ""
     return f'{chart(panels, marks, digest.step, summary)}{marked}<p class="ft-summary">{inert(summary)}</p>'
@@ -58,26 +64,33 @@ def summary_of(digest: Digest, plan: Plan) -> str:
     """The chart's summary as text."""
     loss = digest.series.get("loss")
     if loss is None:
-        return "No step is complete yet."
-    summary = f"Loss {loss.newest_text(_loss)}"
+        return tr("No step is complete yet.")
+    summary = tr("Loss {loss}.", loss=loss.newest_text(_loss))
     if loss.first is not None and loss.first_step != loss.last_step:
-        summary += f", {_loss(loss.first)} at step {loss.first_step:,}, lowest {_loss(loss.low)}"
+        summary = tr(
+            "Loss {loss}, {first} at step {step}, lowest {lowest}.",
+            loss=loss.newest_text(_loss), first=_loss(loss.first), step=f"{loss.first_step:,}", lowest=_loss(loss.low),
+        )  # fmt: skip
     name, peak = measured_peak(digest, plan)
-    if peak is not None:
-        summary += f". {name}, peak: {format_bytes(peak)}"
-        if plan.forecast:
-            summary += f", forecast {format_bytes(plan.forecast.peak_bytes)}"
-    return f"{summary}."
+    if peak is None:
+        return summary
+    forecast = format_bytes(plan.forecast.peak_bytes) if plan.forecast else ""
+    highest = tr(
+        "{memory}, peak: {size}, forecast {forecast}." if forecast else "{memory}, peak: {size}.",
+        memory=tr(name), size=format_bytes(peak), forecast=forecast,
+    )  # fmt: skip
+    return f"{summary} {highest}"
 
 
 def more_curves(digest: Digest) -> str:
     """Held-out loss, learning rate, gradient norm, speed, sensors: small, over the same steps."""
     wanted = (
-        ("eval_loss", "Held-out loss", _loss), ("learning_rate", "Learning rate", lambda value: f"{value:.3g}"),
-        ("grad_norm", "Gradient norm", lambda value: f"{value:.3g}"), ("tokens_per_s", "Tokens per second", format_count),
-        ("token_accuracy", "Token accuracy", lambda value: f"{value:.0%}"),
-        ("temperature_c", "Temperature", lambda value: f"{value:.0f} °C"), ("power_w", "Power", lambda value: f"{value:.0f} W"),
-        *_method_curves(),
+        ("eval_loss", tr("Held-out loss"), _loss), ("learning_rate", tr("Learning rate"), lambda value: f"{value:.3g}"),
+        ("grad_norm", tr("Gradient norm"), lambda value: f"{value:.3g}"),
+        ("tokens_per_s", tr("Tokens per second"), format_count),
+        ("token_accuracy", tr("Token accuracy"), lambda value: f"{value:.0%}"),
+        ("temperature_c", tr("Temperature"), lambda value: f"{value:.0f} °C"),
+        ("power_w", tr("Power"), lambda value: f"{value:.0f} W"), *_method_curves(),
     )  # fmt: skip
     charts = []
     for name, title, show in wanted:
@@ -86,39 +99,47 @@ def more_curves(digest: Digest) -> str:
             continue
         label = f"{title}: {series.newest_text(show)}"
         if series.low is not None and series.high is not None:
-            label += f", between {show(series.low)} and {show(series.high)}"
-        newest = series.missing[1] if series.missing else show(series.last or 0.0)
+            label = tr("{reading}, between {low} and {high}", reading=label, low=show(series.low), high=show(series.high))
+        newest = tr(series.missing[1]) if series.missing else show(series.last or 0.0)
         panel = Panel(f"{title} {newest}", [Line(title, series.means(), "loss")], show, css="small")
         charts.append(chart([panel], [], digest.step, label))
-    return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note("These curves start with the first step.")
+    return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note(tr("These curves start with the first step."))
 
 
 def _method_curves() -> Iterator[tuple[str, str, Callable[[float], str]]]:
     """The metrics of training methods, in training and of the held-out rows."""
     for name, (label, text) in METRICS.items():
-        yield name, label.capitalize(), text.format
-        yield f"eval/{name}", f"Held-out {label}", text.format
+        yield name, of_engine(label).capitalize(), text.format
+        yield f"eval/{name}", tr("Held-out {metric}", metric=of_engine(label)), text.format
 
 
 def messages(digest: Digest) -> str:
     """The run's messages: states, retries, warnings."""
+    from .run_head import STATES
+
     rows = []
     for event in reversed(digest.messages):
         match event:
             case State():
-                message = event.message or event.state
+                message = of_engine(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
             case Start():
-                message = f"training from {event.resumed_from or 'the beginning'}"
+                message = tr("training from the beginning")
+                if event.resumed_from:
+                    message = tr("training from {checkpoint}", checkpoint=event.resumed_from)
             case Retry():
-                message = f"{event.reason}: {', '.join(f'{name}={value}' for name, value in event.changes.items())}"
+                changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
+                message = f"{of_engine(event.reason)}: {changes}"
             case RunWarning():
-                message = event.message
+                message = of_engine(event.message)
             case OutOfMemory():
-                message = f"{event.message} {explanation(event)}"
+                message = f"{event.message} {' '.join(map(of_engine, explanation_lines(event)))}"
             case _:
                 continue
-        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), event.kind.replace("_", " "), message])
-    return table(["time", "event", "message"], rows, "Messages", hidden_caption=True) if rows else note("No messages yet.")
+        kind = tr(_KINDS.get(event.kind, event.kind.replace("_", " ")))
+        rows.append([time.strftime("%H:%M:%S", time.localtime(event.time_s or 0)), kind, message])
+    if not rows:
+        return note(tr("No messages yet."))
+    return table([tr("time"), tr("event"), tr("message")], rows, tr("Messages"), hidden_caption=True)
 
 
 def log_tail(live: LiveRun) -> str:
@@ -129,15 +150,15 @@ def log_tail(live: LiveRun) -> str:
             text = file.read(_LOG_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         text = ""
-    shown = inert(text, _LOG_BYTES) or "The log is empty."
-    return f'<pre class="ft-log" tabindex="0" role="region" aria-label="End of the log">{shown}</pre>'
+    shown = inert(text, _LOG_BYTES) or tr("The log is empty.")
+    return f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("End of the log")}">{shown}</pre>'
 
 
 def numbers(digest: Digest) -> str:
     """The chart as a table: steps evenly spaced, with loss and memory."""
     loss = digest.series.get("loss")
     if loss is None or not loss.bins:
-        return note("No step is complete yet.")
+        return note(tr("No step is complete yet."))
     name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
     memory_at = dict(digest.series[name].means()) if name else {}
     points = loss.means()
@@ -145,22 +166,23 @@ def numbers(digest: Digest) -> str:
     if points[-1] not in chosen:
         chosen.append(points[-1])
     rows = [
-        [f"{step:,.0f}", "not a number" if value is None else _loss(value), format_bytes(memory_at.get(step))]
+        [f"{step:,.0f}", tr("not a number") if value is None else _loss(value), format_bytes(memory_at.get(step))]
         for step, value in chosen
     ]
-    return table([">step", ">loss", ">memory"], rows, "Loss and memory by step", hidden_caption=True)
+    columns = [f">{tr('step')}", f">{tr('loss')}", f">{tr('memory')}"]
+    return table(columns, rows, tr("Loss and memory by step"), hidden_caption=True)
 
 
 def _loss_panel(digest: Digest, factor: float) -> Panel:
     lines = []
     if "loss" in digest.series:
         raw = digest.series["loss"]
-        lines.append(Line("loss, raw" if factor else "loss", raw.points(), "loss raw" if factor else "loss"))
+        lines.append(Line(tr("loss, raw" if factor else "loss"), raw.points(), "loss raw" if factor else "loss"))
         if factor:
-            lines.append(Line("loss, smoothed", smoothed(raw.means(), factor), "loss"))
+            lines.append(Line(tr("loss, smoothed"), smoothed(raw.means(), factor), "loss"))
     if "eval_loss" in digest.series:
-        lines.append(Line("held-out loss", digest.series["eval_loss"].points(), "eval"))
-    return Panel("Loss", lines, lambda value: f"{value:.3g}")
+        lines.append(Line(tr("held-out loss"), digest.series["eval_loss"].points(), "eval"))
+    return Panel(tr("Loss"), lines, lambda value: f"{value:.3g}")
 
 
 def _memory_panel(digest: Digest, plan: Plan) -> Panel:
@@ -170,20 +192,21 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
         on_card = "peak_allocated_bytes" in digest.series
         forecast = plan.forecast
         band = None if on_card else (float(forecast.peak_low_bytes), float(forecast.peak_high_bytes))
-        levels.append(Level("forecast", float(forecast.peak_bytes), "forecast", band))
+        levels.append(Level(tr("forecast"), float(forecast.peak_bytes), "forecast", band))
     if plan.budget_bytes:
-        levels.append(Level("budget", float(plan.budget_bytes), "budget"))
-    levels.append(Level("GPU" if not plan.card.is_cpu else "host memory", float(plan.card.total_bytes), "card"))
-    title = "GPU memory" if not plan.card.is_cpu else "Process memory"
+        levels.append(Level(tr("budget"), float(plan.budget_bytes), "budget"))
+    levels.append(Level(tr("host memory") if plan.card.is_cpu else "GPU", float(plan.card.total_bytes), "card"))
+    title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
     return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
 
 
 def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
     card = [
-        ("card_used_bytes", "whole GPU, with other programs", "whole"), ("peak_reserved_bytes", "reserved", "reserved"),
-        ("peak_allocated_bytes", "allocated, peak of the step", "memory"),
+        ("card_used_bytes", tr("whole GPU, with other programs"), "whole"),
+        ("peak_reserved_bytes", tr("reserved"), "reserved"),
+        ("peak_allocated_bytes", tr("allocated, peak of the step"), "memory"),
     ]  # fmt: skip
-    host = [("process_rss_bytes", "process", "memory")]
+    host = [("process_rss_bytes", tr("process"), "memory")]
     lines = [line for line in card if line[0] in digest.series]
     return lines or [line for line in host if line[0] in digest.series]
 
@@ -196,10 +219,10 @@ def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
     """
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
-        return "Process memory", digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
+        return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
     context = digest.newest_step.context_bytes if digest.newest_step else None
-    return "Reserved memory and CUDA context", reserved + (context or plan.card.context_bytes or 0)
+    return mark("Reserved memory and CUDA context"), reserved + (context or plan.card.context_bytes or 0)
 
 
 def _loss(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else "not measured" if value is None else str(value)
+    return f"{value:.4f}" if isinstance(value, (int, float)) else tr("not measured") if value is None else str(value)

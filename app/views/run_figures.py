@@ -10,6 +10,7 @@ from finetune.events import Evaluation, Step
 from finetune.planner.plan import Plan
 from finetune.units import GIB, gib
 
+from ..language import mark, tr
 from .fit import parts_of
 from .markup import inert
 from .run import measured_peak
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _SMOOTHING = 0.8
 #: Phases by their name in the events.
-_PHASES = {"load": "Loading", "train": "Training", "evaluate": "Evaluating", "save": "Saving"}
+_PHASES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark("Evaluating"), "save": mark("Saving")}
 #: Parts of the bar of the Fit page that training does not take.
 _NOT_TAKEN = ("spread", "free", "held")
 #: Differences up to this share are as forecast.
@@ -53,14 +54,16 @@ Cell = tuple[str, str, str]
 def _loss(digest: Digest) -> Cell:
     series = digest.series.get("loss")
     if series is None:
-        return "Loss", "not yet", "with the first step"
+        return tr("Loss"), tr("not yet"), tr("with the first step")
     if series.missing:
-        step, _ = series.missing
-        last = f", {loss_text(series.last)} at {series.last_step:,} before" if series.last is not None else ""
-        return "Loss", "not a number", f"at step {step:,}{last}"
+        where = tr("at step {step}", step=f"{series.missing[0]:,}")
+        if series.last is not None:
+            last, last_step = loss_text(series.last), f"{series.last_step:,}"
+            where = tr("at step {step}, {loss} at {before} before", step=f"{series.missing[0]:,}", loss=last, before=last_step)
+        return tr("Loss"), tr("not a number"), where
     average = next((value for _, value in reversed(smoothed(series.means(), _SMOOTHING)) if value is not None), None)
-    first = f"from {loss_text(series.first)}" if series.first is not None else ""
-    return "Loss, smoothed", loss_text(average) if average is not None else "not yet", first
+    first = tr("from {loss}", loss=loss_text(series.first)) if series.first is not None else ""
+    return tr("Loss, smoothed"), loss_text(average) if average is not None else tr("not yet"), first
 
 
 def _held_out(digest: Digest) -> Cell | None:
@@ -70,22 +73,24 @@ def _held_out(digest: Digest) -> Cell | None:
     newest = digest.newest.get(Evaluation.kind)
     step = newest.step if isinstance(newest, Evaluation) else series.last_step
     if series.missing:
-        return "Held out", "not a number", f"at step {step:,}"
+        return tr("Held out"), tr("not a number"), tr("at step {step}", step=f"{step:,}")
     if series.low is not None and series.last <= series.low:
-        return "Held out", loss_text(series.last), f"<b>best so far</b>, at step {step:,}"
+        return tr("Held out"), loss_text(series.last), tr("<b>best so far</b>, at step {step}", step=f"{step:,}")
     lowest = min((part.low, part.low_step) for part in series.bins.values() if part.count)
-    return "Held out", loss_text(series.last), f"best {loss_text(lowest[0])}, at step {lowest[1]:,}"
+    best = tr("best {loss}, at step {step}", loss=loss_text(lowest[0]), step=f"{lowest[1]:,}")
+    return tr("Held out"), loss_text(series.last), best
 
 
 def _peak(digest: Digest, plan: Plan) -> Cell | None:
     measured = measured_peak(digest, plan)[1]
-    name = "Host memory, peak" if plan.card.is_cpu else "Memory peak"
-    if measured is None:
-        return (name, "not yet", f"forecast {gib(plan.forecast.peak_bytes)}") if plan.forecast else None
+    name = tr("Host memory, peak" if plan.card.is_cpu else "Memory peak")
     if plan.forecast is None:
-        return name, gib(measured), "no forecast"
+        return None if measured is None else (name, gib(measured), tr("no forecast"))
     forecast = plan.forecast.peak_bytes
-    return name, gib(measured), f"forecast {gib(forecast)}, <b>{_percent(measured, forecast)}</b>"
+    expected = tr("forecast {size}", size=gib(forecast))
+    if measured is None:
+        return name, tr("not yet"), expected
+    return name, gib(measured), f"{expected}, <b>{_percent(measured, forecast)}</b>"
 
 
 def _speed(step: Step | None, plan: Plan) -> Cell | None:
@@ -93,13 +98,16 @@ def _speed(step: Step | None, plan: Plan) -> Cell | None:
     if rate is None or not math.isfinite(rate):
         return None
     forecast = plan.forecast.tokens_per_s if plan.forecast else None
-    return "Speed", f"{rate:,.0f}", f"tokens/s{f', forecast {forecast:,.0f}' if forecast else ''}"
+    more = tr("tokens/s, forecast {rate}" if forecast else "tokens/s", rate=f"{forecast or 0:,.0f}")
+    return tr("Speed"), f"{rate:,.0f}", more
 
 
 def _gpu(digest: Digest, plan: Plan) -> Cell | None:
     step = digest.newest_step
     if step is None or plan.card.is_cpu:
-        return ("Step time", f"{step.step_s:.2f} s", "of the newest step") if step and step.step_s is not None else None
+        if step is None or step.step_s is None:
+            return None
+        return tr("Step time"), tr("{s} s", s=f"{step.step_s:.2f}"), tr("of the newest step")
     if step.temperature_c is None:
         return None
     return "GPU", f"{step.temperature_c:.0f} °C", f"{step.power_w:.0f} W" if step.power_w is not None else ""
@@ -113,21 +121,21 @@ def _percent(measured: float, forecast: float) -> str:
 
 def memory(digest: Digest, plan: Plan) -> str:
     """Whether memory is as forecast, the peak of each phase and, as forecast, what it is made of."""
-    head = (
-        '<div class="ft-boxhead"><h2>Memory</h2><span class="ft-key"><span><i class="measured"></i>measured</span>'
-        '<span><i class="forecast"></i>forecast</span></span></div>'
-    )
     on_gpu = not plan.card.is_cpu
+    keys = "".join(f'<span><i class="{css}"></i>{tr(css)}</span>' for css in (mark("measured"), mark("forecast")))
+    title = tr("GPU memory" if on_gpu else "Process memory")
+    head = f'<div class="ft-boxhead"><h2>{title}</h2><span class="ft-key">{keys}</span></div>'
     peaks = [_whole(digest, plan), *(_phases(digest, plan) if on_gpu else [])]
     measured = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
     scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in measured)]) * 1.06
     rows = "".join(_bullet(pair, scale) for pair in measured)
-    note = (
+    note = tr(
         "Process: reserved memory and the CUDA context. Phases: allocated at most. Other programs are not counted."
         if on_gpu
         else "On a CPU only the process as a whole can be measured; its parts are the forecast's."
     )
-    body = f"<h3>Peak, GiB</h3>{rows}" if rows else '<p class="ft-note">Measured from the first step on.</p>'
+    first = f'<p class="ft-note">{tr("Measured from the first step on.")}</p>'
+    body = f"<h3>{tr('Peak, GiB')}</h3>{rows}" if rows else first
     return f'{head}{_summary(digest, plan)}{body}{_parts(plan)}<p class="ft-foot">{note}</p>'
 
 
@@ -135,26 +143,30 @@ def _summary(digest: Digest, plan: Plan) -> str:
     """One sentence: as forecast or not, and what stays free."""
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
-        return '<p class="ft-calm plain">There was no forecast for this run.</p>'
+        return f'<p class="ft-calm plain">{tr("There was no forecast for this run.")}</p>'
     if measured is None:
-        return '<p class="ft-calm plain">Nothing is measured yet.</p>'
+        return f'<p class="ft-calm plain">{tr("Nothing is measured yet.")}</p>'
     budget = plan.budget_bytes or plan.card.free_bytes
-    where = "host memory" if plan.card.is_cpu else "the GPU"
-    free = f" {gib(budget - measured)} of {where} stay free." if budget > measured else ""
-    off = abs(measured / forecast.peak_bytes - 1)
-    how = f"{100 * off:.1f} % {'below' if measured < forecast.peak_bytes else 'above'} it."
+    free = ""
+    if budget > measured:
+        free = tr(
+            "{size} of host memory stay free." if plan.card.is_cpu else "{size} of the GPU stay free.",
+            size=gib(budget - measured),
+        )
     if measured > forecast.peak_high_bytes:
-        above = gib(measured - forecast.peak_high_bytes)
-        return f'<p class="ft-calm warn"><b>More than forecast.</b> {above} above its range.{free}</p>'
-    word = "As forecast." if off <= _CLOSE else "Within the forecast."
+        above = tr("{size} above its range.", size=gib(measured - forecast.peak_high_bytes))
+        return f'<p class="ft-calm warn"><b>{tr("More than forecast.")}</b> {above} {free}</p>'
+    off = abs(measured / forecast.peak_bytes - 1)
+    how = tr("{percent} below it." if measured < forecast.peak_bytes else "{percent} above it.", percent=f"{100 * off:.1f} %")
+    word = tr("As forecast." if off <= _CLOSE else "Within the forecast.")
     if measured < forecast.peak_low_bytes:
-        word = "Less than forecast."
-    return f'<p class="ft-calm ok"><b>{word}</b> {how}{free}</p>'
+        word = tr("Less than forecast.")
+    return f'<p class="ft-calm ok"><b>{word}</b> {how} {free}</p>'
 
 
 def _whole(digest: Digest, plan: Plan) -> Pair:
     """The process: what the forecast's peak is of."""
-    return Pair("Process", plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
+    return Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
 
 
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:
@@ -164,7 +176,7 @@ def _phases(digest: Digest, plan: Plan) -> list[Pair]:
         measured = digest.phases.get(phase, {}).get("peak_allocated_bytes")
         if measured is not None:
             expected = plan.forecast.of_phase(phase).allocated_bytes if plan.forecast else None
-            pairs.append(Pair(name, expected, measured))
+            pairs.append(Pair(tr(name), expected, measured))
     return pairs
 
 
@@ -173,8 +185,8 @@ def _bullet(pair: Pair, scale: float) -> str:
     tick = f'<u style="left:{100 * pair.forecast / scale:.2f}%"></u>' if pair.forecast is not None else ""
     bar = f'<i style="width:{100 * pair.measured / scale:.2f}%"></i>' if pair.measured is not None else ""
     value = pair.measured if pair.measured is not None else pair.forecast or 0
-    off = "forecast" if pair.measured is None else _percent(pair.measured, pair.forecast) if pair.forecast else ""
-    sizes = {"measured": pair.measured, "forecast": pair.forecast}
+    off = tr("forecast") if pair.measured is None else _percent(pair.measured, pair.forecast) if pair.forecast else ""
+    sizes = {tr("measured"): pair.measured, tr("forecast"): pair.forecast}
     label = f"{pair.name}: {', '.join(f'{name} {gib(size)}' for name, size in sizes.items() if size is not None)}"
     css = "" if pair.measured is not None else ' class="soft"'
     return (
@@ -195,6 +207,7 @@ def _parts(plan: Plan) -> str:
     )
     label = ", ".join(f"{name} {gib(size)}" for _, name, size in shown)
     return (
-        f'<h3>What training takes, forecast</h3><div class="ft-split" role="img" aria-label="{inert(label)}">{pieces}</div>'
+        f"<h3>{tr('What training takes, forecast')}</h3>"
+        f'<div class="ft-split" role="img" aria-label="{inert(label)}">{pieces}</div>'
         f'<ul class="ft-split-key">{names}</ul>'
     )

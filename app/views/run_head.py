@@ -10,20 +10,21 @@ from urllib.parse import quote
 
 from finetune.events import Checkpoint, OutOfMemory, Result, State
 from finetune.planner.plan import Plan
-from finetune.run.out_of_memory import explanation
+from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
-from ..language import mark, tr
+from ..language import mark, tr, tr_n
+from .engine_texts import of_engine
 from .markup import action, inert
-from .words import loss_text, minutes, precision
+from .words import day, loss_text, minutes, precision
 
 if TYPE_CHECKING:
     from ..live import Digest, LiveRun
 
 #: Address and name of each tab.
 TABS = {
-    "overview": "Overview", "samples": "Samples", "evaluate": "Evaluate", "chat": "Chat", "export": "Export",
-    "settings": "Settings", "log": "Log",
+    "overview": mark("Overview"), "samples": mark("Samples"), "evaluate": mark("Evaluate"), "chat": mark("Chat"),
+    "export": mark("Export"), "settings": mark("Settings"), "log": mark("Log"),
 }  # fmt: skip
 #: Name of a state, and how it looks.
 STATES = {
@@ -38,7 +39,11 @@ BROKEN = ("diverged", "failed", "lost")
 _OLD_S = 5.0
 #: From here on a message says what to type in a terminal.
 _TYPED = re.compile(r"[;.,]? *(?:then )?[Rr]esume [^;]*?finetune resume|[;.,]? *[Tt]hen: +finetune")
-_PHASES = {"load": "while the model was loading", "evaluate": "in an evaluation", "save": "while it was saving"}
+#: Headings of a run that ran out of memory in a phase other than training.
+_OUT_OF_MEMORY = {
+    "load": mark("Out of memory while the model was loading"), "evaluate": mark("Out of memory in an evaluation"),
+    "save": mark("Out of memory while it was saving"),
+}  # fmt: skip
 
 
 def pill(state: RunState) -> str:
@@ -51,11 +56,11 @@ def pill(state: RunState) -> str:
 def title(live: LiveRun, state: RunState) -> str:
     """Name, state and buttons, and what the run is made of."""
     name = live.run.path.name
-    buttons = _button("Duplicate…", "duplicate", "ft-plain", hint="Its recipe, as the draft of a new run.")
+    buttons = _button(tr("Duplicate…"), "duplicate", "ft-plain", hint=tr("Its recipe, as the draft of a new run."))
     if state.state in ("running", "starting"):
-        buttons += _button("Pause", "pause", hint="Stops after this step with a checkpoint, and frees the GPU.")
+        buttons += _button(tr("Pause"), "pause", hint=tr("Stops after this step with a checkpoint, and frees the GPU."))
     elif state.state == "stopping":
-        buttons += _button("Stop at once", "kill", "danger", hint="Ends the step; the newest checkpoint stays.")
+        buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
     elif state.state in ("stopped", "paused"):
         buttons += _button(_resume_label(live), "resume", "primary")
     meta = "".join(f"<span>{inert(text)}</span>" for text in _meta(live))
@@ -74,28 +79,28 @@ def _button(label: str, deed: str, css: str = "", hint: str = "") -> str:
 
 def _meta(live: LiveRun) -> list[str]:
     plan, settings = live.plan(), live.plan().settings
-    data = Path(str(settings.dataset.path)).name if settings.dataset.path else "the bundled data"
+    data = Path(str(settings.dataset.path)).name if settings.dataset.path else tr("the bundled data")
     if plan.data:
-        data += f" · {plan.data.rows:,} rows"
-    started_s = live.run.plan.stat().st_mtime
-    kind = f"{precision(settings)} LoRA, rank {settings.lora_r}"
-    return [Path(str(settings.model_name_or_path)).name, data, kind, _place(plan), f"started {_clock(started_s)}"]
+        data += f" · {tr_n('{n} row', '{n} rows', plan.data.rows)}"
+    kind = tr("{precision} LoRA, rank {rank}", precision=precision(settings), rank=settings.lora_r)
+    started = tr("started {time}", time=_clock(live.run.plan.stat().st_mtime))
+    return [Path(str(settings.model_name_or_path)).name, data, kind, _place(plan), started]
 
 
 def _place(plan: Plan) -> str:
-    return "on the CPU" if plan.card.is_cpu else f"on {plan.card.name}"
+    return tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
 
 
 def _clock(time_s: float) -> str:
     """The time of day; with the date on another day."""
     moment, today = time.localtime(time_s), time.localtime()
-    is_today = moment[:3] == today[:3]
-    return time.strftime("%H:%M" if is_today else "%d %b %H:%M", moment)
+    hour = time.strftime("%H:%M", moment)
+    return hour if moment[:3] == today[:3] else f"{day(moment)} {hour}"
 
 
 def _resume_label(live: LiveRun) -> str:
     step = checkpoint_step(live)
-    return f"Resume from step {step:,}" if step else "Resume"
+    return tr("Resume from step {step}", step=f"{step:,}") if step else tr("Resume")
 
 
 def checkpoint_step(live: LiveRun) -> int | None:
@@ -111,17 +116,21 @@ def progress(live: LiveRun, state: RunState) -> str:
     digest, newest, settings = live.digest, live.digest.newest_step, live.plan().settings
     total = (newest.total_steps if newest else None) or live.plan().total_steps
     share = min(1.0, digest.step / total) if total else 0.0
-    short = STATES.get(state.state, (state.state, ""))[0]
+    short = tr(STATES.get(state.state, (state.state, ""))[0])
     tab = f"{100 * share:.0f} % · {live.run.path.name}" if total and not state.ended else f"{short} · {live.run.path.name}"
-    steps = f"<b>Step {digest.step:,}</b> of {total:,}" if total else f"<b>Step {digest.step:,}</b>"
-    epoch = newest.epoch if newest else None
-    epochs = f"<span>epoch {epoch:.2f} of {settings.num_train_epochs:g}</span>" if epoch and not settings.max_steps else ""
+    steps = tr(
+        "<b>Step {step}</b> of {total}" if total else "<b>Step {step}</b>", step=f"{digest.step:,}", total=f"{total or 0:,}"
+    )
+    epoch, epochs = newest.epoch if newest else None, ""
+    if epoch and not settings.max_steps:
+        epochs = f"<span>{tr('epoch {epoch} of {all}', epoch=f'{epoch:.2f}', all=f'{settings.num_train_epochs:g}')}</span>"
     age = "" if state.ended else _age(digest)
     if not digest.step and not state.ended:
-        steps = inert(state.message.capitalize() or "Waiting for the first step")
+        steps = inert(of_engine(state.message).capitalize() or tr("Waiting for the first step"))
     bar = (
-        f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-label="Steps" aria-valuemin="0" '
-        f'aria-valuemax="{total or 0}" aria-valuenow="{digest.step}"><i style="width:{100 * share:.2f}%"></i></div>'
+        f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-valuemin="0" '
+        f'aria-label="{tr("Steps")}" aria-valuemax="{total or 0}" aria-valuenow="{digest.step}">'
+        f'<i style="width:{100 * share:.2f}%"></i></div>'
     )
     return (
         f'<div class="ft-progress" data-title="{inert(tab)}">{bar}<p><span>{steps}</span>{epochs}{age}'
@@ -132,14 +141,15 @@ def progress(live: LiveRun, state: RunState) -> str:
 def _left(digest: Digest, state: RunState) -> str:
     if state.ended:
         last = digest.newest.get(State.kind)
-        return f"ended {_clock(last.time_s)}" if last is not None and last.time_s else ""
+        return tr("ended {time}", time=_clock(last.time_s)) if last is not None and last.time_s else ""
     if state.state == "stopping":
-        return "a checkpoint is being written"
+        return tr("a checkpoint is being written")
     left = digest.pace.left
     if left is None or not digest.step:
         return ""
-    ends = dict.fromkeys(minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
-    return f"<b>{' to '.join(ends)} left</b>, ends about {_clock(time.time() + left.likely_s)}"
+    shortest, longest = (minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
+    span = shortest if shortest == longest else tr("{low} to {high}", low=shortest, high=longest)
+    return tr("<b>{time} left</b>, ends about {clock}", time=span, clock=_clock(time.time() + left.likely_s))
 
 
 def _age(digest: Digest) -> str:
@@ -148,17 +158,17 @@ def _age(digest: Digest) -> str:
     seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
     if seconds <= _OLD_S:
         return ""
-    return f'<span class="ft-age">values are {minutes(5 * (seconds // 5))} old</span>'
+    return f'<span class="ft-age">{tr("values are {time} old", time=minutes(5 * (seconds // 5)))}</span>'
 
 
 def tabs(name: str, n_samples: int, current: str) -> str:
     """The run's parts as links; run.js follows them without loading the page anew."""
     links = "".join(
         f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"{_current(tab == current)}>'
-        f"{label}{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
+        f"{tr(label)}{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
         for tab, label in TABS.items()
     )
-    return f'<nav class="ft-tabs" aria-label="This run">{links}</nav>'
+    return f'<nav class="ft-tabs" aria-label="{tr("This run")}">{links}</nav>'
 
 
 def _current(current: bool) -> str:
@@ -168,22 +178,27 @@ def _current(current: bool) -> str:
 def next_steps(live: LiveRun, state: RunState) -> str:
     """After the end: what there is, and what to do with it."""
     if state.state in ("stopped", "paused"):
-        why = "The disk is full: free some space first." if state.state == "paused" else "The GPU is free."
+        why = tr("The disk is full: free some space first." if state.state == "paused" else "The GPU is free.")
         if live.plan().card.is_cpu and state.state == "stopped":
             why = ""
         step = checkpoint_step(live)
-        where = f" Resume goes on from step {step:,}." if step else " There is no checkpoint yet: it would begin anew."
-        return f'<div class="ft-now"><p><b>Paused at step {live.digest.step:,}.</b> {why}{where}</p></div>'
+        where = tr("There is no checkpoint yet: it would begin anew.")
+        if step:
+            where = tr("Resume goes on from step {step}.", step=f"{step:,}")
+        paused = tr("Paused at step {step}.", step=f"{live.digest.step:,}")
+        return f'<div class="ft-now"><p><b>{paused}</b> {" ".join(filter(None, (why, where)))}</p></div>'
     if state.state != "finished":
         return ""
     result = live.digest.newest.get(Result.kind)
-    text = "<b>Done.</b> "
+    text = f"<b>{tr('Done.')}</b>"
     if isinstance(result, Result):
-        text = f"<b>Best step {result.step:,}</b>" if result.eval_loss is not None else f"<b>Step {result.step:,}</b>"
-        text += f", held-out loss {loss_text(result.eval_loss)}." if result.eval_loss is not None else " is the adapter's."
+        text = tr("<b>Step {step}</b> is the adapter's.", step=f"{result.step:,}")
+        if result.eval_loss is not None:
+            loss = loss_text(result.eval_loss)
+            text = tr("<b>Best step {step}</b>, held-out loss {loss}.", step=f"{result.step:,}", loss=loss)
     links = "".join(
         f'<a class="ft-button{" primary" if tab == "evaluate" else ""}" href="{_address(live, tab)}" data-tab="{tab}">'
-        f"{TABS[tab]}</a>"
+        f"{tr(TABS[tab])}</a>"
         for tab in ("evaluate", "chat", "export")
     )
     return f'<div class="ft-now"><p>{text}</p><div class="ft-acts">{links}</div></div>'
@@ -194,12 +209,13 @@ def failure(live: LiveRun, state: RunState) -> str:
     resume = _resume_label(live)
     if state.state == "diverged":
         rate = live.plan().settings.learning_rate / 2
-        buttons = _button(f"New run with half the rate, {rate:.2g}", "half", "primary") + _button(resume, "resume")
+        label = tr("New run with half the rate, {rate}", rate=f"{rate:.2g}")
+        buttons = _button(label, "half", "primary") + _button(resume, "resume")
     elif state.state == "failed" and OutOfMemory.kind in live.digest.newest:
-        buttons = _button("New run with other settings", "duplicate", "primary") + _button(resume, "resume")
+        buttons = _button(tr("New run with other settings"), "duplicate", "primary") + _button(resume, "resume")
     else:
         buttons = _button(resume, "resume", "primary")
-    link = f'<a class="ft-button" href="{_address(live, "log")}" data-tab="log">Open the log</a>'
+    link = f'<a class="ft-button" href="{_address(live, "log")}" data-tab="log">{tr("Open the log")}</a>'
     return (
         f'<section class="ft-box ft-failure" role="alert">{explanation_of(live, state)}'
         f'<div class="ft-acts">{buttons}{link}</div></section>'
@@ -209,12 +225,14 @@ def failure(live: LiveRun, state: RunState) -> str:
 def explanation_of(live: LiveRun, state: RunState) -> str:
     """What happened, at which step, and why."""
     step, event = live.digest.step, live.digest.newest.get(OutOfMemory.kind)
-    heading, why = f"{STATES[state.state][0]} at step {step:,}" if step else STATES[state.state][0], _reason(state.message)
+    name, why = tr(STATES[state.state][0]), _reason(state.message)
+    heading = tr("{state} at step {step}", state=name, step=f"{step:,}") if step else name
     if state.state == "failed" and isinstance(event, OutOfMemory):
-        heading = f"Out of memory {_PHASES.get(event.phase or '', f'at step {step + 1:,}' if step else 'in the first step')}"
-        why = explanation(event)
+        heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
+        heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
+        why = " ".join(map(of_engine, explanation_lines(event)))
     if state.state == "diverged":
-        why += " A lower learning rate is the usual remedy."
+        why += f" {tr('A lower learning rate is the usual remedy.')}"
     return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
 
 
@@ -224,5 +242,8 @@ def _address(live: LiveRun, tab: str) -> str:
 
 def _reason(message: str) -> str:
     """A state's message without the command that the terminal is told to type."""
-    text = _TYPED.split(message)[0].strip()
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?', '!')) else '.'}" if text else "It left no message."
+    text = of_engine(_TYPED.split(message)[0].strip())
+    if not text:
+        return tr("It left no message.")
+    sentence = f"{text[:1].upper()}{text[1:]}"
+    return sentence if sentence.endswith((".", "?", "!", "。")) else tr("{sentence}.", sentence=sentence)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
+from ..language import mark, tr
 from ..planning.draft import command_line, parse_draft
 from . import run as run_view
 from .answers import answers
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
-_NO_SAMPLES = "The model answers held-out prompts at each evaluation; here they stand side by side."
+_NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here they stand side by side.")
 
 
 def head(live: LiveRun, tab: str) -> str:
@@ -43,7 +44,7 @@ def body(live: LiveRun, tab: str) -> str:
     parts = changed(live, tab, ())
     chart = chart_element([live.run.path.name]) if has_charts() else _part("curves", parts)
     overview = (
-        f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="Curves">{chart}</section>'
+        f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
         f"{_part('memory', parts, 'ft-box ft-memory')}</div>{_part('answers', parts)}"
     )
     log = f"{_part('messages', parts, 'ft-box')}{_part('log', parts, 'ft-box')}"
@@ -54,9 +55,9 @@ def body(live: LiveRun, tab: str) -> str:
 def empty() -> str:
     """The page without a run."""
     return (
-        '<div class="ft-empty" data-title="Run"><h1 class="ft-title">No run yet</h1>'
-        "<p>A run shows here while it trains, and stays when it is done.</p>"
-        '<p><a class="ft-button primary" href="/">New run</a></p></div>'
+        f'<div class="ft-empty" data-title="{tr("Run")}"><h1 class="ft-title">{tr("No run yet")}</h1>'
+        f"<p>{tr('A run shows here while it trains, and stays when it is done.')}</p>"
+        f'<p><a class="ft-button primary" href="/">{tr("New run")}</a></p></div>'
     )
 
 
@@ -70,7 +71,7 @@ def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[s
 def _texts(live: LiveRun, tab: str) -> dict[str, str]:
     """The parts of the head and of a tab."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
-    reading = "" if is_read else note(f"Reading this run's history: {live.progress:.0%}")
+    reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
     texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
     texts["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
     if tab == "overview":
@@ -81,10 +82,10 @@ def _texts(live: LiveRun, tab: str) -> dict[str, str]:
             texts["curves"] = run_view.plain_curves(live)
     elif tab == "samples":
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
-        texts["samples"] = f"<h2>Answers as it learns</h2>{table or note(_NO_SAMPLES)}"
+        texts["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or note(tr(_NO_SAMPLES))}"
     elif tab == "log":
-        texts["messages"] = f"<h2>Messages</h2>{run_view.messages(digest)}"
-        texts["log"] = f"<h2>End of the log</h2>{run_view.log_tail(live)}"
+        texts["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
+        texts["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
     return texts
 
 
@@ -96,8 +97,8 @@ def _answers(live: LiveRun) -> str:
     table = answers(live.digest.samples, _PROMPTS_SHOWN)
     if not table:
         return ""
-    link = '<a href="#" data-tab="samples">All samples</a>'
-    return f'<section class="ft-box"><div class="ft-boxhead"><h2>Answers as it learns</h2>{link}</div>{table}</section>'
+    head = f'<h2>{tr("Answers as it learns")}</h2><a href="#" data-tab="samples">{tr("All samples")}</a>'
+    return f'<section class="ft-box"><div class="ft-boxhead">{head}</div>{table}</section>'
 
 
 def _settings(live: LiveRun) -> str:
@@ -107,11 +108,13 @@ def _settings(live: LiveRun) -> str:
     except OSError:
         text = ""
     recipe = parse_draft(text).recipe if text else None
-    command = f'<h3>The same as a command</h3><p class="ft-mono">{inert(command_line(recipe))}</p>' if recipe else ""
-    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="Recipe">{inert(text, 100_000)}</pre>{command}'
+    command = ""
+    if recipe:
+        command = f'<h3>{tr("The same as a command")}</h3><p class="ft-mono">{inert(command_line(recipe))}</p>'
+    shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("Recipe")}">{inert(text, 100_000)}</pre>{command}'
     return (
-        f'<section class="ft-box"><h2>What was chosen, and why</h2>{chosen(live.plan())}</section>'
-        f'<section class="ft-box"><h2>Recipe</h2>{shown}</section>'
+        f'<section class="ft-box"><h2>{tr("What was chosen, and why")}</h2>{chosen(live.plan())}</section>'
+        f'<section class="ft-box"><h2>{tr("Recipe")}</h2>{shown}</section>'
     )
 
 

@@ -81,7 +81,7 @@ def _last(digest: Digest) -> str:
     if loss is None:
         return ""
     return (
-        tr("{value} at {step}", value=loss.missing[1], step=f"{loss.missing[0]:,}")
+        tr("{value} at {step}", value=tr(loss.missing[1]), step=f"{loss.missing[0]:,}")
         if loss.missing
         else loss_text(loss.last or 0.0)
     )

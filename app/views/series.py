@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..language import mark, tr
+
 #: Bins kept; each gives at most its lowest and highest value and a gap, so that with both ends there are at most 2,000 points.
 MOST_BINS = 660
 
@@ -77,17 +79,21 @@ class Series:
                 self.first, self.first_step = float(value), step
         else:
             part.missing += 1
-            self.missing = (step, "not measured" if value is None else str(value))
+            self.missing = (step, mark("not measured") if value is None else str(value))
         while len(self.bins) > self._most:
             self._double()
 
     def newest_text(self, show: Callable[[float], str]) -> str:
         """The newest value with its step; where it is not a number, that, and the last one that was."""
-        number = "" if self.last is None else f"{show(self.last)} at step {self.last_step:,}"
+        number = ""
+        if self.last is not None:
+            number = tr("{value} at step {step}", value=show(self.last), step=f"{self.last_step:,}")
         if self.missing is None:
-            return number or "not measured"
-        step, text = self.missing
-        return f"{text} at step {step:,}" + (f" (last number: {number})" if number else "")
+            return number or tr("not measured")
+        step, value = f"{self.missing[0]:,}", tr(self.missing[1])
+        if not number:
+            return tr("{value} at step {step}", value=value, step=step)
+        return tr("{value} at step {step} (last number: {number})", value=value, step=step, number=number)
 
     @property
     def low(self) -> float | None:

@@ -28,8 +28,9 @@ if (FOLDER / "inter.css").is_file():
 #: A text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr\(\s*"([^"\\]+)"')
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
-#: Properties of Gradio's components that are texts of the page.
-_TEXTS = ("label", "info", "placeholder", "value")
+#: Properties of Gradio's components that are texts of the page; of those that show their value, that too.
+_TEXTS = ("label", "info", "placeholder")
+_SHOW_VALUE = ("html", "button", "uploadbutton")
 #: Answers that are compressed though they are no pages: Gradio's theme, and what its handlers return.
 _COMPRESSED = ("/theme.css", "/gradio_api/run/predict")
 
@@ -115,7 +116,8 @@ def _translated(match: re.Match[bytes]) -> bytes:
     config = json.loads(match[1])
     for component in config["components"]:
         props = component["props"]
-        props.update({name: _translation(props[name]) for name in _TEXTS if isinstance(props.get(name), str)})
+        names = (*_TEXTS, "value") if component["type"] in _SHOW_VALUE else _TEXTS
+        props.update({name: _translation(props[name]) for name in names if isinstance(props.get(name), str)})
         if isinstance(props.get("choices"), list):
             props["choices"] = [[tr(choice[0]), *choice[1:]] for choice in props["choices"] if isinstance(choice, list)]
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"

@@ -95,12 +95,17 @@ def reservable_bytes(limit_bytes: int | None, reserved_bytes: int | None, card_f
 
 
 def explanation(event: OutOfMemory) -> str:
-    """Why memory ran out, in sentences: the request, the fragments, the plan's expectation, the largest holders."""
+    """Why memory ran out, as one text."""
+    return " ".join(explanation_lines(event))
+
+
+def explanation_lines(event: OutOfMemory) -> list[str]:
+    """Why memory ran out: the request, the fragments, the plan's expectation, the largest holders."""
     lines = [_request(event), _fragments(event), _expectation(event)]
     if event.holders:
         named = ", ".join(f"{what} ({format_bytes(size)})" for what, size in event.holders.items())
         lines.append(f"Most of the allocated memory: {named}.")
-    return " ".join(filter(None, lines))
+    return list(filter(None, lines))
 
 
 def _request(event: OutOfMemory) -> str:

@@ -36,14 +36,14 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
     assert context.workspace.list_runs() == []
     (sweep,) = context.workspace.list_sweeps()
     line = sweep_view.listed([sweep])
-    assert 'href="/run?run=rates"' in line and "learning_rate=0.0004 wins with a held-out loss of 0.5000" in line
+    assert 'href="/run?run=rates"' in line and "learning_rate: 0.0004 wins with a held-out loss of 0.5000" in line
 
 
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
     request = gr.Request(query_params={"run": "rates"})
     name, _, head, curves, sweep, arms, timer = _View(context).open(request)
     assert (name, sweep, timer.active) == ("", "rates", False) and "Compared after 5, 10 steps" in head
-    shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "learning_rate=0.0001", "learning_rate=0.0004")
+    shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "learning_rate: 0.0001", "learning_rate: 0.0004")
     assert all(text in curves for text in shown)
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
 

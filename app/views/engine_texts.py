@@ -1,0 +1,86 @@
+"""What the engine writes into events, plans and results, in the language of the page.
+
+The engine writes English. A text that is one of these, with its values, has a translation; any other stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from ..language import current, mark, tr
+from .markup import as_in_recipe
+
+_TEXTS = (
+    # states of a run
+    mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
+    mark("{path} was deleted"), mark("stopped at step {step} with a checkpoint"),
+    mark("{reason}; resume with: {command}"),
+    mark("adapter in {path}: best at step {step} of {total}; since then held-out loss rose {percent}. The last step's ({last}) "
+         "is in {last_path}"),
+    mark("adapter in {path}: best at step {step} of {total}. The last step's ({last}) is in {last_path}"),
+    mark("stopped early at step {step} of {total}, after {n} evaluations without a lower held-out loss; {result}"),
+    mark("adapter in {path}"),
+    mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate: {lower}), "
+         "fp16, or broken rows."),
+    mark("The last good checkpoint is {checkpoint}."), mark("There is no checkpoint yet."),
+    mark("{reason}, after {n} attempts"), mark("out of memory in phase {phase}"),
+    mark("layer offloading: each token of an answer moves {size}: about {seconds} s"),
+    # why memory ran out
+    mark("{size} were asked for in phase {phase}, {more} more could be reserved."),
+    mark("{size} were asked for in phase {phase}."),
+    mark("{size} were asked for, {more} more could be reserved."), mark("{size} were asked for."),
+    mark("Memory ran out in phase {phase}."), mark("Memory ran out."),
+    mark("Fragmentation: {size} of reserved memory are free, in {n} pieces, of which the largest that this request may use has "
+         "{usable}; together they would have sufficed. packing: true or rows of similar length reduce it."),
+    mark("{size} of reserved memory are free, in {n} pieces, one of them large enough by now: what failed has been freed "
+         "since."),
+    mark("{size} of reserved memory are free, in {n} pieces; the largest, {largest}, belongs to another stream or to small "
+         "requests."),
+    mark("{size} of reserved memory are free, in {n} pieces, the largest {largest}."),
+    mark("{size} of reserved memory are free, in {n} pieces, too little together."), mark("No reserved memory is free."),
+    mark("The plan expected {allocated} allocated and {reserved} reserved at most; {peak} were allocated and {peak_reserved} "
+         "reserved, more than forecast."),
+    mark("The plan expected {allocated} allocated and {reserved} reserved at most; {peak} were allocated and {peak_reserved} "
+         "reserved before it failed."),
+    mark("The plan expected {allocated} allocated at most; {peak} were allocated, more than forecast."),
+    mark("The plan expected {allocated} allocated at most; {peak} were allocated before it failed."),
+    mark("Most of the allocated memory: {parts}."),
+    # phases
+    mark("load"), mark("train"), mark("evaluate"), mark("save"),
+    # metrics of training methods
+    mark("answers in order"), mark("reward margin"), mark("reward of chosen"), mark("reward of rejected"), mark("KL"),
+    mark("loss"), mark("grad_norm"),
+    # scores and their differences
+    mark("{value} points"),
+    mark("queries that run"), mark("valid Python"), mark("valid JSON"), mark("not measured"), mark("general questions"),
+    mark("now"), mark("before"), mark("tuned"), mark("base"),
+    mark("{model} - {other} {value} (95 % interval {low} to {high})"), mark("can't tell yet: {difference}"),
+    mark("can't tell yet; about {n} more rows would: {difference}"),
+    mark("questions with tools, none due ({n}): answered without a call {before} before, {now} now; {difference}"),
+    # sweeps
+    mark("of the worse half, arms are dropped whose held-out loss is surely higher than the best arm's (95 % interval of a "
+         "paired bootstrap over the same rows) and that are no neighbours of it in the grid; arms that diverge are dropped at "
+         "once"),
+    mark("no arm has a held-out loss yet"), mark("{arm} wins with a held-out loss of {loss} after step {step}"),
+    mark("{arm} leads with a held-out loss of {loss} after step {step}"), mark("can't be told apart from it: {arms}"),
+    mark("not compared row by row: {arms}"), mark("surely behind: {arm}, by {value} (95 % interval {low} to {high})"),
+)  # fmt: skip
+
+
+def of_engine(text: str) -> str:
+    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe."""
+    text = as_in_recipe(text)
+    if current() == "en":
+        return text
+    for template, pattern in _patterns():
+        if match := pattern.fullmatch(text):
+            return tr(template, **{name: of_engine(value) for name, value in match.groupdict().items()})
+    return text
+
+
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    """Each text with what matches it; those without values first."""
+    ordered = sorted(_TEXTS, key=lambda template: "{" in template)
+    return [(template, re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template)), re.S)) for template in ordered]
