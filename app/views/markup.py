@@ -7,10 +7,14 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
-from ..language import tr_n
+from finetune.settings.reference import settings_reference
 
+from ..language import tr, tr_n
+
+_OVERRIDE = re.compile(r"(?<![\w.-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -59,15 +63,31 @@ class Safe(str):
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
-    """A box with the problems and the fix, which screen readers announce."""
-    lines = "".join(f"<li>{inert(line)}</li>" for line in problems[:20])
-    remedy = f'<p class="ft-fix">{inert(fix)}</p>' if fix else ""
-    return f'<div class="ft-problem" role="alert"><strong>{inert(title)}</strong><ul>{lines}</ul>{remedy}</div>'
+    """A box with the problems and the fix, which screen readers announce. The titles of errors are translated."""
+    lines = "".join(f"<li>{inert(as_in_recipe(line))}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(as_in_recipe(fix))}</p>' if fix else ""
+    return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
+
+
+def as_in_recipe(text: str) -> str:
+    """A message of the engine with its settings as a recipe has them, `key: value`, and not as on the command line."""
+    return _OVERRIDE.sub(lambda match: f"{match[1]}: {match[2]}" if match[1] in setting_names() else match[0], text)
+
+
+@cache
+def setting_names() -> frozenset[str]:
+    """The settings of a recipe."""
+    return frozenset(row.name for row in settings_reference())
 
 
 def settings_problem(problems: Sequence[str], fix: str = "") -> str:
     """A box with the settings that can't be used, counted."""
     return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
+
+
+def page_title(name: str) -> str:
+    """The heading of a page before it has a better one; `name` is one of its steps' or the rail's."""
+    return f'<h1 class="ft-title" data-title="{tr(name)}">{tr(name)}</h1>'
 
 
 def note(text: str, kind: str = "") -> str:
