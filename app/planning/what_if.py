@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError
+from pydantic import ValidationError
+
 from finetune.planner.plan import Plan
 from finetune.recipe import write_recipe
 from finetune.settings import Recipe, resolved
@@ -108,8 +109,8 @@ class Outcomes:
     def _outcome(self, recipe: Recipe, plan: Plan, name: str, value: int) -> Outcome:
         try:
             changed = resolved(recipe, **{name: value})
-        except (ValueError, FinetuneError) as error:
-            return Outcome(value, problem=str(error).splitlines()[-1][:200])
+        except ValidationError as error:
+            return Outcome(value, problem=error.errors()[0]["msg"].removeprefix("Value error, ")[:200])
         values = self._known.get(_key(changed))
         if values is None:
             return Outcome(value)

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.planner.run_cost import RunCost
-from finetune.settings.base_formats import base_format_of
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
 from .markup import action, as_in_recipe, inert, note
-from .words import in_words, limit_in_words, minutes, override_values, plan_in_words, rows, slower_in_words, verdict_in_words
+from .words import (
+    in_words,
+    limit_in_words,
+    minutes,
+    override_values,
+    plan_in_words,
+    precision,
+    rows,
+    slower_in_words,
+    verdict_in_words,
+)
 
 #: Phases of a run by their name in a forecast: their name, and the most that one allocates.
 PHASES = {
@@ -43,6 +52,8 @@ _PRICES = {
     ),
     "no dropout": mark("no dropout"), "plain LoRA": mark("plain LoRA"),
 }  # fmt: skip
+_FULL_DEPTH = re.compile(r"dry run, full depth \((\d+) layers\)")
+_REPEATED = re.compile(r"dry run, (\d+) of (\d+) layers, repeated")
 _LONGER = re.compile(r"(?P<n>[\d,]+) of (?P<rows>[\d,]+) rows \((?P<share>[\d.]+%) of the tokens\) are longer")
 #: A part's setting that makes it smaller.
 _SMALLER = {"weights": "load_in_4bit", "activations": "activation_checkpointing", "adapters": "optim"}
@@ -67,11 +78,11 @@ def verdict(plan: Plan, *, blocked: bool = False) -> str:
         return _heading(css, title, tr("There is no memory forecast for {gpu}.", gpu=plan.card.name))
     budget, likely, most = plan.budget_bytes or plan.card.free_bytes, forecast.peak_bytes, forecast.peak_high_bytes
     is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1
-    way = mark("{way}: the fastest plan that fits.") if is_fastest else mark("{way}.")
+    way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
     sentences = [
         tr("Forecast {likely}, at most {most}, of {budget} that may be used.", likely=gib(likely), most=gib(most),
            budget=gib(budget)),
-        tr(way, way=_capital(plan_in_words(plan.settings))),
+        tr(way, text=_capital(plan_in_words(plan.settings))),
     ]  # fmt: skip
     if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
         sentences.append(_capital(limit_in_words(forecast.at_limit)))
@@ -113,9 +124,18 @@ def memory(plan: Plan) -> str:
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
     notes = "".join(note(as_in_recipe(text)) for text in forecast.notes)
-    notes += note(tr("Forecast by: {method}.", method=forecast.method))
+    notes += note(tr("Forecast by: {method}.", method=_simulation(forecast.method)))
     details = f'<details class="ft-details"><summary>{tr("Details of the forecast")}</summary>{notes}</details>'
     return f"{head}{panels}{details}"
+
+
+def _simulation(method: str) -> str:
+    """The layers that the dry run ran; another method as the forecast names it."""
+    if full := _FULL_DEPTH.fullmatch(method):
+        return tr("dry run of all {n} layers", n=full[1])
+    if few := _REPEATED.fullmatch(method):
+        return tr("dry run of {n} of {total} layers, repeated", n=few[1], total=few[2])
+    return tr("dry run") if method == "dry run" else method
 
 
 def _method(plan: Plan) -> str:
@@ -176,7 +196,7 @@ def _training(plan: Plan) -> list[Part]:
         layers=forecast.layers, rows=rows(settings.per_device_train_batch_size),
         tokens=f"{min(length, settings.max_length):,}",
     )  # fmt: skip
-    base = tr("The frozen base model, {precision}.", precision=base_format_of(settings).title)
+    base = tr("The frozen base model, {precision}.", precision=precision(settings))
     loss = sizes.get("loss", 0) + sizes.get("workspace", 0)
     return [
         Part("weights", tr("Model weights"), sizes.get("weights", 0), base),
@@ -251,9 +271,8 @@ def _axis(plan: Plan, over: int) -> str:
 def _why(part: Part, plan: Plan | None) -> str:
     """What a part is, and the change that makes it smaller by a plan that was made."""
     button = _smaller_button(plan, part.key) if plan else ""
-    return (
-        f'<p class="ft-why" data-why="{part.key}" hidden><span><b>{inert(part.name)}.</b> {inert(part.why)}</span>{button}</p>'
-    )
+    text = f"<b>{inert(tr('{text}.', text=part.name))}</b> {inert(part.why)}"
+    return f'<p class="ft-why" data-why="{part.key}" hidden><span>{text}</span>{button}</p>'
 
 
 def _smaller_button(plan: Plan, key: str) -> str:

@@ -11,13 +11,16 @@ from app.language import catalogue, preferred, spoken, tr, tr_n
 from app.page import PAGES
 from app.views import home, rail
 from app.web.page_filter import SCRIPT_CALL, _script_texts
+from finetune import errors
+from finetune.errors import FinetuneError
+from finetune.settings.schema import GROUPS
 
 APP = Path(language.__file__).parent
 ZH = catalogue("zh")
 
 
 def marked():
-    """Each text that Python or a script marks for the catalogue."""
+    """Each text that Python or a script marks for the catalogue, and those of the engine that are a closed list."""
     texts = set()
     for path in APP.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -25,6 +28,8 @@ def marked():
                 argument = call.args[0]
                 branches = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
+    texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
+    texts |= set(GROUPS)  # headings of the recipe's settings
     for path in APP.glob("*.js"):
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
     return texts
@@ -66,7 +71,10 @@ def test_scripts_get_only_the_texts_that_they_use():
 
 
 #: Words that are the same in Chinese: names, units and file endings.
-NAMES = re.compile(r"finetune|LoRA|GPU|CPU|GiB|RTX|Hugging Face|OWNER/NAME|English|\.\w+|\d[\w.]*|hf auth login|HOUR|20GiB")
+NAMES = re.compile(
+    r"finetune|LoRA|GPU|CPU|[KMG]iB|RTX|Hugging Face|OWNER/NAME|English|\.\w+|\d[\w.]*|hf auth login|HOUR|tokens?|CUDA|"
+    r"CSV|bf16|NF4|AdamW|Logits|DoRA|Python|torch"
+)
 
 
 def english_in(html):
