@@ -44,7 +44,7 @@ class Field:
         else:
             control = f'<textarea rows="1" maxlength="4000" spellcheck="false" {named}>{value}</textarea>'
         is_list = not self.choices and self.row.type.startswith("list of ")
-        kind = [tr("A {type}.", type=self.row.type)] if is_list else []
+        kind = [tr("A list of {items}.", items=self.row.type.removeprefix("list of "))] if is_list else []
         usual = tr("Default: {value}.", value=self.default) if self.default else tr("Default: none.")
         info = " ".join([tr(self.row.description), *kind, usual])
         return (
