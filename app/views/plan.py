@@ -13,6 +13,7 @@ from ..language import tr
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
 from .markup import Safe, action, inert, note, problem, table
+from .refusals import refusal_in_words
 from .words import rows, verdict_in_words
 
 
@@ -88,7 +89,8 @@ def blocker_note(blocker: Blocker) -> str:
     """Why a run would not start here, and the page with the fix where no button has it."""
     if blocker.elsewhere:
         return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
-    shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
+    lines = [refusal_in_words(line) for line in blocker.problems]
+    shown = problem(blocker.title, lines, "" if blocker.override else blocker.fix)
     if blocker.override:
         press = action(override=blocker.override)
         shown += f'<p id="fit-remedy"><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'

@@ -10,6 +10,7 @@ from finetune.units import GIB, gib
 from ..language import current, mark, tr
 from ..planning.what_if import Outcome
 from .markup import action, inert
+from .refusals import refusal_in_words
 from .words import slower_in_words
 
 
@@ -60,7 +61,7 @@ def compared(outcome: Outcome, now: Outcome) -> str:
     if not outcome.fits:
         over = (outcome.peak_high_bytes or 0) - (outcome.budget_bytes or 0)
         parts.append(tr("too big by {size}", size=gib(over)))
-    return " · ".join(filter(None, [*parts, outcome.rows_problem]))
+    return " · ".join(filter(None, [*parts, refusal_in_words(outcome.rows_problem)]))
 
 
 def _memory(outcome: Outcome, now: Outcome) -> str:
@@ -76,8 +77,8 @@ def _bar(name: str, outcome: Outcome, now: Outcome, measure: Measure, highest: f
     height = 0.0 if value is None else max(0.04, value / highest)
     text = "×" if outcome.problem else "" if value is None else measure.text(value)
     amount = [] if value is None else [f"{measure.text(value)} {tr(measure.name)}"]
-    said = tr(", ").join([*amount, compared(outcome, now)])
-    label = tr("{change}: {result}", change=f"{outcome.value:,}", result=said)
+    description = tr(", ").join([*amount, compared(outcome, now)])
+    label = tr("{change}: {result}", change=f"{outcome.value:,}", result=description)
     return (
         f'<button type="button" role="radio" aria-checked="{str(checked).lower()}" tabindex="{0 if checked else -1}" '
         f'class="{css}" data-key="{name}-{outcome.value}" {action(set=name, value=outcome.value)} style="--h:{height:.3f}" '

@@ -10,6 +10,7 @@ import gradio as gr
 import pytest
 
 import app_ticks
+import finetune.data
 import finetune.planner.suggest
 from app.context import Context
 from app.language import spoken
@@ -20,11 +21,12 @@ from app.planning.blocker import Blocker
 from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
 from app.planning.what_if import Outcome, outcome_of
-from app.views import choices, data, fit, model_files, models, plan, what_if
+from app.views import choices, data, fit, model_files, models, plan, refusals, what_if
 from app.views.markup import as_in_recipe
 from app.views.words import in_words, plan_in_languages
 from app.web.page_filter import _translation
 from app.workspace import Workspace
+from finetune.errors import DataError
 from finetune.memory.forecast import AtLimit
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
 from finetune.planner.run_cost import RunCost
@@ -43,6 +45,11 @@ CHANGES = {
     "max_length=512 excess_length=drop": "31 of 900 rows (12.5% of the tokens) are longer",
     "layer_offloading=cpu": "the layers' weights in host memory, copied to the card beside the computation",
 }
+#: As finetune.data says them.
+REFUSED = [
+    "15 of 60 row(s) can't be trained on:", "  8 x messages[1].content: the answer is empty (a.jsonl, row 8, 15, 22, ...)",
+    "  a.jsonl, row 3: has no assistant turn; there is nothing to train on",
+]  # fmt: skip
 
 
 def plan_of(verdict):
@@ -64,8 +71,8 @@ def plan_of(verdict):
 
 
 def fit_of(verdict):
-    made = plan_of(verdict)
-    now = outcome_of(made, 16, plan_in_languages(made.settings))
+    planned = plan_of(verdict)
+    now = outcome_of(planned, 16, plan_in_languages(planned.settings))
     others = [
         Outcome(8),
         now,
@@ -73,10 +80,10 @@ def fit_of(verdict):
         Outcome(64, problem="no forecast"),
     ]
     return [
-        fit.verdict(made), fit.cannot_say(0), fit.cannot_say(2), fit.memory(made), fit.facts(made), fit.smaller(made),
-        fit.ready(made, ""), choices.chosen(made), choices.other_plans(made, complete=True),
-        choices.other_plans(replace(made, alternatives=()), complete=False), plan.data_note(made),
-        plan.blocker_note(Blocker("The data needs a change", ["31"], label=in_words("dataset.on_bad_rows=skip"), override="x")),
+        fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned), fit.smaller(planned),
+        fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
+        choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
+        plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
         what_if.what_if("lora_r", "16", others, now, is_auto=False),
         *(_sentence("16", {"setting": "lora_r", "value": value, "too_large": above, "limit": ""})
           for value, above in ((8, None), (8, 16), (0, 8))),
@@ -84,7 +91,7 @@ def fit_of(verdict):
 
 
 def data_pages():
-    recipe, row = load_recipe("tiny-cpu"), {"file": "a.jsonl", "row": 2, "field": None, "reason": "31"}
+    recipe, row = load_recipe("tiny-cpu"), {"file": "a.jsonl", "row": 2, "field": None, "reason": "the answer is empty"}
     wrong = {**row, "reason": "unknown role 'usr'; did you mean user?"}
     kinds = [Problem("31", (row, row)), Problem("x", (wrong,))]
     report = {
@@ -147,6 +154,11 @@ def test_a_message_of_the_engine_names_settings_as_a_recipe_does():
         as_in_recipe("Set max_length=512, or dataset.on_bad_rows=skip.") == "Set max_length: 512, or dataset.on_bad_rows: skip."
     )
     assert as_in_recipe("the row says a=b") == "the row says a=b"
+
+
+def test_reasons_of_refused_rows_are_those_that_the_reader_writes():
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(finetune.data.__file__).parent.rglob("*.py"))
+    assert [reason for reason in refusals.REASONS if reason not in source] == []
 
 
 def test_what_fit_starts_with_is_chinese():
