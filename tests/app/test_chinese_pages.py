@@ -80,7 +80,8 @@ def fit_of(verdict):
         Outcome(64, problem="no forecast"),
     ]
     return [
-        fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned), fit.smaller(planned),
+        fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned),
+        fit.smaller(planned),
         fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
         choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
         plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
