@@ -1,5 +1,7 @@
 // The Fit page: which phase and part are shown, its buttons' messages to the server, the drawer, and focus across answers.
 // Gradio replaces the HTML of an answer, so what a person chose here is applied anew and a replaced control has the focus again.
+import { tr } from "./language.js";
+
 const state = { phase: "train", part: "", focus: "", page: Math.random().toString(36).slice(2), sent: 0, waiting: [], basis: "" };
 // A message that is not acknowledged after this long is sent again.
 const RESENT_MS = 3000;
@@ -74,7 +76,7 @@ document.addEventListener("toggle", async ({ target }) => {
   const form = target.id === "fit-advanced" && target.open && document.querySelector("#fit-fields:not(:has([data-field]))");
   if (!form) return;
   const response = await fetch("/ft/fields.html").catch(() => null);
-  if (!response?.ok) { form.textContent = "The page's server does not answer: close this and open it again."; return; }
+  if (!response?.ok) { form.textContent = tr("The page's server does not answer: close this and open it again."); return; }
   form.innerHTML = await response.text();
   for (const field of document.querySelectorAll("[data-field]")) field.dataset.usual = field.value;
   fill();

@@ -41,7 +41,7 @@ def spoken(code: str) -> Iterator[None]:
         _LANGUAGE.reset(token)
 
 
-def tr(text: str, **values: Any) -> str:
+def tr(text: str, /, **values: Any) -> str:
     """The text in this request's language, with its values; English where the catalogue lacks it."""
     template = catalogue(current()).get(text, text)
     return template.format(**values) if values else template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -10,13 +11,14 @@ import gradio as gr
 from finetune.errors import FinetuneError
 
 from ..context import Context
+from ..language import mark, tr
 from ..planning.catalogue import DATA_ENDINGS, local_datasets
 from ..planning.draft import Edited
 from ..planning.own_data import choose_data, take_upload
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as view_of
 from ..views.binding import BUTTON, QUIET, change_trigger, show
-from ..views.markup import problem, settings_problem
+from ..views.markup import page_title, problem, settings_problem
 
 _TICK_S = 1.0
 
@@ -24,19 +26,19 @@ _TICK_S = 1.0
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
-    head = show(view_of.waiting(""), elem_id="data-head")
+    head = show(view_of.waiting, elem_id="data-head")
     act = gr.Textbox(visible="hidden", elem_id="data-act")
     with gr.Column(elem_classes="ft-box"):
-        source = show(view_of.chooser([], DATA_ENDINGS), elem_id="data-source")
-        upload = gr.UploadButton("Choose a file", file_types=list(DATA_ENDINGS), elem_id="data-upload")
+        source = show(functools.partial(view_of.chooser, [], DATA_ENDINGS), elem_id="data-source")
+        upload = gr.UploadButton(mark("Choose a file"), file_types=list(DATA_ENDINGS), elem_id="data-upload")
         status = show(elem_id="data-status")
     with gr.Row(elem_id="data-two"):
         with gr.Column(elem_classes="ft-box"):
-            problems = show("<h2>Problems</h2>", elem_id="data-problems")
+            problems = show(lambda: f"<h2>{tr('Problems')}</h2>", elem_id="data-problems")
             lengths = show(elem_id="data-lengths")
         with gr.Column(elem_classes="ft-box"):
-            row = show("<h2>A row, as the model sees it</h2>", elem_id="data-row")
-    show('<p class="ft-next"><a class="ft-button primary" href="/fit">Next: Fit</a></p>')
+            row = show(lambda: f"<h2>{tr('A row, as the model sees it')}</h2>", elem_id="data-row")
+    show(lambda: f'<p class="ft-next"><a class="ft-button primary" href="/fit">{tr("Next: Fit")}</a></p>')
     asked = change_trigger("data-asked")
     page.load(view.open, None, [source, asked], **QUIET)
     asked.change(view.look, None, [head, problems, row, lengths, status], **QUIET)
@@ -63,7 +65,7 @@ class _View:
     def look(self) -> list[Any]:
         """Read the data as a run would, and show it."""
         edited = self.context.draft.read()
-        empty = ['<h1 class="ft-title" data-title="Data">Data</h1>', "<h2>Problems</h2>", "", ""]
+        empty = [page_title("Data"), f"<h2>{tr('Problems')}</h2>", "", ""]
         if edited.recipe is None:
             return [*empty, settings_problem(edited.problems, edited.fix)]
         try:
@@ -80,7 +82,7 @@ class _View:
         try:
             return self._changed(choose_data(self.context.draft, take_upload(self.context.workspace, path)))
         except FinetuneError as error:
-            return [problem("This file can't be used", error.problems, error.fix), gr.skip()]
+            return [problem(tr("This file can't be used"), error.problems, error.fix), gr.skip()]
 
     def act(self, message: str) -> list[Any]:
         """What a button asks for: what is said of it, the row, and the draft's stamp."""

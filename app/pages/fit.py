@@ -21,6 +21,7 @@ from finetune.recipe import shipped_recipes, write_recipe
 from finetune.settings import Recipe
 
 from ..context import Context
+from ..language import tr
 from ..planning.blocker import Blocker, blocker_of
 from ..planning.draft import Edited, Version, command_line
 from ..planning.planner import SupersededError
@@ -32,7 +33,7 @@ from ..views import recipe_form
 from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
 from ..views.markup import problem, settings_problem
-from ..views.words import plan_in_words
+from ..views.words import plan_in_languages
 from . import fit_largest
 from .fit_layout import NUMBERS, RANGES, lay_out
 from .starting import progress_of
@@ -186,8 +187,8 @@ class _View:
         draft = self.context.draft
         if text == draft.read().text or draft.type_text(text, basis, page):
             return ""
-        problems = ["the recipe was changed by another control or tab while you typed, so your text was not taken"]
-        return problem("The recipe has changed", problems, "Type it again, in the recipe as it is now.")
+        why = tr("the recipe was changed by another control or tab while you typed, so your text was not taken")
+        return problem(tr("The recipe has changed"), [why], tr("Type it again, in the recipe as it is now."))
 
     def _change(self, **settings: Any) -> str:
         return _refusal(self.context.draft.change(**settings))
@@ -250,10 +251,10 @@ class _View:
             return [""] * len(RANGES)
         bars = []
         for name, (label, _) in NUMBERS.items():
-            now = outcome_of(plan, getattr(plan.settings, name), plan_in_words(plan.settings))
+            now = outcome_of(plan, getattr(plan.settings, name), plan_in_languages(plan.settings))
             around = self._outcomes.around(edited.recipe, plan, name, now)
             is_auto = edited.values.get(name) in (None, "auto")
-            bars.append(what_if_view.what_if(name, label, around, now, is_auto=is_auto))
+            bars.append(what_if_view.what_if(name, tr(label), around, now, is_auto=is_auto))
         return bars
 
     def _plan(self, recipe: Recipe) -> Plan:
@@ -325,7 +326,7 @@ def _obstacle(blocked: Blocker | None) -> str:
     """What keeps a run from starting here, in a few words; empty when nothing is known to."""
     if blocked is None:
         return ""
-    return "Planned for another machine." if blocked.elsewhere else blocked.title
+    return tr("Planned for another machine." if blocked.elsewhere else blocked.title)
 
 
 def _is_fault(blocked: Blocker | None) -> bool:

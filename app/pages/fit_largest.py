@@ -13,6 +13,7 @@ import gradio as gr
 from finetune.errors import FinetuneError
 from finetune.recipe import write_recipe
 
+from ..language import mark, tr
 from ..planning.planner import SupersededError
 from ..views.binding import BUTTON, QUIET
 from ..views.markup import action, inert, note, problem
@@ -32,6 +33,13 @@ def build(context: Context, components: Largest) -> None:
     components.timer.tick(searches.tick, None, shown, **QUIET)
 
 
+#: What the largest value of a setting is, where all fit.
+_LIMITS = {
+    "max_length": mark("the model's own limit"), "lora_r": mark("the model's width"),
+    "per_device_train_batch_size": mark("the largest that is tried"),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Search:
     setting: str
@@ -49,7 +57,7 @@ class _Searches:
         """Search for the draft as it is now; one that goes on already stays."""
         recipe = self.context.draft.read().recipe
         if recipe is None:
-            return [note("The recipe has settings to correct."), gr.Timer(active=False)]
+            return [note(tr("The recipe has settings to correct.")), gr.Timer(active=False)]
         if self._newest is None or self._newest.answer.done():
             search = self._newest = _Search(setting)
             threading.Thread(target=self._ask, args=(search, write_recipe(recipe)), daemon=True).start()
@@ -67,18 +75,31 @@ class _Searches:
         if search is None:
             return ["", gr.Timer(active=False)]
         if not search.answer.done():
-            progress = self.context.planner.progress
-            return [note(f"{LARGEST[search.setting]}: {progress or 'searching'} …"), gr.Timer(active=True)]
+            progress = self.context.planner.progress or tr("searching")
+            text = tr("{change}: {result} …", change=tr(LARGEST[search.setting]), result=progress)
+            return [note(text), gr.Timer(active=True)]
         return [self._shown(search), gr.Timer(active=False)]
 
     def _shown(self, search: _Search) -> str:
         """The answer, with a button that takes it."""
+        name = tr(LARGEST[search.setting])
         try:
             largest = search.answer.result()["largest"]
         except SupersededError:
-            return note(f"{LARGEST[search.setting]}: ended, as the recipe was planned anew. Press again.")
+            return note(tr("{setting}: ended, as the recipe was planned anew. Press again.", setting=name))
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
-        take = f'<button type="button" class="ft-small" {action(override=" ".join(largest["overrides"]))}>Take it</button>'
-        answer = f"{LARGEST[search.setting]}: {largest['sentence'].partition(': ')[2]}"
-        return f'<p role="status">{inert(answer)} {take if largest["value"] else ""}</p>'
+        pressed = action(override=" ".join(largest["overrides"]))
+        take = f'<button type="button" class="ft-small" {pressed}>{tr("Take it")}</button>' if largest["value"] else ""
+        return f'<p role="status">{inert(_sentence(name, largest))} {take}</p>'
+
+
+def _sentence(name: str, largest: dict[str, Any]) -> str:
+    """The answer in words: the value, and what is above it."""
+    value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (largest["value"], largest["too_large"]))
+    if not largest["value"]:
+        return tr("{setting}: {value} does not fit either", setting=name, value=too_large)
+    if too_large is None:
+        limit = tr(_LIMITS.get(largest["setting"], largest["limit"]))
+        return tr("{setting}: {value} at most ({limit})", setting=name, value=value, limit=limit)
+    return tr("{setting}: {value} at most ({more} does not surely fit)", setting=name, value=value, more=too_large)

@@ -11,6 +11,7 @@ import gradio as gr
 from finetune.errors import FinetuneError
 
 from ..context import Context
+from ..language import mark, tr
 from ..planning.badges import Badges
 from ..planning.catalogue import Model, local_models, search_models
 from ..views import models as view_of
@@ -26,7 +27,7 @@ _GOOD_S = 10.0
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
-    show(view_of.chooser())
+    show(view_of.chooser)
     act, hits = gr.Textbox(visible="hidden", elem_id="model-act"), gr.State([])
     status, listed = show(elem_id="model-status"), show(elem_id="model-list")
     changed = change_trigger()
@@ -54,7 +55,7 @@ class _View:
         chosen = recipe.model_name_or_path if recipe else ""
         models = {model.name: model for model in [*hits, *self._local()][:_LISTED]}
         if chosen and chosen not in models:
-            models = {chosen: Model(chosen, "chosen"), **models}
+            models = {chosen: Model(chosen, mark("chosen")), **models}
         return view_of.model_list(list(models.values()), chosen, self._badges.of(list(models)))
 
     def _local(self) -> list[Model]:
@@ -78,7 +79,7 @@ class _View:
             try:
                 hits = search_models(query) if query else []
             except FinetuneError as error:
-                status = problem("Offline", error.problems, error.fix)
+                status = problem(tr("Offline"), error.problems, error.fix)
             if query and not hits and not status:
-                status = note("Hugging Face has no model with this name.")
+                status = note(tr("Hugging Face has no model with this name."))
         return [status, hits, self.show(hits)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import gradio as gr
@@ -10,6 +11,7 @@ from finetune.run.directory import RunDirectory
 
 from ..context import Context
 from ..views.binding import QUIET, show
+from ..views.markup import page_title
 from ..views.model_files import ModelFile, models_of, models_table
 
 _TICK_S = 5.0
@@ -18,7 +20,7 @@ _LISTED = 200
 
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
-    listed = show('<h1 class="ft-title" data-title="Models">Models</h1>', elem_id="models-list")
+    listed = show(functools.partial(page_title, "Models"), elem_id="models-list")
 
     def shown() -> str:
         runs = context.workspace.list_runs()[:_LISTED]

@@ -13,6 +13,9 @@ from finetune.errors import DataError, FinetuneError
 from finetune.planner.plan import Plan
 from finetune.settings import AUTO, Recipe
 
+from ..language import mark, tr_n
+from ..views.words import in_words
+
 _SETTING = re.compile(r"dataset\.\w+=\S+")
 
 
@@ -48,12 +51,12 @@ def blocker_of(recipe: Recipe, plan: Plan, folder: Path) -> Blocker | None:
         except DataError as error:
             return Blocker(error.title, error.problems, error.fix.replace(str(Path.cwd()), str(folder)))
     if plan.card.problem:
-        return Blocker("No run can use this card now", [plan.card.problem], plan.card.problem_fix)
+        return Blocker(mark("No run can use this GPU now"), [plan.card.problem], plan.card.problem_fix)
     try:
         find_card(recipe.gpu, here=True, processes=recipe.launch.processes_here)
     except FinetuneError as error:
         here = bool(cards_here()) and recipe.gpu != AUTO
-        label, override = ("Use this machine's card", f"gpu={AUTO}") if here else ("", "")
+        label, override = (in_words(f"gpu={AUTO}"), f"gpu={AUTO}") if here else ("", "")
         return Blocker(error.title, error.problems, error.fix, label, override, elsewhere=True)
     return None
 
@@ -70,5 +73,5 @@ def _require_data(path: str, folder: Path, *, only_split: bool) -> None:
 def _label(override: str, problems: list[str]) -> str:
     rows = re.match(r"([\d,]+) ", problems[0])
     if override == "dataset.on_bad_rows=skip" and rows:
-        return f"Leave out {rows[1]} row{'' if rows[1] == '1' else 's'}"
-    return f"Set {override}"
+        return tr_n("Leave out {n} row", "Leave out {n} rows", int(rows[1].replace(",", "")))
+    return in_words(override) if override else ""

@@ -10,6 +10,7 @@ from finetune.data.readers import READERS
 from finetune.errors import FinetuneError, RecipeError
 from finetune.recipe import load_recipe, shipped_recipes
 
+from ..language import mark
 from ..workspace import Workspace
 
 _MOST = 12
@@ -18,22 +19,24 @@ DATA_ENDINGS = tuple(READERS)
 
 @dataclass(frozen=True)
 class Model:
-    """A base model: its source, and its size and licence according to the hub (None: not known)."""
+    """A base model: its source, by which `recipe` where it is one, and its size and licence according to the hub (None: not
+    known)."""
 
     name: str
     source: str
     parameters: int | None = None
     licence: str | None = None
+    recipe: str = ""
 
 
 def local_models(workspace: Workspace) -> list[Model]:
     """The bundled models, model folders below the workspace, the hub cache, and the shipped recipes' models."""
-    models = [Model(name, "bundled") for name in ("tiny", "tiny-vision")]
-    models += [Model(path.as_posix(), "folder") for path in _folders(workspace)]
-    models += [Model(name, "downloaded") for name in _cached()]
+    models = [Model(name, mark("bundled")) for name in ("tiny", "tiny-vision")]
+    models += [Model(path.as_posix(), mark("folder")) for path in _folders(workspace)]
+    models += [Model(name, mark("downloaded")) for name in _cached()]
     for recipe in shipped_recipes():
         try:
-            models.append(Model(load_recipe(recipe).model_name_or_path, f"recipe {recipe}"))
+            models.append(Model(load_recipe(recipe).model_name_or_path, mark("recipe {recipe}"), recipe=recipe))
         except FinetuneError:
             continue
     return list({model.name: model for model in reversed(models)}.values())[::-1]
@@ -78,7 +81,7 @@ def search_models(query: str) -> list[Model]:
         card = info.card_data.to_dict() if info.card_data else {}
         licence = card.get("license")
         models.append(
-            Model(info.id, "hub", info.safetensors.total if info.safetensors else None, str(licence) if licence else None)
+            Model(info.id, mark("hub"), info.safetensors.total if info.safetensors else None, str(licence) if licence else None)
         )
     return models
 

@@ -37,7 +37,7 @@ from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
-from ..views.words import plan_in_words
+from ..views.words import plan_in_languages
 from .planner import SupersededError
 from .prefetch import PlanPrefetcher
 from .what_if import Outcome, Outcomes, outcome_of
@@ -155,7 +155,7 @@ class Questions:
         card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
         progress = functools.partial(self._report_plan, number)
         largest = plan_largest(recipe, card, functools.partial(self._rows, report=progress), setting, progress=progress)
-        return {**largest.as_json(), "sentence": largest.sentence}
+        return largest.as_json()
 
     def _measured(self, recipe: Recipe, number: int) -> dict[str, Any]:
         from finetune.card import find_card
@@ -259,7 +259,7 @@ def main() -> int:
         """Plan a neighbour and note what it came to, or why there is no plan."""
         try:
             plan = questions.plan(recipe, progress)
-            values = dataclasses.asdict(outcome_of(plan, 0, plan_in_words(plan.settings)))
+            values = dataclasses.asdict(outcome_of(plan, 0, plan_in_languages(plan.settings)))
         except FinetuneError as error:
             values = dataclasses.asdict(Outcome(0, problem=error.problems[0][:200]))
         outcomes.add(recipe, values)

@@ -12,11 +12,12 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError
+from pydantic import ValidationError
+
 from finetune.planner.plan import Plan
 from finetune.recipe import write_recipe
 from finetune.settings import Recipe, resolved
@@ -29,10 +30,13 @@ _BUDGET_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan at `value` came to; `peak_high_bytes` is None where none was made. `problem`: why not."""
+    """What a plan at `value` came to; `peak_high_bytes` is None where none was made. `problem`: why not.
+
+    `ways`: how it fits, by the language's code.
+    """
 
     value: int
-    way: str = ""
+    ways: dict[str, str] = field(default_factory=dict)
     peak_high_bytes: int | None = None
     budget_bytes: int | None = None
     seconds: float | None = None
@@ -52,14 +56,14 @@ class Outcome:
         return self.peak_high_bytes is not None and self.budget_bytes is not None and self.peak_high_bytes <= self.budget_bytes
 
 
-def outcome_of(plan: Plan, value: int, way: str) -> Outcome:
-    """The outcome of a plan that was made, with its way to fit in words."""
+def outcome_of(plan: Plan, value: int, ways: dict[str, str]) -> Outcome:
+    """The outcome of a plan that was made, with its way to fit in each language."""
     forecast, budget = plan.forecast, plan.budget_bytes or plan.card.free_bytes
     if forecast is None:
-        return Outcome(value, way, budget_bytes=budget, problem="no forecast")
+        return Outcome(value, ways, budget_bytes=budget, problem="no forecast")
     seconds = forecast.step_s * plan.total_steps if forecast.step_s and plan.total_steps else None
     rows, problem = plan.data.rows if plan.data else None, plan.data_problem.problems[0][:200] if plan.data_problem else ""
-    return Outcome(value, way, forecast.peak_high_bytes, budget, seconds, forecast.tokens_per_s, rows, problem)
+    return Outcome(value, ways, forecast.peak_high_bytes, budget, seconds, forecast.tokens_per_s, rows, problem)
 
 
 class Outcomes:
@@ -105,8 +109,8 @@ class Outcomes:
     def _outcome(self, recipe: Recipe, plan: Plan, name: str, value: int) -> Outcome:
         try:
             changed = resolved(recipe, **{name: value})
-        except (ValueError, FinetuneError) as error:
-            return Outcome(value, problem=str(error).splitlines()[-1][:200])
+        except ValidationError as error:
+            return Outcome(value, problem=error.errors()[0]["msg"].removeprefix("Value error, ")[:200])
         values = self._known.get(_key(changed))
         if values is None:
             return Outcome(value)

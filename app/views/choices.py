@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from finetune.planner.plan import Alternative, Plan, Verdict
 from finetune.units import gib
 
-from .markup import Safe, action, inert, table
+from ..language import mark, tr, tr_n
+from .markup import Safe, action, as_in_recipe, inert, note, table
 from .words import in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
 
 #: Settings of which the reason is shown first: name, and the setting that has the reason.
 _FIRST = (
-    ("Precision", "load_in_4bit"), ("Recomputation", "activation_checkpointing"),
-    ("Micro-batch", "per_device_train_batch_size"),
-    ("Optimizer", "optim"), ("Adapters", "lora_r"), ("Learning rate", "learning_rate"),
+    (mark("Precision"), "load_in_4bit"), (mark("Recomputation"), "activation_checkpointing"),
+    (mark("Micro-batch"), "per_device_train_batch_size"),
+    (mark("Optimizer"), "optim"), (mark("Adapters"), "lora_r"), (mark("Learning rate"), "learning_rate"),
 )  # fmt: skip
 
 #: The planner's reason for what a recipe sets (`AS_SET` of finetune.planner.choices).
@@ -26,41 +27,43 @@ def chosen(plan: Plan) -> str:
     """Six settings with their reasons, then all."""
     settings = plan.settings
     modules = settings.target_modules
-    kinds = f"{len(modules)} kinds of layer" if isinstance(modules, list) else str(modules)
-    layers = "every linear layer" if modules == "all-linear" else kinds
+    kinds = tr_n("{n} kind of layer", "{n} kinds of layer", len(modules)) if isinstance(modules, list) else str(modules)
+    layers = tr("every linear layer") if modules == "all-linear" else kinds
     values = (
         precision(settings), recomputation(settings), micro_batch(settings), optimizer(settings),
-        f"rank {settings.lora_r}, {layers}", f"{settings.learning_rate:g}, {settings.lr_scheduler_type}",
+        tr("rank {rank}, {layers}", rank=settings.lora_r, layers=layers),
+        f"{settings.learning_rate:g}, {settings.lr_scheduler_type}",
     )  # fmt: skip
-    rows = [[name, value, _reason(plan.reasons.get(key, ""))] for (name, key), value in zip(_FIRST, values, strict=True)]
-    first = table(["setting", "value", "reason"], rows, "What was chosen, and why", hidden_caption=True)
+    columns = [tr("setting"), tr("value"), tr("reason")]
+    rows = [[tr(name), value, _reason(plan.reasons.get(key, ""))] for (name, key), value in zip(_FIRST, values, strict=True)]
+    first = table(columns, rows, tr("What was chosen, and why"), hidden_caption=True)
     every = [[name, _value(getattr(settings, name, None)), _reason(reason)] for name, reason in plan.reasons.items()]
-    all_settings = table(["setting", "value", "reason"], every, "All settings with a reason", hidden_caption=True)
-    return f'{first}<details class="ft-details"><summary>All {len(every)} settings</summary>{all_settings}</details>'
+    all_settings = table(columns, every, tr("All settings with a reason"), hidden_caption=True)
+    summary = tr("All {n} settings", n=len(every))
+    return f'{first}<details class="ft-details"><summary>{summary}</summary>{all_settings}</details>'
 
 
 def other_plans(plan: Plan, *, complete: bool) -> str:
     """Plans of the same settings that fit in other ways: a picture of speed over memory, and a list to choose from."""
     if len(plan.alternatives) < 2:
-        return f'<p class="ft-note">{"There is no other way to fit these settings." if complete else "being planned …"}</p>'
+        return note(tr("There is no other way to fit these settings." if complete else "being planned …"))
     budget = plan.budget_bytes or plan.card.free_bytes
     rows = [
         [_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, _at_most(row, budget)]
         for row in plan.alternatives
     ]
     return _scatter(plan.alternatives, budget) + table(
-        ["plan", ">tokens/s", ">at most"], rows, "Other plans", hidden_caption=True
+        [tr("plan"), f">{tr('tokens/s')}", f">{tr('at most')}"], rows, tr("Other plans"), hidden_caption=True
     )
 
 
 def _choice(row: Alternative, plan: Plan) -> Safe:
     if row.chosen:
-        return Safe(
-            f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>chosen · {inert(micro_batch(plan.settings))}</small>"
-        )
+        batch = inert(micro_batch(plan.settings))
+        return Safe(f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>{tr('chosen')} · {batch}</small>")
     change = inert(in_words(row.differs))
     if row.verdict == Verdict.NO_FIT:
-        return Safe(f"{change}<br><small>too big</small>")
+        return Safe(f"{change}<br><small>{tr('too big')}</small>")
     return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
 
 
@@ -85,13 +88,13 @@ def _scatter(rows: Sequence[Alternative], budget: int) -> str:
     )
     return (
         f'<div class="ft-scatter" aria-hidden="true"><span class="limit" style="left:{limit:.1f}%"></span>{points}'
-        f'<em class="y">{top / 1.03:,.0f} tokens/s</em>'
-        f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{gib(budget)} may be used</em></div>'
+        f'<em class="y">{top / 1.03:,.0f} {tr("tokens/s")}</em>'
+        f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{tr("{size} may be used", size=gib(budget))}</em></div>'
     )
 
 
 def _reason(reason: str) -> str:
-    return "yours" if reason in ("", _AS_SET) else reason
+    return tr("yours") if reason in ("", _AS_SET) else as_in_recipe(reason)
 
 
 def _value(value: object) -> str:

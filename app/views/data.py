@@ -10,24 +10,27 @@ from typing import Any
 from finetune.settings import AUTO, Recipe
 from finetune.units import format_count
 
+from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .markup import action, inert, note
+from .markup import action, as_in_recipe, inert, note, page_title
+from .refusals import reason_in_words
+from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
 #: Shares of the rows to hold out, as they are offered.
-_HELD_OUT = {0: "none", 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"}
+_HELD_OUT = {0: mark("none"), 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"}
 
 
 def chooser(names: Sequence[str], endings: Sequence[str]) -> str:
     """Where the data is from: a box with what is here, and a place to drop a file."""
     options = "".join(f'<option value="{inert(name)}">' for name in names)
     return (
-        '<form class="ft-pick" data-form="data"><label for="data-name">Data</label>'
+        f'<form class="ft-pick" data-form="data"><label for="data-name">{tr("Data")}</label>'
         '<input id="data-name" name="value" list="data-names" maxlength="400" autocomplete="off" '
-        f'placeholder="a file, or OWNER/NAME on Hugging Face"><datalist id="data-names">{options}</datalist>'
-        f'<button class="ft-act">Use it</button><button type="button" class="ft-act ft-plain" data-pick="data-upload" '
-        f'title="{inert(", ".join(endings))}">Upload a file</button></form>'
+        f'placeholder="{tr("a file, or OWNER/NAME on Hugging Face")}"><datalist id="data-names">{options}</datalist>'
+        f'<button class="ft-act">{tr("Use it")}</button><button type="button" class="ft-act ft-plain" data-pick="data-upload" '
+        f'title="{inert(", ".join(endings))}">{tr("Upload a file")}</button></form>'
     )
 
 
@@ -36,43 +39,45 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     counts, eval_counts = answer["report"], answer["eval_report"]
     refused = len(counts["rows_refused"])
     share = counts["trained_token_share"]
-    facts = [f"{refused:,} problem{'' if refused == 1 else 's'}" if refused else "no problems", f"read as {counts['format']}"]
-    facts += ["no tokens are trained on" if share is None else f"{share:.0%} of the tokens are trained on"]
+    facts = [tr_n("{n} problem", "{n} problems", refused) if refused else tr("no problems")]
+    facts += [tr("read as {format}", format=counts["format"])]
+    trained = tr("{share} of the tokens are trained on", share=f"{share or 0:.0%}")
+    facts += [tr("no tokens are trained on") if share is None else trained]
     if pictures := counts.get("pictures"):
         width, height = pictures["largest"]
-        facts += [f"{pictures['pictures']:,} pictures, the largest {width:,} x {height:,} pixels"]
-    held_out_rows = f"{eval_counts['rows_used']:,} rows" if eval_counts else "none"
-    title = f"{counts['rows_used']:,} of {counts['rows_read']:,} rows are ready"
+        size = _pixels(width, height)
+        facts += [tr_n("{n} picture, {size}", "{n} pictures, the largest {size}", pictures["pictures"], size=size)]
+    held_out_rows = rows_in_words(eval_counts["rows_used"]) if eval_counts else ""
+    title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
     return (
-        f'<div class="ft-runs-head"><div><h1 class="ft-title" data-title="Data">{title}</h1>'
+        f'<div class="ft-runs-head"><div><h1 class="ft-title" data-title="{tr("Data")}">{title}</h1>'
         f'<p class="ft-note" role="status">{inert(" · ".join(facts))}</p></div>'
         f"{_held_out(recipe, held_out_rows)}{_template(recipe)}</div>"
     )
 
 
-def waiting(message: str) -> str:
+def waiting() -> str:
     """Before the rows are read."""
-    return (
-        '<h1 class="ft-title" data-title="Data">Data</h1>'
-        f'<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(message or "reading the rows")}</p>'
-    )
+    text = f'<p class="ft-note" role="status"><span class="ft-busy"></span> {tr("reading the rows")}</p>'
+    return page_title("Data") + text
 
 
 def _held_out(recipe: Recipe, held_out_rows: str) -> str:
     """The share of the rows to hold out; where they come from a file of their own, only how many."""
     dataset = recipe.dataset
-    if dataset.eval_path or dataset.eval_split or (held_out_rows != "none" and not dataset.test_split_size):
-        return f'<span class="ft-note">Held out: {held_out_rows}, from a file of their own</span>'
+    if dataset.eval_path or dataset.eval_split or (held_out_rows and not dataset.test_split_size):
+        text = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
+        return f'<span class="ft-note">{text}</span>'
     now = dataset.test_split_size
     values = {**_HELD_OUT, **({now: f"{now:g}"} if now not in _HELD_OUT else {})}
-    label = "Hold out" if held_out_rows == "none" else f"Hold out ({held_out_rows})"
-    return _select("hold_out", label, {str(value): text for value, text in values.items()}, str(now))
+    label = tr("Hold out ({rows})", rows=held_out_rows) if held_out_rows else tr("Hold out")
+    return _select("hold_out", label, {str(value): tr(text) for value, text in values.items()}, str(now))
 
 
 def _template(recipe: Recipe) -> str:
     now = recipe.chat_template or ""
-    values = {"": "the model's own", "plain": "plain", **({now: now} if now not in ("", "plain") else {})}
-    return _select("template", "Template", values, now)
+    values = {"": tr("the model's own"), "plain": tr("plain"), **({now: now} if now not in ("", "plain") else {})}
+    return _select("template", tr("Template"), values, now)
 
 
 def _select(name: str, label: str, values: Mapping[str, str], now: str) -> str:
@@ -85,49 +90,54 @@ def _select(name: str, label: str, values: Mapping[str, str], now: str) -> str:
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
     """What keeps rows from being trained on: counts first, each with what can be done; then what else was noticed."""
-    warnings = "".join(note(text, "warn") for text in answer["report"]["warnings"])
+    warnings = "".join(note(as_in_recipe(text), "warn") for text in answer["report"]["warnings"])
     if not kinds:
-        return f'<h2>Problems</h2><p class="ft-note ok">Every row can be trained on.</p>{warnings}'
+        return f"<h2>{tr('Problems')}</h2>{note(tr('Every row can be trained on.'), 'ok')}{warnings}"
     count = sum(len(problem.rows) for problem in kinds)
     lines = "".join(_problem(number, problem) for number, problem in enumerate(kinds))
-    leaves = f"<button type='button' class='ft-act' {action(leave_out=True)}>Leave all {count:,} out</button>"
+    leave = tr_n("Leave {n} out", "Leave all {n} out", count)
+    leaves = f"<button type='button' class='ft-act' {action(leave_out=True)}>{leave}</button>"
     if recipe.dataset.on_bad_rows == "skip":
-        leaves = f'<span class="ft-note ok">All {count:,} are left out.</span>'
+        leaves = f'<span class="ft-note ok">{tr_n("{n} is left out.", "All {n} are left out.", count)}</span>'
     return (
-        f'<h2>Problems</h2><ul class="ft-problems">{lines}</ul><div class="ft-acts">{leaves}'
-        f'<a class="ft-button" href="/ft/refused.csv" download="refused.csv">List as CSV</a></div>{warnings}'
+        f'<h2>{tr("Problems")}</h2><ul class="ft-problems">{lines}</ul><div class="ft-acts">{leaves}'
+        f'<a class="ft-button" href="/ft/refused.csv" download="refused.csv">{tr("List as CSV")}</a></div>{warnings}'
     )
 
 
 def _problem(number: int, problem: Problem) -> str:
-    buttons = f"<button type='button' class='ft-act' {action(walk=number, at=0)} data-key='walk-{number}'>Walk</button>"
+    buttons = f"<button type='button' class='ft-act' {action(walk=number, at=0)} data-key='walk-{number}'>{tr('Walk')}</button>"
     row = problem.rows[0]
     field = f"<small>{inert(row['field'])}</small>" if row["field"] and len(problem.rows) == 1 else ""
-    text = f"{inert(row['reason'] if len(problem.rows) == 1 else problem.reason)} {field}"
+    reason = row["reason"] if len(problem.rows) == 1 else problem.reason
+    text = f"{inert(as_in_recipe(reason_in_words(reason)))} {field}"
     if problem.correction:
         wrong, meant = problem.correction
-        text = f"role {inert(wrong)!r}, {inert(meant)} meant?"
-        buttons += f"<button type='button' class='ft-act' {action(correct=number)} data-key='correct-{number}'>Correct</button>"
+        text = inert(tr("role '{wrong}', {meant} meant?", wrong=wrong, meant=meant))
+        press = f"{action(correct=number)} data-key='correct-{number}'"
+        buttons += f"<button type='button' class='ft-act' {press}>{tr('Correct')}</button>"
     return f"<li><b>{len(problem.rows):,}</b><span>{text}</span>{buttons}</li>"
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
     """One refused row as it stands in its file, with the way to the next one of its kind."""
     row, count = problem.rows[at], len(problem.rows)
-    where = f"{inert(row['file'], 60)}, row {row['row']:,}"
+    where = inert(tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), 90)
     field = f"<b>{inert(row['field'])}</b>: " if row["field"] else ""
-    shown = f'<pre class="ft-marked" tabindex="0" role="region" aria-label="The row in its file">{inert(text, 5000)}</pre>'
+    shown = (
+        f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{tr("The row in its file")}">{inert(text, 5000)}</pre>'
+    )
     return (
         f'<div class="ft-boxhead"><h2>{where}</h2>{_steps(at, count, "walk", walk=number)}</div>'
-        f'<p class="ft-note bad">{field}{inert(row["reason"])}</p>{shown if text else ""}'
-        f"<button type='button' class='ft-act' {action(row=0)}>Show rows that are ready</button>"
+        f'<p class="ft-note bad">{field}{inert(reason_in_words(row["reason"]))}</p>{shown if text else ""}'
+        f"<button type='button' class='ft-act' {action(row=0)}>{tr('Show rows that are ready')}</button>"
     )
 
 
 def marked(answer: Mapping[str, Any]) -> str:
     """A row as the model sees it, trained tokens marked: by colour and underline, and for screen readers by `mark`."""
     if not answer["sequences"]:
-        return "<h2>No row is ready</h2>"
+        return f"<h2>{tr('No row is ready')}</h2>"
     pieces, left = [], _MARKED_CHARACTERS
     for text, trained in answer["marked"]:
         shown = inert(text[:left], left + 1)
@@ -137,12 +147,13 @@ def marked(answer: Mapping[str, Any]) -> str:
             pieces.append("…")
             break
     index, count = answer["index"], answer["sequences"]
-    name, text = f"Row {index + 1:,}, as the model sees it", "".join(pieces)
+    name, text = tr("Row {n}, as the model sees it", n=f"{index + 1:,}"), "".join(pieces)
+    tokens = tr_n("{n} token", "{n} tokens", answer["tokens"])
+    trained = tr("{n} trained", n=f"{answer['trained_tokens']:,}")
     return (
         f'<div class="ft-boxhead"><h2>{name}</h2>{_steps(index, count, "row")}</div>'
         f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{name}">{text}</pre>'
-        f'{small_pictures(answer["pictures"])}<p class="ft-note">{answer["tokens"]:,} tokens, '
-        f"<mark>{answer['trained_tokens']:,} trained</mark></p>"
+        f'{small_pictures(answer["pictures"])}<p class="ft-note">{tokens}{tr(", ")}<mark>{trained}</mark></p>'
     )
 
 
@@ -150,35 +161,46 @@ def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
     """Small copies of pictures, as `display.small_pictures` makes them; those that are gone as text."""
     shown = []
     for picture in small:
-        size = f"{picture['width']:,} x {picture['height']:,} pixels"
-        image = f'<img class="ft-picture" alt="Picture, {size}" title="{size}" src="{inert(picture["address"], 10**6)}">'
-        shown.append(image if picture["address"] else inert(f"(a picture that can't be opened any more, {size})"))
+        size = _pixels(picture["width"], picture["height"])
+        name, source = tr("Picture, {size}", size=size), inert(picture["address"], 10**6)
+        image = f'<img class="ft-picture" alt="{name}" title="{size}" src="{source}">'
+        gone = inert(tr("(a picture that can't be opened any more, {size})", size=size))
+        shown.append(image if picture["address"] else gone)
     return f"<p>{''.join(shown)}</p>" if shown else ""
+
+
+def _pixels(width: int, height: int) -> str:
+    return tr("{width} x {height} pixels", width=f"{width:,}", height=f"{height:,}")
 
 
 def _steps(at: int, count: int, name: str, **message: Any) -> str:
     """‹ 40 of 564 ›"""
     key = "at" if message else "row"
     buttons = [
-        f"<button type='button' class='ft-act' {action(**message, **{key: index})} data-key='{name}{label}' "
-        f"aria-label='{label} row'{'' if 0 <= index < count else ' disabled'}>{sign}</button>"
-        for label, sign, index in (("previous", "‹", at - 1), ("next", "›", at + 1))
+        f"<button type='button' class='ft-act' {action(**message, **{key: index})} data-key='{name}{sign}' "
+        f"aria-label='{label}'{'' if 0 <= index < count else ' disabled'}>{sign}</button>"
+        for label, sign, index in ((tr("previous row"), "‹", at - 1), (tr("next row"), "›", at + 1))
     ]
-    return f'<span class="ft-stepper">{buttons[0]}{at + 1:,} of {count:,}{buttons[1]}</span>'
+    where = tr("{n} of {total}", n=f"{at + 1:,}", total=f"{count:,}")
+    return f'<span class="ft-stepper">{buttons[0]}{where}{buttons[1]}</span>'
 
 
 def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Histogram of tokens per row with the limit of length, and the same as text."""
     counts, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
     if not counts:
-        return note("No rows to measure.")
+        return note(tr("No rows to measure."))
     marks = answer["report"]["lengths"]
-    quantiles = ", ".join(f"{name} {format_count(value)}" for name, value in marks.items())
+    quantiles = tr(", ").join(
+        f"{tr('longest') if name == 'max' else name} {format_count(value)}" for name, value in marks.items()
+    )
     over = sum(length > limit for length in counts) if limit else 0
-    cut = "no row is cut" if not over else f"{over:,} rows are longer"
-    limit_text = f"limit {limit:,}: {cut}" if limit else "no limit set: it is chosen from these lengths"
-    label = f"Tokens per row: {quantiles}; {limit_text}."
-    return f'<h2>Lengths</h2>{histogram(counts, limit, label)}<p class="ft-note">{inert(label)}</p>'
+    cut = tr_n("{n} row is longer", "{n} rows are longer", over) if over else tr("no row is cut")
+    limit_text = tr("no limit set: it is chosen from these lengths")
+    if limit:
+        limit_text = tr("limit {tokens}: {result}", tokens=f"{limit:,}", result=cut)
+    label = tr("Tokens per row: {lengths}; {limit}.", lengths=quantiles, limit=limit_text)
+    return f'<h2>{tr("Lengths")}</h2>{histogram(counts, limit, label)}<p class="ft-note">{inert(label)}</p>'
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.settings.base_formats import base_format_of
+from finetune.planner.run_cost import RunCost
 from finetune.units import GIB, format_bytes, gib
 
-from .markup import action, inert, note
-from .words import in_words, minutes, override_values, plan_in_words
+from ..language import mark, tr, tr_n
+from .markup import action, as_in_recipe, inert, note
+from .words import (
+    in_words,
+    limit_in_words,
+    minutes,
+    override_values,
+    plan_in_words,
+    precision,
+    rows,
+    slower_in_words,
+    verdict_in_words,
+)
 
-#: Phases of a run by their name in a forecast.
-PHASES = {"train": "Training", "load": "Loading", "eval": "Evaluating", "save": "Saving"}
+#: Phases of a run by their name in a forecast: their name, and the most that one allocates.
+PHASES = {
+    "train": (mark("Training"), ""),
+    "load": (mark("Loading"), mark("The most that is allocated while loading.")),
+    "eval": (mark("Evaluating"), mark("The most that is allocated while evaluating.")),
+    "save": (mark("Saving"), mark("The most that is allocated while saving.")),
+}
+#: States that training an adapter keeps, by their part.
+_STATES = {"adapters": mark("adapters {size}"), "gradients": mark("gradients {size}"), "optimizer": mark("optimizer {size}")}
 _SUGGESTIONS = 3
+#: The planner's sentence of what a change costs -> the page's.
+_PRICES = {
+    "NF4 weights: dequantisation takes a few percent of time": mark("dequantising takes a few percent of time"),
+    "NF4 weights instead of int8": mark("4-bit weights instead of 8-bit ones"),
+    "same effective batch, smaller micro-batches: slower on short rows": mark(
+        "the same rows per step, fewer at a time: slower on short rows"
+    ),
+    "forward pass runs twice: up to 45 % more time": mark("the forward pass runs twice: up to 45 % more time"),
+    "8-bit optimizer states": mark("8-bit optimizer states"),
+    "longer rows are dropped": mark("longer rows are left out"),
+    "the layers' weights in host memory, copied to the card beside the computation": mark(
+        "the layers' weights are copied to the GPU beside the computation"
+    ),
+    "a smaller adapter learns less from the data": mark("a smaller adapter learns less from the data"),
+    "adapters are rounded to bf16 after each update, as in TRL with 4-bit weights": mark(
+        "adapters are rounded to bf16 after each update"
+    ),
+    "no dropout": mark("no dropout"), "plain LoRA": mark("plain LoRA"),
+}  # fmt: skip
+_FULL_DEPTH = re.compile(r"dry run, full depth \((\d+) layers\)")
+_REPEATED = re.compile(r"dry run, (\d+) of (\d+) layers, repeated")
+_LONGER = re.compile(r"(?P<n>[\d,]+) of (?P<rows>[\d,]+) rows \((?P<share>[\d.]+%) of the tokens\) are longer")
 #: A part's setting that makes it smaller.
 _SMALLER = {"weights": "load_in_4bit", "activations": "activation_checkpointing", "adapters": "optim"}
 
@@ -30,31 +71,30 @@ class Part:
 
 def verdict(plan: Plan, *, blocked: bool = False) -> str:
     """The sentence as the page's heading, and the forecast behind it. `blocked`: a run would not start, so it isn't green."""
-    css, title, forecast = plan.verdict.level, plan.verdict.sentence(plan.headroom_bytes), plan.forecast
+    css, title, forecast = plan.verdict.level, verdict_in_words(plan), plan.forecast
     if blocked and css == "ok":
         css = "warn"
     if forecast is None:
-        text = f"There is no memory forecast for {plan.card.name}."
-    else:
-        budget = plan.budget_bytes or plan.card.free_bytes
-        text = (
-            f"Forecast {gib(forecast.peak_bytes)}, at most {gib(forecast.peak_high_bytes)}, of {gib(budget)} that may be used."
-        )
-        fastest = ": the fastest plan that fits" if plan.verdict == Verdict.FITS and len(plan.alternatives) > 1 else ""
-        text += f" {_capital(plan_in_words(plan.settings))}{fastest}."
-        if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
-            text += f" {_capital(forecast.at_limit.summary)}."
-        if plan.shortfall and plan.shortfall.largest_model_that_fits:
-            text += f" The largest model in the catalogue that fits: {plan.shortfall.largest_model_that_fits}."
-    return _heading(css, title, text)
+        return _heading(css, title, tr("There is no memory forecast for {gpu}.", gpu=plan.card.name))
+    budget, likely, most = plan.budget_bytes or plan.card.free_bytes, forecast.peak_bytes, forecast.peak_high_bytes
+    is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1
+    way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
+    sentences = [
+        tr("Forecast {likely}, at most {most}, of {budget} that may be used.", likely=gib(likely), most=gib(most),
+           budget=gib(budget)),
+        tr(way, text=_capital(plan_in_words(plan.settings))),
+    ]  # fmt: skip
+    if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
+        sentences.append(_capital(limit_in_words(forecast.at_limit)))
+    if plan.shortfall and (model := plan.shortfall.largest_model_that_fits):
+        sentences.append(tr("The largest model in the catalogue that fits: {model}.", model=model))
+    return _heading(css, title, " ".join(sentences))
 
 
 def cannot_say(problems: int) -> str:
     """The heading without a plan."""
-    return _heading(
-        "unknown",
-        f"Can't say yet: {problems} setting{'' if problems == 1 else 's'} to correct" if problems else "Can't say yet",
-    )
+    counted = tr_n("Can't say yet: {n} setting to correct", "Can't say yet: {n} settings to correct", problems)
+    return _heading("unknown", counted if problems else tr("Can't say yet"))
 
 
 def _heading(css: str, title: str, text: str = "") -> str:
@@ -69,28 +109,38 @@ def memory(plan: Plan) -> str:
     """The GPU's memory in each phase: a bar whose scale is the GPU, and each part as a button that explains it."""
     forecast, card = plan.forecast, plan.card
     if forecast is None:
-        return note(f"{gib(card.free_bytes)} of {gib(card.total_bytes)} are free on {card.name}.")
-    title = "Host memory" if card.is_cpu else "GPU memory"
+        free, total = gib(card.free_bytes), gib(card.total_bytes)
+        return note(tr("{free} of {total} are free on {gpu}.", free=free, total=total, gpu=card.name))
+    title = tr("Host memory" if card.is_cpu else "GPU memory")
     phases = [phase for phase in PHASES if phase == "train" or phase in forecast.peaks]
     buttons = "".join(
         f'<button type="button" data-phase-button="{phase}" data-key="phase-{phase}" aria-pressed="false">'
-        f"{PHASES[phase]}</button>"
+        f"{tr(PHASES[phase][0])}</button>"
         for phase in phases
     )
     head = (
-        f'<div class="ft-barhead"><h2>{title}</h2><div class="ft-seg" role="group" aria-label="Phase">{buttons}</div>'
+        f'<div class="ft-barhead"><h2>{title}</h2><div class="ft-seg" role="group" aria-label="{tr("Phase")}">{buttons}</div>'
         f'<span class="ft-method">{inert(_method(plan))}</span></div>'
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
-    notes = "".join(note(text) for text in forecast.notes)
-    notes += note(f"Forecast by: {forecast.method}.")
-    details = f'<details class="ft-details"><summary>Details of the forecast</summary>{notes}</details>'
+    notes = "".join(note(as_in_recipe(text)) for text in forecast.notes)
+    notes += note(tr("Forecast by: {method}.", method=_simulation(forecast.method)))
+    details = f'<details class="ft-details"><summary>{tr("Details of the forecast")}</summary>{notes}</details>'
     return f"{head}{panels}{details}"
+
+
+def _simulation(method: str) -> str:
+    """The layers that the dry run ran; another method as the forecast names it."""
+    if full := _FULL_DEPTH.fullmatch(method):
+        return tr("dry run of all {n} layers", n=full[1])
+    if few := _REPEATED.fullmatch(method):
+        return tr("dry run of {n} of {total} layers, repeated", n=few[1], total=few[2])
+    return tr("dry run") if method == "dry run" else method
 
 
 def _method(plan: Plan) -> str:
     assumed = plan.forecast is not None and not plan.forecast.method.startswith("dry run")
-    return "Forecast by formula." if assumed else "Forecast: the training step itself, run without data."
+    return tr("Forecast by formula." if assumed else "Forecast: the training step itself, run without data.")
 
 
 def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
@@ -99,30 +149,37 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
     assert forecast is not None
     budget = min(plan.budget_bytes or card.free_bytes, card.total_bytes)
     if phase == "train":
-        whose = "What Python and its libraries take" if card.is_cpu else "The CUDA context"
-        owner = "Libraries of the process" if card.is_cpu else "CUDA and allocator"
+        owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
+        whose = tr(
+            "What Python and its libraries take, and memory that the allocator holds and can't use." if card.is_cpu
+            else "The CUDA context, and memory that the allocator holds and can't use."
+        )  # fmt: skip
         beyond = max(0, forecast.peak_bytes - forecast.allocated_bytes)
         spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
         parts = [
             *_training(plan),
+            Part("overhead", owner, beyond, whose),
             Part(
-                "overhead",
-                owner,
-                beyond,
-                f"{whose}, and memory that the allocator holds and can't use.",
+                "spread",
+                tr("May be needed"),
+                spread,
+                tr("How far it can go above the forecast. The plan must fit with all of it."),
             ),
-            Part("spread", "May be needed", spread, "How far it can go above the forecast. The plan must fit with all of it."),
         ]
     else:
         context = card.context_bytes or 0
         parts = [
-            Part("weights", "Allocated", forecast.peaks[phase], f"The most that is allocated while {PHASES[phase].lower()}."),
-            Part("overhead", "CUDA context", context, "What the driver takes for the process."),
+            Part("weights", tr("Allocated"), forecast.peaks[phase], tr(PHASES[phase][1])),
+            Part("overhead", tr("CUDA context"), context, tr("What the driver takes for the process.")),
         ]
     used, others = sum(part.size for part in parts), card.total_bytes - budget
-    why = "assumed of a desktop" if card.source == "catalogue" else "in use now, or left free by the memory budget"
-    parts.append(Part("free", "Free", max(0, budget - used), "What is left if all of that is needed."))
-    parts.append(Part("held", "Other programs", others, f"{_capital(gib(others))} {why}."))
+    is_assumed = card.source == "catalogue"
+    why = tr(
+        "{size} assumed of a desktop." if is_assumed else "{size} in use now, or left free by the memory budget.",
+        size=gib(others),
+    )
+    parts.append(Part("free", tr("Free"), max(0, budget - used), tr("What is left if all of that is needed.")))
+    parts.append(Part("held", tr("Other programs"), others, why))
     return [part for part in parts if part.size > 0 or part.key == "free"], max(0, used - budget)
 
 
@@ -131,34 +188,41 @@ def _training(plan: Plan) -> list[Part]:
     forecast, settings = plan.forecast, plan.settings
     assert forecast is not None
     sizes = forecast.parts
-    state = {name: sizes.get(name, 0) for name in ("adapters", "gradients", "optimizer")}
-    detail = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items())
+    state = {name: sizes.get(name, 0) for name in _STATES}
+    detail = tr(", ").join(tr(_STATES[name], size=format_bytes(size)) for name, size in state.items())
     length = plan.data.longest if plan.data and plan.data.longest else settings.max_length
-    rows = settings.per_device_train_batch_size
-    activations = (
-        f"Kept by {forecast.layers} layers for the backward pass of {rows:,} row{'' if rows == 1 else 's'} of up to "
-        f"{min(length, settings.max_length):,} tokens."
-    )
+    activations = tr(
+        "Kept by {layers} layers for the backward pass of {rows} of up to {tokens} tokens.",
+        layers=forecast.layers, rows=rows(settings.per_device_train_batch_size),
+        tokens=f"{min(length, settings.max_length):,}",
+    )  # fmt: skip
+    base = tr("The frozen base model, {precision}.", precision=precision(settings))
     loss = sizes.get("loss", 0) + sizes.get("workspace", 0)
     return [
-        Part("weights", "Model weights", sizes.get("weights", 0), f"The frozen base model, {base_format_of(settings).title}."),
-        Part("gathered", "Gathered weights", sizes.get("gathered", 0), "Weights of other GPUs, gathered for a layer."),
-        Part("adapters", "Adapter training", sum(state.values()), f"Rank {settings.lora_r}: {detail}."),
-        Part("activations", "Activations", sizes.get("activations", 0) + sizes.get("recomputed", 0), activations),
-        Part("loss", "Loss and workspace", loss, "Logits, and scratch memory of kernels."),
-    ]
+        Part("weights", tr("Model weights"), sizes.get("weights", 0), base),
+        Part(
+            "gathered", tr("Gathered weights"), sizes.get("gathered", 0), tr("Weights of other GPUs, gathered for a layer.")
+        ),
+        Part(
+            "adapters", tr("Adapter training"), sum(state.values()),
+            tr("Rank {rank}: {parts}.", rank=settings.lora_r, parts=detail),
+        ),
+        Part("activations", tr("Activations"), sizes.get("activations", 0) + sizes.get("recomputed", 0), activations),
+        Part("loss", tr("Loss and workspace"), loss, tr("Logits, and scratch memory of kernels.")),
+    ]  # fmt: skip
 
 
 def _phase(plan: Plan, phase: str) -> str:
     parts, over = parts_of(plan, phase)
     total = plan.card.total_bytes
     shown = "".join(_piece(part, width) for part, width in _widths(parts, total))
-    beyond = ""
+    beyond, too_big = "", tr("{size} too big", size=gib(over))
     if over:
         share = min(28.0, 100 * over / (total + over))
-        beyond = f'<span class="ft-beyond" style="flex-basis:{share:.1f}%"><b>{gib(over)} too big</b></span>'
-    sizes = ", ".join(f"{part.name} {gib(part.size)}" for part in parts)
-    label = f"{PHASES[phase]}: {sizes}, of {gib(total)}" + (f"; {gib(over)} too big" if over else "")
+        beyond = f'<span class="ft-beyond" style="flex-basis:{share:.1f}%"><b>{too_big}</b></span>'
+    sizes = tr(", ").join(f"{part.name} {gib(part.size)}" for part in parts)
+    label = tr("{phase}: {sizes}, of {total}", phase=tr(PHASES[phase][0]), sizes=sizes, total=gib(total))
+    label = tr("; ").join([label, too_big] if over else [label])
     bar = f'<div class="ft-mem" role="img" aria-label="{inert(label)}"><div class="track">{shown}</div>{beyond}</div>'
     buttons = "".join(
         f'<button type="button" data-part-button="{part.key}" data-key="{phase}-{part.key}" aria-pressed="false">'
@@ -166,10 +230,10 @@ def _phase(plan: Plan, phase: str) -> str:
         for part in parts
     )
     reasons = "".join(_why(part, plan if phase == "train" else None) for part in parts)
-    hint = '<p class="ft-why" data-why="">Choose a part to see what it is.</p>'
+    hint = '<p class="ft-why" data-why="">' + tr("Choose a part to see what it is.") + "</p>"
     hidden = "" if phase == "train" else " hidden"
     return (
-        f'<div class="ft-phase" data-phase="{phase}"{hidden}>{bar}{_axis(total, "memory" if plan.card.is_cpu else "GPU", over)}'
+        f'<div class="ft-phase" data-phase="{phase}"{hidden}>{bar}{_axis(plan, over)}'
         f'<div class="ft-parts">{buttons}</div><div aria-live="polite">{hint}{reasons}</div></div>'
     )
 
@@ -190,8 +254,10 @@ def _piece(part: Part, width: float) -> str:
     return f'<span class="part-{part.key}" data-part-button="{part.key}" style="width:{width:.3f}%">{text}</span>'
 
 
-def _axis(total: int, of: str, over: int) -> str:
+def _axis(plan: Plan, over: int) -> str:
     """Round values along the bar, and the GPU's end."""
+    total = plan.card.total_bytes
+    end = tr("{size} memory" if plan.card.is_cpu else "{size} GPU", size=gib(total))
     step = next(step for step in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if total / GIB / step <= 7)
     values = [step * number for number in range(int(total / GIB / step * 0.93) + 1)]
     ticks = "".join(
@@ -199,15 +265,14 @@ def _axis(total: int, of: str, over: int) -> str:
     )
     share = min(28.0, 100 * over / (total + over)) if over else 0.0
     width = f' style="width:calc(100% - max({share:.1f}%, 8.5rem))"' if over else ""
-    return f'<div class="ft-axis" aria-hidden="true"{width}>{ticks}<span class="end">{gib(total)} {of}</span></div>'
+    return f'<div class="ft-axis" aria-hidden="true"{width}>{ticks}<span class="end">{end}</span></div>'
 
 
 def _why(part: Part, plan: Plan | None) -> str:
     """What a part is, and the change that makes it smaller by a plan that was made."""
     button = _smaller_button(plan, part.key) if plan else ""
-    return (
-        f'<p class="ft-why" data-why="{part.key}" hidden><span><b>{inert(part.name)}.</b> {inert(part.why)}</span>{button}</p>'
-    )
+    text = f"<b>{inert(tr('{text}.', text=part.name))}</b> {inert(part.why)}"
+    return f'<p class="ft-why" data-why="{part.key}" hidden><span>{text}</span>{button}</p>'
 
 
 def _smaller_button(plan: Plan, key: str) -> str:
@@ -215,43 +280,51 @@ def _smaller_button(plan: Plan, key: str) -> str:
     upper = plan.forecast.peak_high_bytes if plan.forecast else 0
     for row in plan.alternatives:
         if setting and setting in override_values(row.differs) and row.peak_high_bytes < upper:
-            slower = _slower(plan, row.tokens_per_s)
-            label = f"{in_words(row.differs)}: {gib(upper - row.peak_high_bytes)} less{slower}"
+            less = tr("{size} less", size=gib(upper - row.peak_high_bytes))
+            costs = tr(", ").join(filter(None, [less, slower_in_words(row.tokens_per_s, _own_speed(plan))]))
+            label = tr("{change}: {result}", change=in_words(row.differs), result=costs)
             return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(label)}</button>'
     return ""
 
 
-def _slower(plan: Plan, tokens_per_s: float | None) -> str:
-    """How much slower or faster than the plan, where both are known."""
-    own = plan.forecast.tokens_per_s if plan.forecast else None
-    if not own or not tokens_per_s:
-        return ""
-    change = round(100 * (tokens_per_s / own - 1))
-    return f", {abs(change)} % {'slower' if change < 0 else 'faster'}" if change else ", same speed"
+def _own_speed(plan: Plan) -> float | None:
+    return plan.forecast.tokens_per_s if plan.forecast else None
 
 
 def facts(plan: Plan) -> str:
     """Time with its cost, speed, steps and size of the adapter in a line."""
     forecast, settings = plan.forecast, plan.settings
     step_s, steps = (forecast.step_s if forecast else None), plan.total_steps
-    epochs = f", {settings.num_train_epochs:g} epoch{'' if settings.num_train_epochs == 1 else 's'}"
+    epochs = settings.num_train_epochs
     cells = []
     if step_s and steps:
-        cost = plan.cost.summary if plan.cost else ""
-        cells.append((f"Time{'' if settings.max_steps else epochs}", f"≈ {minutes(step_s * steps)}", cost))
+        counted = tr("Time, {n} epoch" if epochs == 1 else "Time, {n} epochs", n=f"{epochs:g}")
+        name = tr("Time") if settings.max_steps else counted
+        cells.append((name, f"≈ {minutes(step_s * steps)}", _cost(plan.cost) if plan.cost else ""))
     elif steps:
-        cells.append(("Time", "not known", "this GPU's speed is not known" if not plan.card.is_cpu else "a run measures it"))
+        why = tr("a run measures it" if plan.card.is_cpu else "this GPU's speed is not known")
+        cells.append((tr("Time"), tr("not known"), why))
     if forecast and forecast.tokens_per_s:
-        cells.append(("Speed", f"{forecast.tokens_per_s:,.0f}", "tokens/s"))
+        cells.append((tr("Speed"), f"{forecast.tokens_per_s:,.0f}", tr("tokens/s")))
     if steps:
-        cells.append(("Steps", f"{steps:,}", f"of {settings.effective_batch_size} rows"))
+        of = tr_n("of {n} row", "of {n} rows", settings.effective_batch_size)
+        cells.append((tr("Steps"), f"{steps:,}", of))
     if forecast and forecast.parts.get("adapters"):
         size, _, unit = format_bytes(forecast.parts["adapters"]).partition(" ")
-        cells.append(("Adapter", size, unit))
+        cells.append((tr("Adapter"), size, unit))
     shown = "".join(
         f"<div><dt>{inert(name)}</dt><dd>{inert(value)} <small>{inert(more)}</small></dd></div>" for name, value, more in cells
     )
     return f'<dl class="ft-facts">{shown}</dl>' if cells else ""
+
+
+def _cost(cost: RunCost) -> str:
+    """What the run costs, in the money of its price."""
+    hour = f"{cost.price_per_hour:g}"
+    if cost.low is None or cost.high is None:
+        likely = f"{cost.likely:,.2f}"
+        return tr("about {cost} at {price} an hour; its range is not measured here", cost=likely, price=hour)
+    return tr("{low} to {high} at {price} an hour", low=f"{cost.low:,.2f}", high=f"{cost.high:,.2f}", price=hour)
 
 
 def smaller(plan: Plan) -> str:
@@ -265,32 +338,43 @@ def smaller(plan: Plan) -> str:
         f'<li><button type="button" class="ft-choice" {action(override=item.override)}>{_suggestion(item, plan)}</button></li>'
         for item in chosen
     )
-    return f'<section class="ft-section"><h2>Make it smaller</h2><ul class="ft-choices">{buttons}</ul></section>'
+    return f'<section class="ft-section"><h2>{tr("Make it smaller")}</h2><ul class="ft-choices">{buttons}</ul></section>'
 
 
 def _suggestion(item: Suggestion, plan: Plan) -> str:
-    return f"<b>{inert(in_words(item.override))}</b><span>{inert(outcome(item, plan))}</span><small>{inert(item.cost)}</small>"
+    change, result, price = in_words(item.override), outcome(item, plan), _price(item)
+    return f"<b>{inert(change)}</b><span>{inert(result)}</span><small>{inert(price)}</small>"
+
+
+def _price(item: Suggestion) -> str:
+    """What a change costs; the planner's sentence where the page has none."""
+    if longer := _LONGER.fullmatch(item.cost):
+        return tr("{n} of {rows} rows ({share} of the tokens) are longer", **longer.groupdict())
+    return tr(_PRICES.get(item.cost, item.cost))
 
 
 def outcome(item: Suggestion, plan: Plan) -> str:
     """Whether the plan then fits, by the forecast's upper end."""
     budget = plan.budget_bytes or plan.card.free_bytes
     upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
-    result = "then it fits" if upper <= budget else "still too big"
-    return f"{result}: {upper / GIB:,.1f} of {gib(budget)}"
+    template = mark("then it fits: {size} of {budget}") if upper <= budget else mark("still too big: {size} of {budget}")
+    return tr(template, size=f"{upper / GIB:,.1f}", budget=gib(budget))
 
 
 def ready(plan: Plan, obstacle: str) -> str:
     """Whether a run can start, and what it needs of the disk."""
     if obstacle:
-        return f'<p class="ft-ready"><b>Not yet.</b> {inert(obstacle)}</p>'
+        return f'<p class="ft-ready"><b>{tr("Not yet.")}</b> {inert(obstacle)}</p>'
     if plan.verdict == Verdict.NO_FIT:
-        return '<p class="ft-ready"><b>Too big.</b> A smaller plan starts at once.</p>'
+        return f'<p class="ft-ready"><b>{tr("Too big.")}</b> {tr("A smaller plan starts at once.")}</p>'
     checks = [check for check in plan.checks if check.enough is not None]
     disk = next((check for check in plan.checks if check.what == "disk"), None)
-    needs = f"{gib(disk.needs_bytes)} of {gib(disk.free_bytes)} free disk" if disk and disk.free_bytes else ""
-    passed = f"{sum(bool(check.enough) for check in checks)} of {len(checks)} checks passed" if checks else ""
-    return f'<p class="ft-ready"><b>Ready.</b> {inert(" · ".join(filter(None, [passed, needs])))}</p>'
+    needs = passed = ""
+    if disk and disk.free_bytes:
+        needs = tr("{size} of {free} free disk", size=gib(disk.needs_bytes), free=gib(disk.free_bytes))
+    if checks:
+        passed = tr("{n} of {total} checks passed", n=sum(bool(check.enough) for check in checks), total=len(checks))
+    return f'<p class="ft-ready"><b>{tr("Ready.")}</b> {inert(" · ".join(filter(None, [passed, needs])))}</p>'
 
 
 def _capital(text: str) -> str:

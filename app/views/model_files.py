@@ -10,7 +10,8 @@ from urllib.parse import quote
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
-from .markup import Safe, inert, table
+from ..language import mark, tr
+from .markup import Safe, inert, page_title, table
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,32 @@ class ModelFile:
 def models_of(run: RunDirectory) -> Iterable[tuple[str, Path, int]]:
     """Kind, path and size of what a run has: its adapter, folders of merged models, GGUF files."""
     if run.adapter.is_dir():
-        yield "adapter", run.adapter, _size(run.adapter.rglob("*"))
+        yield mark("adapter"), run.adapter, _size(run.adapter.rglob("*"))
     for config in sorted(run.path.glob("*/config.json")):
         if any(config.parent.glob("*.safetensors")):
-            yield "merged model", config.parent, _size(config.parent.rglob("*"))
+            yield mark("merged model"), config.parent, _size(config.parent.rglob("*"))
     for path in sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")]):
         yield "GGUF", path, path.stat().st_size
 
 
 def models_table(models: Sequence[ModelFile], root: Path) -> str:
     """The models, the newest run's first."""
-    title = '<h1 class="ft-title" data-title="Models">Models</h1>'
+    title = page_title("Models")
     if not models:
-        hint = "An adapter shows here when a run has ended; merge and export it on the run's page."
-        return f'{title}<div class="ft-empty"><p>No models yet.</p><p>{hint}</p></div>'
+        hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
+        return f'{title}<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
     is_served = any(model.served for model in models)
     rows = [
         [
-            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, model.kind,
+            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, tr(model.kind),
             format_bytes(model.bytes), model.score, *([model.served] if is_served else []), _place(model.path, root),
-            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=chat">Chat</a>'),
+            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=chat">{tr("Chat")}</a>'),
         ]
         for model in models
     ]  # fmt: skip
-    columns = ["Run", "Base model", "Kind", ">Size", ">Score", *(["Served at"] if is_served else []), "Where", "Try"]
-    return f'{title}<section class="ft-box">{table(columns, rows, "Models", hidden_caption=True)}</section>'
+    served = [tr("Served at")] if is_served else []
+    columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", *served, tr("Where"), tr("Try")]
+    return f'{title}<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
 
 
 def _place(path: Path, root: Path) -> str:

@@ -9,18 +9,26 @@ from typing import Any
 from finetune.planner.plan import Verdict
 from finetune.units import format_count, gib
 
+from ..language import mark, tr
 from ..planning.catalogue import Model
-from .markup import inert
+from .markup import as_in_recipe, inert, page_title
+
+#: Verdicts in a word or two.
+_VERDICTS = {
+    Verdict.FITS: mark("Fits"), Verdict.AT_LIMIT: mark("At the limit"), Verdict.TIGHT: mark("May not fit"),
+    Verdict.NO_FIT: mark("Too big"), Verdict.UNKNOWN: mark("Can't say"), Verdict.NOT_POSSIBLE: mark("Not possible"),
+}  # fmt: skip
 
 
 def chooser() -> str:
     """Search, and a box for any other model."""
+    hub, any_model = tr("Search Hugging Face"), tr("Model: an id or a folder")
     return (
-        '<div class="ft-runs-head"><h1 class="ft-title" data-title="Model">Model</h1>'
+        f'<div class="ft-runs-head">{page_title("Model")}'
         '<form class="ft-pick" data-form="search" role="search"><input type="search" name="value" maxlength="100" '
-        'aria-label="Search Hugging Face" placeholder="Search Hugging Face"><button class="ft-act">Search</button></form>'
-        '<form class="ft-pick" data-form="model"><input name="value" maxlength="200" aria-label="Model: an id or a folder" '
-        'placeholder="OWNER/NAME or a folder"><button class="ft-act">Use it</button></form></div>'
+        f'aria-label="{hub}" placeholder="{hub}"><button class="ft-act">{tr("Search")}</button></form>'
+        f'<form class="ft-pick" data-form="model"><input name="value" maxlength="200" aria-label="{any_model}" '
+        f'placeholder="{tr("OWNER/NAME or a folder")}"><button class="ft-act">{tr("Use it")}</button></form></div>'
     )
 
 
@@ -28,17 +36,19 @@ def model_list(models: Sequence[Model], chosen: str, badges: Mapping[str, Mappin
     """The models as buttons; the chosen one is marked. `badges` has the verdicts that are there."""
     rows = "".join(_model(model, badges.get(model.name), is_chosen=model.name == chosen) for model in models)
     checked = sum(model.name in badges for model in models)
-    progress = f"{checked} of {len(models)} checked" if checked < len(models) else ""
+    progress = tr("{n} of {total} checked", n=checked, total=len(models)) if checked < len(models) else ""
     return (
-        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>Which model is to learn?</h2>'
+        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>{tr("Which model is to learn?")}</h2>'
         f'<small role="status">{progress}</small>'
-        f'</div><ul>{rows}</ul></section><p class="ft-next"><a class="ft-button primary" href="/data">Next: Data</a></p>'
+        f"</div><ul>{rows}</ul></section>"
+        f'<p class="ft-next"><a class="ft-button primary" href="/data">{tr("Next: Data")}</a></p>'
     )
 
 
 def _model(model: Model, badge: Mapping[str, Any] | None, *, is_chosen: bool) -> str:
     parameters = model.parameters or (badge or {}).get("parameters")
-    facts = [f"{format_count(parameters)} parameters" if parameters else "", model.source, model.licence or ""]
+    size = tr("{n} parameters", n=format_count(parameters)) if parameters else ""
+    facts = [size, tr(model.source, recipe=model.recipe) if model.source else "", model.licence or ""]
     act = inert(json.dumps({"model": model.name}))
     return (
         f'<li><button type="button" data-act="{act}" data-key="{inert(model.name)}" aria-pressed="{str(is_chosen).lower()}">'
@@ -48,11 +58,13 @@ def _model(model: Model, badge: Mapping[str, Any] | None, *, is_chosen: bool) ->
 
 def _badge(badge: Mapping[str, Any] | None) -> str:
     if badge is None:
-        return '<span class="ft-badge" aria-label="being checked">…</span>'
+        return f'<span class="ft-badge" aria-label="{tr("being checked")}">…</span>'
     verdict = Verdict(badge["verdict"])
     if badge.get("because"):
-        return f'<span class="ft-badge {verdict.level}" title="{inert(badge["because"], 300)}">Can\'t say yet</span>'
-    needs = f" {gib(badge['peak_bytes'])}" if badge.get("peak_bytes") else ""
-    bits = f", {badge['bits']}-bit" if badge.get("bits") else ""
-    name = {"ok": "Fits:", "bad": "Too big:"}.get(verdict.level, str(badge["verdict"]))
-    return f'<span class="ft-badge {verdict.level}">{inert(name)}{needs}{bits}</span>'
+        why, unknown = inert(as_in_recipe(badge["because"]), 300), tr("Can't say yet")
+        return f'<span class="ft-badge {verdict.level}" title="{why}">{unknown}</span>'
+    needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
+    needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []
+    name = tr(_VERDICTS[verdict])
+    text = tr("{change}: {result}", change=name, result=tr(", ").join(needs)) if needs else name
+    return f'<span class="ft-badge {verdict.level}">{inert(text)}</span>'

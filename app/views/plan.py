@@ -9,15 +9,18 @@ from finetune.memory.forecast import PARTS
 from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes, format_count, format_seconds
 
+from ..language import tr
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
 from .markup import Safe, action, inert, note, problem, table
+from .refusals import refusal_in_words
+from .words import rows, verdict_in_words
 
 
 def verdict(plan: Plan) -> str:
     """The verdict: peak against budget, time and cost."""
     card, forecast = plan.card, plan.forecast
-    css, title = plan.verdict.level, plan.verdict.sentence(plan.headroom_bytes)
+    css, title = plan.verdict.level, verdict_in_words(plan)
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
@@ -63,43 +66,46 @@ def ledger(plan: Plan) -> str:
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
     label = f"Memory of {card.name}: {sizes}; {_free(free)}"
     bar = stacked_bar(shown, card.total_bytes, label, format_bytes)
-    rows = [
+    lines = [
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
         for name, size, css in shown
     ]
-    rows.append(["free" if free >= 0 else "too big by", format_bytes(abs(free)), f"{abs(free) / card.total_bytes:.1%}"])
+    lines.append(["free" if free >= 0 else "too big by", format_bytes(abs(free)), f"{abs(free) / card.total_bytes:.1%}"])
     peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
     notes = "".join(note(text) for text in forecast.notes)
     return (
-        bar + table(["training", ">memory", ">share of the GPU"], rows, "Memory by part", hidden_caption=True)
+        bar + table(["training", ">memory", ">share of the GPU"], lines, "Memory by part", hidden_caption=True)
         + note(f"Allocated peak by phase: {peaks}. Forecast by: {forecast.method}.") + notes
     )  # fmt: skip
 
 
 def reasons(plan: Plan) -> str:
     """Each setting with the reason for it."""
-    rows = [[name, _value(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
-    return table(["setting", "value", "reason"], rows, "Settings and reasons", hidden_caption=True)
+    lines = [[name, _value(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
+    return table(["setting", "value", "reason"], lines, "Settings and reasons", hidden_caption=True)
 
 
 def blocker_note(blocker: Blocker) -> str:
     """Why a run would not start here, and the page with the fix where no button has it."""
     if blocker.elsewhere:
-        return note(f"Planned for another machine: {'; '.join(blocker.problems)}.")
-    shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
+        return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
+    lines = [refusal_in_words(line) for line in blocker.problems]
+    shown = problem(blocker.title, lines, "" if blocker.override else blocker.fix)
     if blocker.override:
         press = action(override=blocker.override)
         shown += f'<p id="fit-remedy"><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'
     is_data = blocker.title == DataError.title and not blocker.override
-    return shown + ('<p><a class="ft-button" href="/">Choose other data</a></p>' if is_data else "")
+    return shown + (f'<p><a class="ft-button" href="/">{tr("Choose other data")}</a></p>' if is_data else "")
 
 
 def data_note(plan: Plan) -> str:
     """Rows and tokens of the data; empty when they were not read."""
     if plan.data is None:
         return ""
-    longest = f", the longest has {plan.data.longest:,} tokens" if plan.data.longest else ""
-    return note(f"{plan.data.rows:,} rows, {format_count(plan.data.total_tokens)} tokens{longest}.")
+    counts = {"rows": rows(plan.data.rows), "tokens": format_count(plan.data.total_tokens)}
+    if not plan.data.longest:
+        return note(tr("{rows}, {tokens} tokens.", **counts))
+    return note(tr("{rows}, {tokens} tokens, the longest has {longest} tokens.", longest=f"{plan.data.longest:,}", **counts))
 
 
 def _seconds(step_s: float | None, steps: int | None) -> float | None:

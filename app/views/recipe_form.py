@@ -10,6 +10,7 @@ from finetune.recipe import yaml as recipe_yaml
 from finetune.settings.reference import Setting, settings_reference
 from finetune.settings.schema import GROUPS
 
+from ..language import tr
 from ..planning.draft import Edited
 from .markup import inert, note
 
@@ -42,8 +43,10 @@ class Field:
             control = f"<select {named}>{options}</select>"
         else:
             control = f'<textarea rows="1" maxlength="4000" spellcheck="false" {named}>{value}</textarea>'
-        members = "" if self.choices or not self.row.type.startswith("list of ") else f" A {self.row.type}."
-        info = f"{self.row.description}{members} Default: {self.default or 'none'}."
+        is_list = not self.choices and self.row.type.startswith("list of ")
+        kind = [tr("A list of {items}.", items=self.row.type.removeprefix("list of "))] if is_list else []
+        usual = tr("Default: {value}.", value=self.default) if self.default else tr("Default: none.")
+        info = " ".join([tr(self.row.description), *kind, usual])
         return (
             f'<div><label for="{identity}">{inert(self.name)}</label>{control}'
             f'<p class="ft-note" id="{identity}-help">{inert(info)}</p></div>'
@@ -75,8 +78,8 @@ def form() -> str:
     groups = []
     for title in GROUPS:
         members = "".join(field.html() for field in fields() if field.row.group == title)
-        groups.append(f'<details><summary>{inert(title)}</summary><div class="ft-fields">{members}</div></details>')
-    return note("A model's own code can be allowed on the command line only.") + "".join(groups)
+        groups.append(f'<details><summary>{inert(tr(title))}</summary><div class="ft-fields">{members}</div></details>')
+    return note(tr("A model's own code can be allowed on the command line only.")) + "".join(groups)
 
 
 def changed_values(edited: Edited) -> dict[str, str]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from finetune.units import GIB, gib
 
+from ..language import current, mark, tr
 from ..planning.what_if import Outcome
 from .markup import action, inert
+from .refusals import refusal_in_words
+from .words import slower_in_words
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,9 @@ class Measure:
     name: str
 
 
-_TIME = Measure(lambda outcome: outcome.seconds, lambda seconds: _minutes(seconds), "minutes of training")
-_SPEED = Measure(lambda outcome: outcome.tokens_per_s, lambda speed: f"{speed:,.0f}", "tokens/s")
-_SIZE = Measure(lambda outcome: outcome.peak_high_bytes, lambda size: f"{size / GIB:.1f}", "GiB at most")
+_TIME = Measure(lambda outcome: outcome.seconds, lambda seconds: _minutes(seconds), mark("minutes of training"))
+_SPEED = Measure(lambda outcome: outcome.tokens_per_s, lambda speed: f"{speed:,.0f}", mark("tokens/s"))
+_SIZE = Measure(lambda outcome: outcome.peak_high_bytes, lambda size: f"{size / GIB:.1f}", mark("GiB at most"))
 
 
 def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, *, is_auto: bool) -> str:
@@ -31,11 +34,12 @@ def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, *,
     highest = max((measure.value(outcome) or 0.0 for outcome in outcomes), default=0.0) or 1.0
     bars = "".join(_bar(name, outcome, now, measure, highest) for outcome in outcomes)
     auto = (
-        '<span class="ft-badge">auto</span>' if is_auto
-        else f'<button type="button" class="ft-small" data-key="auto-{name}" {action(auto=name)}>back to auto</button>'
+        f'<span class="ft-badge">{tr("auto")}</span>' if is_auto
+        else f'<button type="button" class="ft-small" data-key="auto-{name}" {action(auto=name)}>{tr("back to auto")}</button>'
     )  # fmt: skip
+    group = tr("{change}: {result}", change=label, result=tr(measure.name))
     return (
-        f'<div class="ft-knob"><div class="ft-bars" role="radiogroup" aria-label="{inert(label)}: {measure.name}">{bars}</div>'
+        f'<div class="ft-knob"><div class="ft-bars" role="radiogroup" aria-label="{inert(group)}">{bars}</div>'
         f'<p class="ft-note">{auto} <span data-said="{inert(compared(now, now))}">{inert(compared(now, now))}</span></p></div>'
     )
 
@@ -48,30 +52,23 @@ def measure_of(outcomes: Sequence[Outcome]) -> Measure:
 def compared(outcome: Outcome, now: Outcome) -> str:
     """The way a plan fits and what it costs against the plan that is shown."""
     if outcome.problem:
-        return outcome.problem
+        return tr(outcome.problem)
     if not outcome.is_made:
-        return "not planned yet"
-    parts = [outcome.way]
+        return tr("not planned yet")
+    parts = [outcome.ways.get(current(), "")]
     if outcome.value != now.value:
-        parts += [_slower(outcome, now), _memory(outcome, now)]
+        parts += [slower_in_words(outcome.tokens_per_s, now.tokens_per_s), _memory(outcome, now)]
     if not outcome.fits:
         over = (outcome.peak_high_bytes or 0) - (outcome.budget_bytes or 0)
-        parts.append(f"too big by {gib(over)}")
-    return " · ".join(filter(None, [*parts, outcome.rows_problem]))
-
-
-def _slower(outcome: Outcome, now: Outcome) -> str:
-    if not outcome.tokens_per_s or not now.tokens_per_s:
-        return ""
-    change = round(100 * (outcome.tokens_per_s / now.tokens_per_s - 1))
-    return f"{abs(change)} % {'slower' if change < 0 else 'faster'}" if change else "same speed"
+        parts.append(tr("too big by {size}", size=gib(over)))
+    return " · ".join(filter(None, [*parts, refusal_in_words(outcome.rows_problem)]))
 
 
 def _memory(outcome: Outcome, now: Outcome) -> str:
     if outcome.peak_high_bytes is None or now.peak_high_bytes is None:
         return ""
     change = outcome.peak_high_bytes - now.peak_high_bytes
-    return f"{gib(abs(change))} {'less' if change < 0 else 'more'}"
+    return tr("{size} less" if change < 0 else "{size} more", size=gib(abs(change)))
 
 
 def _bar(name: str, outcome: Outcome, now: Outcome, measure: Measure, highest: float) -> str:
@@ -79,8 +76,9 @@ def _bar(name: str, outcome: Outcome, now: Outcome, measure: Measure, highest: f
     css = "none" if value is None else "" if outcome.fits else "over"
     height = 0.0 if value is None else max(0.04, value / highest)
     text = "×" if outcome.problem else "" if value is None else measure.text(value)
-    spoken = "" if value is None else f"{measure.text(value)} {measure.name}, "
-    label = f"{outcome.value:,}: {spoken}{compared(outcome, now)}"
+    amount = [] if value is None else [f"{measure.text(value)} {tr(measure.name)}"]
+    description = tr(", ").join([*amount, compared(outcome, now)])
+    label = tr("{change}: {result}", change=f"{outcome.value:,}", result=description)
     return (
         f'<button type="button" role="radio" aria-checked="{str(checked).lower()}" tabindex="{0 if checked else -1}" '
         f'class="{css}" data-key="{name}-{outcome.value}" {action(set=name, value=outcome.value)} style="--h:{height:.3f}" '

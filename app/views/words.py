@@ -7,33 +7,39 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.memory.forecast import PARTS
+from finetune.memory.forecast import PARTS, AtLimit
+from finetune.planner.plan import Plan, Verdict
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
+from finetune.units import GIB, format_bytes, gib
 
-from ..language import mark, tr
+from ..language import LANGUAGES, mark, spoken, tr, tr_n
 
-_OPTIMIZERS = {FUSED: "AdamW, fused", EIGHT_BIT: "8-bit AdamW"}
+_OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
+#: Less than this to spare is said to fit just.
+_JUST_BYTES = 0.15 * GIB
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
 #: Settings whose size a sentence can say.
 _NUMBERS = {
-    "max_length": "Shorten the longest row to {:,} tokens", "lora_r": "LoRA rank {}",
-    "effective_batch_size": "{} rows per step",
+    "max_length": mark("Shorten the longest row to {n} tokens"), "lora_r": mark("LoRA rank {n}"),
+    "effective_batch_size": mark("{n} rows per step"),
 }  # fmt: skip
 #: A setting and its value as text -> what it does.
 _SWITCHES = {
-    ("load_in_4bit", "true"): "Use 4-bit weights", ("load_in_8bit", "true"): "Use 8-bit weights",
-    ("optim", EIGHT_BIT): "Use the 8-bit optimizer", ("optim", FUSED): "Use the fused optimizer",
-    ("activation_checkpointing", "true"): "Recompute activations",
-    ("activation_checkpointing", "false"): "Recompute nothing",
-    ("activation_checkpointing", "selective"): "Recompute all but attention",
-    ("activation_checkpointing", "offload"): "Recompute from inputs in host memory",
-    ("layer_offloading", "cpu"): "Keep layers in host memory", ("layer_offloading", "nvme"): "Keep layers on the drive",
-    ("offload_embeddings", "true"): "Keep the input embedding in host memory",
-    ("lora_dropout", "0.0"): "No dropout", ("use_dora", "false"): "Plain LoRA instead of DoRA",
-    ("excess_length", "drop"): "leave longer rows out", ("gpu", "auto"): "Use this machine's GPU",
-    ("dataset.on_bad_rows", "skip"): "Leave the rows out",
+    ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
+    ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
+    ("activation_checkpointing", "true"): mark("Recompute activations"),
+    ("activation_checkpointing", "false"): mark("Recompute nothing"),
+    ("activation_checkpointing", "selective"): mark("Recompute all but attention"),
+    ("activation_checkpointing", "offload"): mark("Recompute from inputs in host memory"),
+    ("adapter_dtype", "bfloat16"): mark("16-bit adapters"),
+    ("layer_offloading", "cpu"): mark("Keep layers in host memory"),
+    ("layer_offloading", "nvme"): mark("Keep layers on the drive"),
+    ("offload_embeddings", "true"): mark("Keep the input embedding in host memory"),
+    ("lora_dropout", "0.0"): mark("No dropout"), ("use_dora", "false"): mark("Plain LoRA instead of DoRA"),
+    ("excess_length", "drop"): mark("leave longer rows out"), ("gpu", "auto"): mark("Use this machine's GPU"),
+    ("dataset.on_bad_rows", "skip"): mark("Leave the rows out"),
 }  # fmt: skip
 #: Settings that follow from others, or say that something is off.
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
@@ -43,67 +49,105 @@ def in_words(override: str) -> str:
     """What `key=value key=value` does, as a phrase for a button."""
     settings = dict(item.partition("=")[::2] for item in shlex.split(override))
     phrases = [phrase for name, value in settings.items() if (phrase := _phrase(name, value, settings))]
-    return "; ".join(phrases) or "Change the recipe"
+    return tr("; ").join(phrases) or tr("Change the recipe")
 
 
 def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
     if name == "per_device_train_batch_size":
-        return f"{_rows(int(value))} at a time"
+        return tr_n("{n} row at a time", "{n} rows at a time", int(value))
     if name == "activation_checkpointing_every_n_layers":
-        return "" if "activation_checkpointing" in settings else f"Recompute {every_n(int(value))}"
+        return "" if "activation_checkpointing" in settings else _recompute(int(value))
     if (name, value) == ("activation_checkpointing", "true") and "activation_checkpointing_every_n_layers" in settings:
-        return f"Recompute {every_n(int(settings['activation_checkpointing_every_n_layers']))}"
+        return _recompute(int(settings["activation_checkpointing_every_n_layers"]))
     if name in ("load_in_4bit", "load_in_8bit") and value == "false":
-        return "" if "true" in (settings.get("load_in_4bit"), settings.get("load_in_8bit")) else "Use 16-bit weights"
+        return "" if "true" in (settings.get("load_in_4bit"), settings.get("load_in_8bit")) else tr("Use 16-bit weights")
     if name in _NUMBERS:
-        return _NUMBERS[name].format(int(value))
+        return tr(_NUMBERS[name], n=f"{int(value):,}")
     if name in _IMPLIED:
         return ""
-    return _SWITCHES.get((name, value), f"{name.replace('_', ' ')}: {value}")
+    switch = _SWITCHES.get((name, value))
+    return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 
 
-def every_n(count: int) -> str:
-    """How many layers are recomputed."""
-    return "every layer" if count == 1 else f"1 layer in {count}"
+def _recompute(count: int) -> str:
+    return tr("Recompute every layer") if count == 1 else tr("Recompute 1 layer in {n}", n=count)
 
 
 def plan_in_words(settings: Settings) -> str:
     """`16-bit weights, nothing recomputed`: how these settings fit a model into a GPU."""
-    optim = ", 8-bit optimizer" if settings.optim == EIGHT_BIT else ""
-    layers = f", {settings.offloaded_layers} layers in host memory" if settings.layer_offloading else ""
-    return f"{precision(settings)} weights, {recomputation(settings)}{optim}{layers}"
+    ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
+    ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
+    ways += [tr("{n} layers in host memory", n=settings.offloaded_layers)] if settings.layer_offloading else []
+    return tr(", ").join(ways)
+
+
+def plan_in_languages(settings: Settings) -> dict[str, str]:
+    """`plan_in_words` by the language's code, for a text that is kept and shown to anybody later."""
+    ways = {}
+    for code in LANGUAGES:
+        with spoken(code):
+            ways[code] = plan_in_words(settings)
+    return ways
+
+
+def verdict_in_words(plan: Plan) -> str:
+    """The verdict as a heading."""
+    verdict, spare = plan.verdict, plan.headroom_bytes
+    if verdict == Verdict.FITS and spare is not None:
+        template = mark("Fits, just: {size} to spare") if spare < _JUST_BYTES else mark("Fits, with {size} to spare")
+        return tr(template, size=gib(spare))
+    if verdict == Verdict.AT_LIMIT:
+        return tr("Fits, with allocator retries")
+    if verdict == Verdict.TIGHT and spare is not None:
+        return tr("May not fit: up to {size} too big", size=gib(-spare))
+    if verdict == Verdict.NO_FIT:
+        return tr("Too big by {size}", size=gib(-spare)) if spare is not None else tr("Too big")
+    names = {Verdict.FITS: mark("Fits"), Verdict.TIGHT: mark("May not fit"), Verdict.NOT_POSSIBLE: mark("Not possible")}
+    return tr(names.get(verdict, mark("Can't say")))
+
+
+def limit_in_words(limit: AtLimit) -> str:
+    """How a run stays within a budget that is below the forecast's upper end, and what that costs."""
+    if not limit.returns_per_step:
+        return tr("If fragmentation grows, torch gives cached blocks back to the driver, for which the GPU waits.")
+    return tr_n(
+        "torch gives cached blocks back to the driver {n} time in a step, {size} in all; the GPU waits each time.",
+        "torch gives cached blocks back to the driver {n} times in a step, {size} in all; the GPU waits each time.",
+        limit.returns_per_step, size=format_bytes(limit.returned_bytes_per_step),
+    )  # fmt: skip
 
 
 def precision(settings: Settings) -> str:
     """Bits of the base model's weights."""
-    bits = base_format_of(settings).bits
-    return f"{bits}-bit"
+    return tr("{bits}-bit", bits=base_format_of(settings).bits)
 
 
 def recomputation(settings: Settings) -> str:
     """Which layers run their forward pass twice."""
     kind, count = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
     if kind is False:
-        return "nothing recomputed"
+        return tr("nothing recomputed")
     if kind == "selective":
-        return "all but attention recomputed"
+        return tr("all but attention recomputed")
     if kind == "offload":
-        return "recomputed, inputs in host memory"
-    return f"{every_n(count)} recomputed"
+        return tr("recomputed, inputs in host memory")
+    return tr("every layer recomputed") if count == 1 else tr("1 layer in {n} recomputed", n=count)
 
 
 def optimizer(settings: Settings) -> str:
     """The optimizer's name."""
-    return _OPTIMIZERS.get(settings.optim, settings.optim.replace("_", " "))
+    name = _OPTIMIZERS.get(settings.optim)
+    return tr(name) if name else settings.optim.replace("_", " ")
 
 
 def micro_batch(settings: Settings) -> str:
     """`1 row × 16`: rows at a time, and how many times in a step."""
-    return f"{_rows(settings.per_device_train_batch_size)} × {settings.gradient_accumulation_steps}"
+    return f"{rows(settings.per_device_train_batch_size)} × {settings.gradient_accumulation_steps}"
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
+def rows(count: int) -> str:
+    """`1 row`, `564 rows`."""
+    return tr_n("{n} row", "{n} rows", count)
 
 
 def loss_text(value: float) -> str:
@@ -122,6 +166,15 @@ def minutes(seconds: float) -> str:
 def day(moment: time.struct_time) -> str:
     """`24 Nov`."""
     return tr("{day} {month}", day=moment.tm_mday, month=tr(_MONTHS).split()[moment.tm_mon - 1])
+
+
+def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
+    """How much slower or faster than `own` tokens per second; empty where one is not known."""
+    if not own or not tokens_per_s:
+        return ""
+    change = round(100 * (tokens_per_s / own - 1))
+    template = mark("{n} % slower") if change < 0 else mark("{n} % faster")
+    return tr(template, n=abs(change)) if change else tr("same speed")
 
 
 def largest(parts: Mapping[str, int]) -> str:

@@ -25,16 +25,14 @@ from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
-from finetune.units import GIB, format_bytes, format_seconds, gib
+from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.
 VERSION = 1
-#: Below this a plan that fits does so only just.
-_JUST = 0.15 * GIB
 
 
 class Verdict(StrEnum):
-    """Whether the plan fits its budget: the words of plan.json and the terminal, and in `sentence` those of the page."""
+    """Whether the plan fits its budget: the words of plan.json and the terminal."""
 
     FITS = "fits"
     AT_LIMIT = "at the limit"
@@ -48,18 +46,6 @@ class Verdict(StrEnum):
         """How good that is, for its colour: ok, warn, bad or unknown."""
         levels = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
         return levels.get(self, "unknown")
-
-    def sentence(self, headroom_bytes: int | None) -> str:
-        """The verdict on the page. `headroom_bytes`: of the plan."""
-        if self == Verdict.FITS and headroom_bytes is not None:
-            return f"Fits, {'just: ' if headroom_bytes < _JUST else 'with '}{gib(headroom_bytes)} to spare"
-        if self == Verdict.AT_LIMIT:
-            return "Fits, with allocator retries"
-        if self == Verdict.TIGHT and headroom_bytes is not None:
-            return f"May not fit: up to {gib(-headroom_bytes)} too big"
-        if self == Verdict.NO_FIT:
-            return f"Too big by {gib(-headroom_bytes)}" if headroom_bytes is not None else "Too big"
-        return "Can't say" if self == Verdict.UNKNOWN else str(self).capitalize()
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:

@@ -7,7 +7,7 @@ import pytest
 
 from app.planning.what_if import Outcome, Outcomes
 from app.views import fit, what_if
-from app.views.words import in_words, minutes
+from app.views.words import in_words, minutes, verdict_in_words
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
@@ -34,7 +34,7 @@ def plan_of(peak, high, budget):
 ])  # fmt: skip
 def test_the_verdict_is_a_sentence_with_its_gib(peak, high, sentence):
     plan = plan_of(peak, high, 11 * GIB)
-    assert plan.verdict.sentence(plan.headroom_bytes) == sentence
+    assert verdict_in_words(plan) == sentence
 
 
 def test_the_cost_is_the_plans_own():
@@ -81,7 +81,7 @@ def test_numbers_have_one_form():
 
 
 def test_a_plan_that_was_not_made_has_an_outline_and_no_number():
-    planned = Outcome(16, "4-bit weights", 5 * GIB, 11 * GIB, 600.0, 3000.0)
+    planned = Outcome(16, {"en": "4-bit weights"}, 5 * GIB, 11 * GIB, 600.0, 3000.0)
     html = what_if.what_if("lora_r", "LoRA rank", [Outcome(8), planned, Outcome(32, problem="no")], planned, is_auto=True)
     assert 'class="none"' in html and 'aria-label="8: not planned yet"><em></em>' in html
     assert "16: 10 minutes of training, 4-bit weights" in html and "×" in html

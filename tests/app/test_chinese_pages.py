@@ -1,0 +1,193 @@
+"""Fit, Data, Model and Models: in Chinese no English but names, also of a plan first shown in English; no option syntax."""
+
+import ast
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import gradio as gr
+import pytest
+
+import app_ticks
+import finetune.data
+import finetune.planner.suggest
+from app.context import Context
+from app.language import spoken
+from app.pages.fit import _View
+from app.pages.fit_largest import _sentence
+from app.pages.fit_layout import RANGES, lay_out
+from app.planning.blocker import Blocker
+from app.planning.catalogue import Model
+from app.planning.refused_rows import Problem
+from app.planning.what_if import Outcome, outcome_of
+from app.views import choices, data, fit, model_files, models, plan, refusals, what_if
+from app.views.markup import as_in_recipe
+from app.views.words import in_words, plan_in_languages
+from app.web.page_filter import _translation
+from app.workspace import Workspace
+from finetune.errors import DataError
+from finetune.memory.forecast import AtLimit
+from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
+from finetune.planner.run_cost import RunCost
+from finetune.recipe import load_recipe
+from finetune.units import GIB
+from tests.app.test_language import english_in, marked
+
+#: `key=value` and `--flag`.
+OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
+#: Names beside those of every page: of this test's model, plan and files, and what has one name in every language.
+NAMES = re.compile(
+    r"tiny|rtx-4090|[a-z]+_\w+|\btorch\b|cosine|linear|adamw|usr|user|messages|ID|float32|sdpa|dtype|packing|gpu|cpu|optim|false|true|runs/finished|tickets|Qwen/\w+|a\.jsonl|\bchat\b|qwen|\bCSV\b"
+)
+CHANGES = {
+    "load_in_4bit=true load_in_8bit=false": "NF4 weights: dequantisation takes a few percent of time",
+    "max_length=512 excess_length=drop": "31 of 900 rows (12.5% of the tokens) are longer",
+    "layer_offloading=cpu": "the layers' weights in host memory, copied to the card beside the computation",
+}
+#: As finetune.data says them.
+REFUSED = [
+    "15 of 60 row(s) can't be trained on:", "  8 x messages[1].content: the answer is empty (a.jsonl, row 8, 15, 22, ...)",
+    "  a.jsonl, row 3: has no assistant turn; there is nothing to train on",
+]  # fmt: skip
+
+
+def plan_of(verdict):
+    """A plan with everything that Fit shows."""
+    fits, now = verdict != Verdict.NO_FIT, app_ticks.plan(100)
+    alternatives = [
+        Alternative("", 11 * GIB, 13 * GIB, 0.5, 3100.0, Verdict.FITS, "", "", chosen=True),
+        Alternative("", 9 * GIB, 10 * GIB, 0.6, 2900.0, Verdict.FITS, "", "load_in_4bit=true"),
+        Alternative("", 20 * GIB, 25 * GIB, 0.4, 3300.0, Verdict.NO_FIT, "", "activation_checkpointing=false"),
+    ]
+    suggestions = [Suggestion(override, GIB, 5 * GIB, cost) for override, cost in CHANGES.items()]
+    return replace(
+        now, verdict=verdict, headroom_bytes=9 * GIB if fits else -5 * GIB, budget_bytes=(22 if fits else 8) * GIB,
+        suggestions=() if fits else tuple(suggestions), alternatives=tuple(alternatives), cost=RunCost(2.0, 1.0, 3.0, 1.2),
+        shortfall=None if fits else Shortfall(5 * GIB, "weights", 5 * GIB, "Qwen/Qwen3"),
+        forecast=replace(now.forecast, at_limit=AtLimit(8 * GIB, 2, GIB), method="dry run", notes=()),
+        checks=(ResourceCheck("disk", GIB, 9 * GIB, enough=True),), reasons=dict.fromkeys(now.reasons, "as the recipe sets it"),
+    )  # fmt: skip
+
+
+def fit_of(verdict):
+    planned = plan_of(verdict)
+    now = outcome_of(planned, 16, plan_in_languages(planned.settings))
+    others = [
+        Outcome(8),
+        now,
+        replace(now, value=32, seconds=90.0, peak_high_bytes=30 * GIB),
+        Outcome(64, problem="no forecast"),
+    ]
+    return [
+        fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned),
+        fit.smaller(planned),
+        fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
+        choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
+        plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
+        what_if.what_if("lora_r", "16", others, now, is_auto=False),
+        *(_sentence("16", {"setting": "lora_r", "value": value, "too_large": above, "limit": ""})
+          for value, above in ((8, None), (8, 16), (0, 8))),
+    ]  # fmt: skip
+
+
+def data_pages():
+    recipe, row = load_recipe("tiny-cpu"), {"file": "a.jsonl", "row": 2, "field": None, "reason": "the answer is empty"}
+    wrong = {**row, "reason": "unknown role 'usr'; did you mean user?"}
+    kinds = [Problem("31", (row, row)), Problem("x", (wrong,))]
+    report = {
+        "rows_refused": [row, row, wrong], "warnings": [], "trained_token_share": 0.5, "format": "messages", "rows_used": 597,
+        "rows_read": 600, "pictures": {"pictures": 3, "largest": (640, 480)}, "lengths": {"p50": 90, "max": 148},
+    }  # fmt: skip
+    pictures = [{"width": 640, "height": 480, "address": address} for address in ("", "data:")]
+    answer = {
+        "report": report, "eval_report": {"rows_used": 28}, "lengths": [90, 148], "sequences": 597, "index": 40, "tokens": 90,
+        "marked": [["31", True]], "trained_tokens": 20, "pictures": pictures,
+    }  # fmt: skip
+    left_out = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"on_bad_rows": "skip"})})
+    return [
+        data.waiting(), data.chooser([], [".jsonl"]), data.head(answer, recipe), data.problems(kinds, answer, recipe),
+        data.problems(kinds, answer, left_out), data.problems([], answer, recipe), data.refused_row(0, 0, kinds[0], "31"),
+        data.marked(answer), data.marked({**answer, "sequences": 0}),
+        re.sub(r"<div class=.*</div>", "", data.lengths(answer, recipe)), data.lengths({**answer, "lengths": []}, recipe),
+    ]  # fmt: skip
+
+
+def model_pages():
+    badges = {verdict: {"verdict": verdict, "peak_bytes": GIB, "bits": 4, "parameters": 10**9} for verdict in Verdict}
+    badges["tiny"] = {"verdict": Verdict.UNKNOWN, "because": "31"}
+    listed = [Model(name, "folder") for name in badges] + [Model("tiny", "recipe {recipe}", recipe="tiny")]
+    files = [
+        model_files.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB, served="31") for kind in ("adapter", "merged model")
+    ]
+    shown = models.model_list(listed, "tiny", badges)
+    for verdict in Verdict:  # the names of these models
+        shown = shown.replace(f"<b>{verdict}</b>", "").replace(f'"{verdict}"', "")
+    return [models.chooser(), shown, *(model_files.models_table(table, Path("/")) for table in (files, []))]
+
+
+PAGES = {
+    "fits": lambda: fit_of(Verdict.FITS), "too big": lambda: fit_of(Verdict.NO_FIT),
+    "at the limit": lambda: fit_of(Verdict.AT_LIMIT), "data": data_pages, "models": model_pages,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_in_chinese_has_no_english_but_names(name):
+    with spoken("zh"):
+        shown = "".join(PAGES[name]())
+    assert [text for text in english_in(NAMES.sub("", shown)) if not text.startswith("data-")] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_text_of_a_page_has_option_syntax(name):
+    shown = "".join(PAGES[name]())
+    texts = re.findall(r"(?:aria-label|placeholder|title|data-title)=\"([^\"]*)\"", shown) + re.split(r"<[^>]*>", shown)
+    assert [text for text in texts if OPTION.search(html.unescape(text))] == []
+
+
+def test_no_text_of_the_catalogue_has_option_syntax():
+    assert [text for text in marked() if OPTION.search(text)] == []
+
+
+def test_a_message_of_the_engine_names_settings_as_a_recipe_does():
+    assert (
+        as_in_recipe("Set max_length=512, or dataset.on_bad_rows=skip.") == "Set max_length: 512, or dataset.on_bad_rows: skip."
+    )
+    assert as_in_recipe("the row says a=b") == "the row says a=b"
+
+
+def test_reasons_of_refused_rows_are_those_that_the_reader_writes():
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(finetune.data.__file__).parent.rglob("*.py"))
+    assert [reason for reason in refusals.REASONS if reason not in source] == []
+
+
+def test_what_fit_starts_with_is_chinese():
+    with gr.Blocks() as page:
+        lay_out()
+    shown = [getattr(block, name, None) for block in page.blocks.values() for name in ("value", "label")]
+    with spoken("zh"):
+        shown = [_translation(text) for text in shown if isinstance(text, str) and not text.startswith("tiny")]
+    assert english_in("".join(f"<p>{text}</p>" for text in shown)) == []
+
+
+def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_path, monkeypatch):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    asked = []
+    answer = {"plan": plan_of(Verdict.FITS).as_json()}
+    monkeypatch.setattr(context.planner, "ask", lambda *_, **__: asked.append(1) or answer)
+    view = _View(context)
+    assert "Fits, with 9.0 GiB to spare" in view.answer()[1] and "32-bit weights" in "".join(view.what_if())
+    with spoken("zh"):
+        shown, bars = view.answer(), view.what_if()
+    assert "放得下，还余 9.0 GiB" in shown[1] and len(asked) == 1
+    assert len(bars) == len(RANGES) and all("32 比特权重，不重计算" in bar for bar in bars)
+    context.close()
+
+
+def test_each_price_of_the_planner_has_the_pages_words():
+    """A sentence of the planner that the page doesn't know would be English in Chinese."""
+    tree = ast.parse(Path(finetune.planner.suggest.__file__).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "offer"]
+    prices = {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
+    assert prices and prices <= fit._PRICES.keys()
