@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,8 @@ PRIVATE_NAMES = (
         _READ_IN, "torch._subclasses.fake_tensor.FakeTensorMode.__enter__",
     ),
     _private("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
+    _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "its FLOPs are counted"),
+    _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs are counted"),
     _private("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
     _private("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
     _private("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
@@ -129,6 +132,26 @@ def backward(loss: torch.Tensor) -> None:
     from torch.autograd.graph import _engine_run_backward
 
     _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def flop_counter() -> Any:
+    """Counts the FLOPs of what runs inside it, also of attention on the CPU, for which torch has no formula: two products
+    forward, and five backward."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def forward(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def backward(_: Sequence[int], *shapes: Any, **__: Any) -> float:
+        return 2.5 * forward(*shapes)
+
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def with_values() -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,6 @@ from finetune.settings import plainest
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
-
-#: Backward FLOPs of attention against its forward ones: five products instead of two.
-ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,11 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
     """Run the whole model up to its language model, on fake tensors, with adapters of rank 1."""
     import torch
     from torch.utils._pytree import tree_iter
-    from torch.utils.flop_counter import FlopCounterMode
 
     from finetune.compat.imports import import_libraries
 
     import_libraries()
-    from finetune.compat.torch import backward, fake_tensor_mode
+    from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
     from finetune.layers.checkpointing import base_of
     from finetune.memory.picture_inputs import picture_inputs
     from finetune.memory.simulate import step_errors
@@ -101,11 +96,7 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module not in text:
             counts.watch(name, module)
-    formulas = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    }
-    forward, gradients = (FlopCounterMode(display=False, custom_mapping=formulas) for _ in range(2))
+    forward, gradients = flop_counter(), flop_counter()
     reached: dict[str, Any] = {}
 
     def stop(_: Any, __: Any, inputs: dict[str, Any]) -> None:
@@ -126,15 +117,6 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
             if trained:
                 backward(torch.stack(trained).sum())
     return counts.work(forward.get_total_flops(), gradients.get_total_flops())
-
-
-def _attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Two products of queries, keys and values of these shapes; torch's counter has no formula for the CPU's kernel."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _attention_backward_flops(_: Any, *shapes: Any, **__: Any) -> float:
-    return ATTENTION_BACKWARD * _attention_flops(*shapes)
 
 
 class _LinearCounts:
