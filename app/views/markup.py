@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from finetune.settings.reference import settings_reference
-
 from ..language import tr, tr_n
 
 _OVERRIDE = re.compile(r"(?<![\w.-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
@@ -77,6 +75,8 @@ def as_in_recipe(text: str) -> str:
 @cache
 def setting_names() -> frozenset[str]:
     """The settings of a recipe."""
+    from finetune.settings.reference import settings_reference
+
     return frozenset(row.name for row in settings_reference())
 
 
