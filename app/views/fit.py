@@ -21,7 +21,6 @@ from .words import (
     precision,
     rows,
     slower_in_words,
-    verdict_in_words,
 )
 
 #: Phases of a run by their name in a forecast: their name, and the most that one allocates.
