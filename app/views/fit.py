@@ -11,6 +11,7 @@ from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
 from .markup import action, as_in_recipe, inert, note
+from .verdicts import verdict_in_words
 from .words import (
     in_words,
     limit_in_words,
@@ -20,7 +21,6 @@ from .words import (
     precision,
     rows,
     slower_in_words,
-    verdict_in_words,
 )
 
 #: Phases of a run by their name in a forecast: their name, and the most that one allocates.

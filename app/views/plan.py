@@ -14,7 +14,8 @@ from ..planning.blocker import Blocker
 from .charts import stacked_bar
 from .markup import Safe, action, inert, note, problem, table
 from .refusals import refusal_in_words
-from .words import rows, verdict_in_words
+from .verdicts import verdict_in_words
+from .words import rows
 
 
 def verdict(plan: Plan) -> str:

@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.memory.forecast import PARTS, AtLimit
-from finetune.planner.plan import Plan, Verdict
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
-from finetune.units import GIB, format_bytes, gib
+from finetune.units import format_bytes
 
 from ..language import LANGUAGES, mark, spoken, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
-#: Less than this to spare is said to fit just.
-_JUST_BYTES = 0.15 * GIB
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
 #: Settings whose size a sentence can say.
 _NUMBERS = {
@@ -88,22 +85,6 @@ def plan_in_languages(settings: Settings) -> dict[str, str]:
         with spoken(code):
             ways[code] = plan_in_words(settings)
     return ways
-
-
-def verdict_in_words(plan: Plan) -> str:
-    """The verdict as a heading."""
-    verdict, spare = plan.verdict, plan.headroom_bytes
-    if verdict == Verdict.FITS and spare is not None:
-        template = mark("Fits, just: {size} to spare") if spare < _JUST_BYTES else mark("Fits, with {size} to spare")
-        return tr(template, size=gib(spare))
-    if verdict == Verdict.AT_LIMIT:
-        return tr("Fits, with allocator retries")
-    if verdict == Verdict.TIGHT and spare is not None:
-        return tr("May not fit: up to {size} too big", size=gib(-spare))
-    if verdict == Verdict.NO_FIT:
-        return tr("Too big by {size}", size=gib(-spare)) if spare is not None else tr("Too big")
-    names = {Verdict.FITS: mark("Fits"), Verdict.TIGHT: mark("May not fit"), Verdict.NOT_POSSIBLE: mark("Not possible")}
-    return tr(names.get(verdict, mark("Can't say")))
 
 
 def limit_in_words(limit: AtLimit) -> str:

@@ -7,7 +7,8 @@ import pytest
 
 from app.planning.what_if import Outcome, Outcomes
 from app.views import fit, what_if
-from app.views.words import in_words, minutes, verdict_in_words
+from app.views.verdicts import verdict_in_words
+from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
