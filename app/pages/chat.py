@@ -24,9 +24,9 @@ from ..chat.events import MODELS, Model
 from ..chat.pictures import keep_picture, kept_pictures
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from ..views.data import small_pictures
 from ..views.engine_texts import of_engine
 from ..views.markup import inert, note, problem
+from ..views.pictures import small_pictures
 
 if TYPE_CHECKING:
     from ..context import Context

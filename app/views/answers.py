@@ -12,8 +12,8 @@ from finetune.data.pictures.display import small_copy_of
 from finetune.events import Sample
 
 from ..language import tr
-from .data import small_pictures
 from .markup import inert
+from .pictures import small_pictures
 
 #: The text, and the files of its pictures: rows with other pictures may have the same text.
 _Prompt = tuple[str, tuple[str, ...]]

@@ -14,6 +14,7 @@ from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
 from .markup import action, as_in_recipe, inert, note, page_title
+from .pictures import pixels, small_pictures
 from .refusals import reason_in_words
 from .words import rows as rows_in_words
 
@@ -45,7 +46,7 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     facts += [tr("no tokens are trained on") if share is None else trained]
     if pictures := counts.get("pictures"):
         width, height = pictures["largest"]
-        size = _pixels(width, height)
+        size = pixels(width, height)
         facts += [tr_n("{n} picture, {size}", "{n} pictures, the largest {size}", pictures["pictures"], size=size)]
     held_out_rows = rows_in_words(eval_counts["rows_used"]) if eval_counts else ""
     title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
@@ -155,22 +156,6 @@ def marked(answer: Mapping[str, Any]) -> str:
         f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{name}">{text}</pre>'
         f'{small_pictures(answer["pictures"])}<p class="ft-note">{tokens}{tr(", ")}<mark>{trained}</mark></p>'
     )
-
-
-def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
-    """Small copies of pictures, as `display.small_pictures` makes them; those that are gone as text."""
-    shown = []
-    for picture in small:
-        size = _pixels(picture["width"], picture["height"])
-        name, source = tr("Picture, {size}", size=size), inert(picture["address"], 10**6)
-        image = f'<img class="ft-picture" alt="{name}" title="{size}" src="{source}">'
-        gone = inert(tr("(a picture that can't be opened any more, {size})", size=size))
-        shown.append(image if picture["address"] else gone)
-    return f"<p>{''.join(shown)}</p>" if shown else ""
-
-
-def _pixels(width: int, height: int) -> str:
-    return tr("{width} x {height} pixels", width=f"{width:,}", height=f"{height:,}")
 
 
 def _steps(at: int, count: int, name: str, **message: Any) -> str:

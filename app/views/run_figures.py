@@ -11,8 +11,8 @@ from finetune.planner.plan import Plan
 from finetune.units import GIB, gib
 
 from ..language import mark, tr
-from .fit import parts_of
 from .markup import inert
+from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
 from .words import loss_text

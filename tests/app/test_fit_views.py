@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.planning.what_if import Outcome, Outcomes
-from app.views import fit, what_if
+from app.views import fit, memory_parts, what_if
 from app.views.verdicts import verdict_in_words
 from app.views.words import in_words, minutes
 from finetune.card import find_card
@@ -54,7 +54,7 @@ def test_what_is_missing_is_counted_when_there_is_no_plan():
 @pytest.mark.parametrize("phase", ["train", "load"])
 def test_the_parts_and_what_is_too_much_add_up_to_the_gpu(high, phase):
     plan = plan_of(8 * GIB, high, 11 * GIB)
-    parts, over = fit.parts_of(plan, phase)
+    parts, over = memory_parts.parts_of(plan, phase)
     assert sum(part.size for part in parts) - over == plan.card.total_bytes
     assert over == (max(0, high - 11 * GIB) if phase == "train" else 0)
     assert sum(width for _, width in fit._widths(parts, plan.card.total_bytes)) == pytest.approx(100)

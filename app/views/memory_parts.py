@@ -1,0 +1,100 @@
+"""The parts of the GPU's memory that a forecast has, by phase: what the bar of Fit and the ledger of a run show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.planner.plan import Plan
+from finetune.units import format_bytes, gib
+
+from ..language import mark, tr
+from .words import precision, rows
+
+#: Phases of a run by their name in a forecast: their name, and the most that one allocates.
+PHASES = {
+    "train": (mark("Training"), ""),
+    "load": (mark("Loading"), mark("The most that is allocated while loading.")),
+    "eval": (mark("Evaluating"), mark("The most that is allocated while evaluating.")),
+    "save": (mark("Saving"), mark("The most that is allocated while saving.")),
+}
+#: States that training an adapter keeps, by their part.
+_STATES = {"adapters": mark("adapters {size}"), "gradients": mark("gradients {size}"), "optimizer": mark("optimizer {size}")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the GPU's memory: its key and name, bytes, and a sentence that explains it."""
+
+    key: str
+    name: str
+    size: int
+    why: str
+
+
+def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
+    """The parts of a phase, whose sum is the GPU, and the bytes that are too much."""
+    forecast, card = plan.forecast, plan.card
+    assert forecast is not None
+    budget = min(plan.budget_bytes or card.free_bytes, card.total_bytes)
+    if phase == "train":
+        owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
+        whose = tr(
+            "What Python and its libraries take, and memory that the allocator holds and can't use." if card.is_cpu
+            else "The CUDA context, and memory that the allocator holds and can't use."
+        )  # fmt: skip
+        beyond = max(0, forecast.peak_bytes - forecast.allocated_bytes)
+        spread = max(0, forecast.peak_high_bytes - forecast.peak_bytes)
+        parts = [
+            *_training(plan),
+            Part("overhead", owner, beyond, whose),
+            Part(
+                "spread",
+                tr("May be needed"),
+                spread,
+                tr("How far it can go above the forecast. The plan must fit with all of it."),
+            ),
+        ]
+    else:
+        context = card.context_bytes or 0
+        parts = [
+            Part("weights", tr("Allocated"), forecast.peaks[phase], tr(PHASES[phase][1])),
+            Part("overhead", tr("CUDA context"), context, tr("What the driver takes for the process.")),
+        ]
+    used, others = sum(part.size for part in parts), card.total_bytes - budget
+    is_assumed = card.source == "catalogue"
+    why = tr(
+        "{size} assumed of a desktop." if is_assumed else "{size} in use now, or left free by the memory budget.",
+        size=gib(others),
+    )
+    parts.append(Part("free", tr("Free"), max(0, budget - used), tr("What is left if all of that is needed.")))
+    parts.append(Part("held", tr("Other programs"), others, why))
+    return [part for part in parts if part.size > 0 or part.key == "free"], max(0, used - budget)
+
+
+def _training(plan: Plan) -> list[Part]:
+    """The allocated parts at the training peak, in groups that a person can tell apart."""
+    forecast, settings = plan.forecast, plan.settings
+    assert forecast is not None
+    sizes = forecast.parts
+    state = {name: sizes.get(name, 0) for name in _STATES}
+    detail = tr(", ").join(tr(_STATES[name], size=format_bytes(size)) for name, size in state.items())
+    length = plan.data.longest if plan.data and plan.data.longest else settings.max_length
+    activations = tr(
+        "Kept by {layers} layers for the backward pass of {rows} of up to {tokens} tokens.",
+        layers=forecast.layers, rows=rows(settings.per_device_train_batch_size),
+        tokens=f"{min(length, settings.max_length):,}",
+    )  # fmt: skip
+    base = tr("The frozen base model, {precision}.", precision=precision(settings))
+    loss = sizes.get("loss", 0) + sizes.get("workspace", 0)
+    return [
+        Part("weights", tr("Model weights"), sizes.get("weights", 0), base),
+        Part(
+            "gathered", tr("Gathered weights"), sizes.get("gathered", 0), tr("Weights of other GPUs, gathered for a layer.")
+        ),
+        Part(
+            "adapters", tr("Adapter training"), sum(state.values()),
+            tr("Rank {rank}: {parts}.", rank=settings.lora_r, parts=detail),
+        ),
+        Part("activations", tr("Activations"), sizes.get("activations", 0) + sizes.get("recomputed", 0), activations),
+        Part("loss", tr("Loss and workspace"), loss, tr("Logits, and scratch memory of kernels.")),
+    ]  # fmt: skip
