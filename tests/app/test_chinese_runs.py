@@ -72,8 +72,7 @@ NAMES = re.compile(
 
 
 def english(*parts):
-    html = re.sub(r'<div class="ft-split".*?</ul>', "", "\n".join(parts), flags=re.S)  # the parts' names are those of Fit
-    return [text for text in english_in(html) if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
+    return [text for text in english_in("\n".join(parts)) if re.search(r"[A-Za-z]{2,}", NAMES.sub("", text))]
 
 
 @pytest.fixture
