@@ -43,9 +43,10 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class Largest:
-    """The buttons by setting, where the answer is shown, and the timer that follows a search."""
+    """The buttons by setting, and that which measures, where the answer is shown, and the timer that follows a search."""
 
     buttons: dict[str, Any]
+    measure: Any
     answer: Any
     timer: Any
 
@@ -133,7 +134,8 @@ def _largest() -> Largest:
     show(lambda: note(tr("The largest that fits:")))
     with gr.Row():
         buttons = {name: gr.Button(label, size="sm", elem_id=f"fit-largest-{name}") for name, label in LARGEST.items()}
-    return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
+    measure = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
+    return Largest(buttons, measure, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
 
 
 def _bottom() -> dict[str, Any]:

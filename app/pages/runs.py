@@ -102,7 +102,12 @@ class _View:
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
-        return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
+        from finetune.evaluate.run_advice import advise
+
+        from ..views.advice import what_settings_did
+
+        advice = what_settings_did(advise(runs))
+        return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:
         if name.strip() == run.path.name:

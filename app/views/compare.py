@@ -63,11 +63,13 @@ def _differences(lives: list[LiveRun]) -> str:
     names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
     if not names:
         return note(tr("These runs have the same settings."))
-    rows = [
-        [tr(_NAMES.get(name, name.replace("_", " ").capitalize())), *(_value(values.get(name)) for values in settings)]
-        for name in names
-    ]
+    rows = [[setting_name(name), *(_value(values.get(name)) for values in settings)] for name in names]
     return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
+
+
+def setting_name(name: str) -> str:
+    """A setting as the page calls it."""
+    return tr(_NAMES.get(name, name.replace("_", " ").capitalize()))
 
 
 def _value(value: Any) -> str:
