@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from .views.markup import inert
@@ -21,6 +22,10 @@ def has_charts() -> bool:
     return (FOLDER / "uplot.js").is_file()
 
 
-def chart_element(runs: list[str]) -> str:
-    """The chart of a run, or of several in comparison. It gets its points itself, so this text stays while a run goes on."""
-    return f'<ft-chart data-runs="{inert(json.dumps(runs), 10_000)}"></ft-chart>'
+def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> str:
+    """The chart of a run, or of several in comparison. It gets its points itself, so this text stays while a run goes on.
+
+    `labels`: what the runs are called in it, if not by their names.
+    """
+    called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
+    return f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>'

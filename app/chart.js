@@ -40,7 +40,7 @@ class Chart extends HTMLElement {
 
   async start() {
     this.leave();
-    const runs = JSON.parse(this.dataset.runs).map((name) => new Followed(name));
+    const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
     this.runs = runs;
     this.view = { axis: "step", isLog: true, smoothing: 0.8, ...saved() };
     this.charts = [];
@@ -133,7 +133,7 @@ class Chart extends HTMLElement {
   // What there is to say beside the curves: history that is being read, an empty run, a server that does not answer.
   say() {
     const lines = this.runs.map((run) => {
-      const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.name}: ` : "";
+      const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.label}: ` : "";
       if (run.isGone) return of + tr("This run is no longer there.");
       if (silent_s > 5) return of + tr("No answer for {time}; the curves are as of then.", { time: duration(silent_s) });
       if (run.read) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });

@@ -22,7 +22,7 @@ export class Bins {
 
 // One followed run: what the server has sent, and of a zoom its finer bins.
 export class Followed {
-  constructor(name) { this.name = name; this.clear(); }
+  constructor(name, label = name) { this.name = name; this.label = label; this.clear(); }
   clear() { this.version = ""; this.metrics = {}; this.marks = []; this.step = this.total = 0; this.panels ??= []; this.zoom = null; }
   get address() { return `/ft/series/${encodeURIComponent(this.name)}`; }
   // Takes an answer; false when everything has to be asked for again.

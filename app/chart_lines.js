@@ -27,7 +27,7 @@ export function linesOf(panel) {
 
 // The panels of several runs: a line for each run in each.
 export function compared(runs) {
-  const lines = (name, value, of = () => ({ name })) => runs.map((run, n) => ({ run: n, label: run.name, kind: "run", value, ...of(run) }))
+  const lines = (name, value, of = () => ({ name })) => runs.map((run, n) => ({ run: n, label: run.label, kind: "run", value, ...of(run) }))
     .filter((line) => line.name && runs[line.run].metrics[line.name]);
   const panels = [
     { title: tr("Loss, smoothed"), unit: "loss", log: true, shared: true, levels: [], lines: lines("loss", "smooth") },

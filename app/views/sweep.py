@@ -47,7 +47,7 @@ def rule(sweep: Sweep) -> str:
 def head(sweep: Sweep) -> str:
     """Its name; the rule; and how it goes on."""
     name = inert(sweep.path.name)
-    more = tr("It is followed, and goes on, with: {command}", command=f"finetune sweep {sweep.path}")
+    more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
     return (
         f'<h1 class="ft-title" data-title="{name}">{name}</h1>{note(" ".join((tr("A sweep."), rule(sweep))))}'
         f"{'' if sweep.is_finished else note(more)}"
@@ -57,9 +57,10 @@ def head(sweep: Sweep) -> str:
 def curves(sweep: Sweep) -> str:
     """The arms' curves in one chart that follows them, or as a picture; of more than five those with the lowest losses."""
     names = [entry.name for entry in sweep.results()]
-    chosen = [arm.name for arm in sweep.facts.arms if arm.name in names[:MOST_CURVES]]
+    chosen = [arm for arm in sweep.facts.arms if arm.name in names[:MOST_CURVES]]
+    element = chart_element([arm.name for arm in chosen], [as_in_recipe(label(arm.values)) for arm in chosen])
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
-    shown = f"{fewer if len(names) > MOST_CURVES else ''}{chart_element(chosen)}" if has_charts() else picture(sweep)
+    shown = f"{fewer if len(names) > MOST_CURVES else ''}{element}" if has_charts() else picture(sweep)
     return f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>'
 
 
@@ -94,9 +95,8 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"
         rows.append([as_in_recipe(label(entry.values)), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
-    columns = [
-        tr("arm"), tr("state"), f">{tr('steps')}", f">{tr('held-out loss')}", tr("behind the best (95 % interval)"), tr("run")
-    ]  # fmt: skip
+    numbers = (tr("steps"), tr("held-out loss"), tr("behind the best (95 % interval)"))
+    columns = [tr("arm"), tr("state"), *(f">{name}" for name in numbers), tr("run")]
     return table(columns, rows, tr("Arms"), hidden_caption=True)
 
 
