@@ -16,6 +16,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
+from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
@@ -86,7 +87,7 @@ def _one(live: LiveRun) -> str:
         "Scores": _evaluations(live.run),
         "Plan": _edited(live.run) + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
-        "Sample answers": answers(digest.samples) or note("There are none."),
+        "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),
         "Versions": _versions(digest),
     }
@@ -176,7 +177,8 @@ def _paired(runs: list[RunDirectory]) -> str:
             first, second = of_run[name], of_other[name]
             same_rows = all(first[key] == second[key] for key in ("prompts", "references"))
             if same_rows and len(first["tuned"]["scores"]) > 1:
-                rows.append([name, _gap_text(run_name, other_name, first["tuned"]["scores"], second["tuned"]["scores"], 1.0)])
+                scores = first["tuned"]["scores"], second["tuned"]["scores"]
+                rows.append([name, _gap_text(run_name, other_name, *scores, span_of(name, *scores))])
             tokens = first["tuned"]["row_tokens"]
             if same_rows and tokens == second["tuned"]["row_tokens"] and len(tokens) > 1 and any(tokens):
                 losses = first["tuned"]["row_losses"], second["tuned"]["row_losses"]

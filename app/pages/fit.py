@@ -34,7 +34,7 @@ from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
 from ..views.markup import problem, settings_problem
 from ..views.words import plan_in_languages
-from . import fit_largest
+from . import fit_largest, fit_measured
 from .fit_layout import NUMBERS, RANGES, lay_out
 from .starting import progress_of
 
@@ -66,6 +66,7 @@ def build(context: Context, page: gr.Blocks) -> None:
     layout.load.upload(view.load, layout.load, edited, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, edited, **BUTTON)
     fit_largest.build(context, layout.largest)
+    fit_measured.build(context, layout.measure)
     layout.start.click(view.start, [layout.force, layout.act], [layout.progress, mine], **BUTTON)
 
 

@@ -1,4 +1,4 @@
-"""Fit: the largest value of a setting that fits, and what quantising costs, by the planner process while the page goes on."""
+"""Fit: the largest value of a setting that fits, searched by the planner process while the page goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from finetune.recipe import write_recipe
 from ..language import mark, tr
 from ..planning.planner import SupersededError
 from ..views.binding import BUTTON, QUIET
-from ..views.markup import action, inert, note, problem, table
-from ..views.words import rows
+from ..views.markup import action, inert, note, problem
 from .fit_layout import LARGEST
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ def build(context: Context, components: Largest) -> None:
     shown = [components.answer, components.timer]
     for name, button in components.buttons.items():
         button.click(functools.partial(searches.start, name), None, shown, **BUTTON)
-    components.measure.click(functools.partial(searches.start, ""), None, shown, **BUTTON)
     components.timer.tick(searches.tick, None, shown, **QUIET)
 
 
@@ -44,8 +42,6 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class _Search:
-    """Of a setting's largest value; without a setting, of what quantising costs."""
-
     setting: str
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
@@ -69,10 +65,7 @@ class _Searches:
 
     def _ask(self, search: _Search, recipe: str) -> None:
         try:
-            ask = self.context.planner.ask
-            is_largest = bool(search.setting)
-            answer = ask("largest", recipe=recipe, setting=search.setting) if is_largest else ask("measure", recipe=recipe)
-            search.answer.set_result(answer)
+            search.answer.set_result(self.context.planner.ask("largest", recipe=recipe, setting=search.setting))
         except Exception as error:  # noqa: BLE001 - shown by `tick`
             search.answer.set_exception(error)
 
@@ -83,44 +76,22 @@ class _Searches:
             return ["", gr.Timer(active=False)]
         if not search.answer.done():
             progress = self.context.planner.progress or tr("searching")
-            text = tr("{change}: {result} …", change=_name(search), result=progress)
+            text = tr("{change}: {result} …", change=tr(LARGEST[search.setting]), result=progress)
             return [note(text), gr.Timer(active=True)]
         return [self._shown(search), gr.Timer(active=False)]
 
     def _shown(self, search: _Search) -> str:
         """The answer, with a button that takes it."""
-        name = _name(search)
+        name = tr(LARGEST[search.setting])
         try:
-            answer = search.answer.result()
+            largest = search.answer.result()["largest"]
         except SupersededError:
             return note(tr("{setting}: ended, as the recipe was planned anew. Press again.", setting=name))
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
-        if not search.setting:
-            return _costs(answer["measured"])
-        largest = answer["largest"]
         pressed = action(override=" ".join(largest["overrides"]))
         take = f'<button type="button" class="ft-small" {pressed}>{tr("Take it")}</button>' if largest["value"] else ""
         return f'<p role="status">{inert(_sentence(name, largest))} {take}</p>'
-
-
-def _name(search: _Search) -> str:
-    return tr(LARGEST[search.setting]) if search.setting else tr("Measuring")
-
-
-def _costs(measured: dict[str, Any]) -> str:
-    """The base's loss with each format of its weights, and what that costs."""
-    lines = [
-        [
-            entry["label"], f"{entry['loss']:.4f}",
-            "" if entry["cost"] is None else f"{entry['cost']:+.4f} ({entry['cost_low']:+.4f} to {entry['cost_high']:+.4f})",
-        ]
-        for entry in measured["formats"]
-    ]  # fmt: skip
-    columns = [tr("Weights"), ">" + tr("Held-out loss"), ">" + tr("Cost (95 % interval)")]
-    caption = tr("The base model before training, on {rows}", rows=rows(measured["rows"]))
-    left_out = "".join(note(str(text)) for text in measured["left_out"])
-    return f'<div role="status">{table(columns, lines, caption)}{left_out}</div>'
 
 
 def _sentence(name: str, largest: dict[str, Any]) -> str:

@@ -43,10 +43,18 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class Largest:
-    """The buttons by setting, and that which measures, where the answer is shown, and the timer that follows a search."""
+    """The buttons by setting, where the answer is shown, and the timer that follows a search."""
 
     buttons: dict[str, Any]
-    measure: Any
+    answer: Any
+    timer: Any
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The button that measures what quantising costs, where the answer is shown, and the timer that follows it."""
+
+    button: Any
     answer: Any
     timer: Any
 
@@ -66,6 +74,7 @@ class Layout:
     reasons: Any
     others: Any
     largest: Largest
+    measure: Measure
     ready: Any
     force: Any
     start: Any
@@ -122,11 +131,11 @@ def _middle() -> dict[str, Any]:
                         elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
                     bars.append(show(elem_id=f"fit-{identity}-bars"))
-            largest = _largest()
+            largest, measure = _largest(), _measure()
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show(functools.partial(_headed, mark("Other plans"), mark("The same settings, other ways to fit.")))
             others = show(elem_id="fit-alternatives")
-    return {"bars": bars, "others": others, "largest": largest}
+    return {"bars": bars, "others": others, "largest": largest, "measure": measure}
 
 
 def _largest() -> Largest:
@@ -134,8 +143,13 @@ def _largest() -> Largest:
     show(lambda: note(tr("The largest that fits:")))
     with gr.Row():
         buttons = {name: gr.Button(label, size="sm", elem_id=f"fit-largest-{name}") for name, label in LARGEST.items()}
-    measure = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
-    return Largest(buttons, measure, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
+    return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
+
+
+def _measure() -> Measure:
+    """What quantising costs, measured."""
+    button = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
+    return Measure(button, show(elem_id="fit-measured"), gr.Timer(1.0, active=False))
 
 
 def _bottom() -> dict[str, Any]:

@@ -106,7 +106,7 @@ class _View:
 
         from ..views.advice import what_settings_did
 
-        advice = what_settings_did(advise(runs))
+        advice = what_settings_did(advise(runs[:_MOST_COMPARED]))
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:

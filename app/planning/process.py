@@ -5,9 +5,8 @@ row     {"recipe": yaml, "index": n}                      one row as the model s
 plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
          "compare": bool}                                 `compare` adds forecasts of the alternatives
 largest {"recipe": yaml, "setting": name}                 the largest value of a setting with which the recipe fits
-measure {"recipe": yaml}                                  the base's held-out losses in 16 bit, int8 and NF4
 badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
-newest  {"number": n}                                     no answer; ends work on a plan, largest or measure with a lower number
+newest  {"number": n}                                     no answer; ends the work on a plan, or largest, with a lower number
 
 Before an answer there may be lines {"progress": message}.
 """
@@ -76,8 +75,6 @@ class Questions:
                 return {"plan": self.plan(recipe, progress, free_bytes=free_bytes, compare=compare).as_json()}
             if kind == "largest":
                 return {"largest": self._largest(recipe, question["setting"], question.get("number", 0))}
-            if kind == "measure":
-                return {"measured": self._measured(recipe, question.get("number", 0))}
             return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
         except FinetuneError as error:
             return {**error.as_json(), "title": error.title}
@@ -156,14 +153,6 @@ class Questions:
         progress = functools.partial(self._report_plan, number)
         largest = plan_largest(recipe, card, functools.partial(self._rows, report=progress), setting, progress=progress)
         return largest.as_json()
-
-    def _measured(self, recipe: Recipe, number: int) -> dict[str, Any]:
-        from finetune.card import find_card
-        from finetune.cli.quantisation import measure_recipe
-
-        card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
-        progress = functools.partial(self._report_plan, number)
-        return measure_recipe(recipe, card, functools.partial(self._rows, report=progress), progress).as_json()
 
     def _rows(self, recipe: Recipe, report: Callable[[str], None]) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..language import tr
-from .compare import setting_name
+from .compare import setting_name, value_text
 from .engine_texts import of_engine
-from .markup import note, table
+from .markup import interval_text, note, table
 
 if TYPE_CHECKING:
     from finetune.evaluate.run_advice import RunAdvice, SettingEffect
@@ -40,15 +40,16 @@ def _group(group: RunAdvice) -> str:
     if group.never_alone:
         names = ", ".join(setting_name(name) for name in group.never_alone)
         shown += note(tr("Never changed alone, so nothing can be said of: {settings}", settings=names))
-    if all(effect.difference is None for effect in group.effects):
+    if group.effects and all(effect.difference is None for effect in group.effects):
         shown += note(tr("For an interval, evaluate these runs on their held-out rows."))
     return shown
 
 
 def _row(group: RunAdvice, effect: SettingEffect) -> list[Any]:
     gap = effect.difference
-    change = f"{effect.change:+.4f}" if gap is None else f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
+    change = f"{effect.change:+.4f}" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
     verdict = tr("can't tell yet") if group.is_noise(effect) else tr("moves it") if gap else ""
     first, second = effect.values
     scores = (f"{score:.4f}" for score in effect.scores)
-    return [setting_name(effect.setting), f"{first} → {second}", of_engine(effect.score), *scores, change, verdict]
+    values = f"{value_text(first)} → {value_text(second)}"
+    return [setting_name(effect.setting), values, of_engine(effect.score), *scores, change, verdict]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from finetune.data.pictures.display import small_copy_of
 from finetune.events import Sample
@@ -21,14 +22,23 @@ _Prompt = tuple[str, tuple[str, ...]]
 _WORDS = re.compile(r"\s+|[^\s\w]|\w+")
 #: Words of an answer that are compared; a longer one is shown without marks.
 _MOST_WORDS = 400
+#: Pictures of a sample that are shown.
+_MOST_PICTURES = 4
 
 
-def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2) -> str:
-    """A table with a row for each prompt and a column for the newest steps; empty without samples."""
+def answers(
+    samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2, *, with_pictures: bool = True
+) -> str:
+    """A table with a row for each prompt and a column for the newest steps; empty without samples.
+
+    `with_pictures`: shows the files that the run's events name. Not for a file that is passed on: a run folder of somebody else
+    may name any picture of this machine.
+    """
     steps = sorted({sample.step for sample in samples})[-most_steps:]
     by_prompt: dict[_Prompt, dict[int, Sample]] = {}
     for sample in samples:
-        by_prompt.setdefault((sample.prompt or "", tuple(sample.pictures)), {})[sample.step] = sample
+        pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()
+        by_prompt.setdefault((sample.prompt or "", pictures), {})[sample.step] = sample
     prompts = [prompt for prompt, by_step in by_prompt.items() if steps and steps[-1] in by_step] or list(by_prompt)
     if not prompts:
         return ""
@@ -41,12 +51,22 @@ def answers(samples: Sequence[Sample], most_prompts: int | None = None, most_ste
     )
 
 
-#: A picture of a sample is shown at every tick.
-_small_copy = lru_cache(256)(small_copy_of)
+@lru_cache(256)
+def _small_copy(path: Path, stamp: tuple[int, int]) -> dict[str, Any]:
+    """Kept, as it is shown at every tick. `stamp`: another one for another file of this name."""
+    return small_copy_of(path)
 
 
 def _small_pictures(paths: tuple[str, ...]) -> str:
-    return small_pictures([_small_copy(Path(path)) for path in paths])
+    return small_pictures([_small_copy(Path(path), _stamp(path)) for path in paths])
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        stat = Path(path).stat()
+    except (OSError, ValueError):  # gone, or no name that a file can have
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> str:

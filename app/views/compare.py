@@ -63,7 +63,7 @@ def _differences(lives: list[LiveRun]) -> str:
     names = [name for name in settings[0] if len({repr(values.get(name)) for values in settings}) > 1 and name != "output_dir"]
     if not names:
         return note(tr("These runs have the same settings."))
-    rows = [[setting_name(name), *(_value(values.get(name)) for values in settings)] for name in names]
+    rows = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
     return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
 
 
@@ -72,7 +72,7 @@ def setting_name(name: str) -> str:
     return tr(_NAMES.get(name, name.replace("_", " ").capitalize()))
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A setting's value as text; of the data its file."""
     if isinstance(value, dict):
         return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)

@@ -11,6 +11,8 @@ from functools import cache
 from ..language import current, mark, tr
 from .markup import as_in_recipe
 
+#: Characters of a text that is translated, and texts within texts.
+_LONGEST, _DEEPEST = 500, 3
 _TEXTS = (
     # states of a run
     mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
@@ -69,13 +71,18 @@ _TEXTS = (
 
 
 def of_engine(text: str) -> str:
-    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe."""
+    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe.
+
+    A longer text stays as it is: it has an exception's message, and takes long to match.
+    """
     text = as_in_recipe(text)
-    if current() == "en":
-        return text
+    return text if current() == "en" or len(text) > _LONGEST else _translated(text, _DEEPEST)
+
+
+def _translated(text: str, depth: int) -> str:
     for template, pattern in _patterns():
-        if match := pattern.fullmatch(text):
-            return tr(template, **{name: of_engine(value) for name, value in match.groupdict().items()})
+        if depth and (match := pattern.fullmatch(text)):
+            return tr(template, **{name: _translated(value, depth - 1) for name, value in match.groupdict().items()})
     return text
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from ..language import tr, tr_n
 
-_OVERRIDE = re.compile(r"(?<![\w.-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
+_OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
+#: A command stays as it is typed, to the end of its line.
+_COMMAND = re.compile(r"(\bfinetune [a-z]+ [^\n]*)")
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -51,6 +53,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
     )
 
 
+def interval_text(low: float, high: float) -> str:
+    """Both ends of an interval with their signs."""
+    return tr("{low} to {high}", low=f"{low:+.4f}", high=f"{high:+.4f}")
+
+
 def action(**message: object) -> str:
     """Attributes of a button whose press sends this to the page's handler of actions."""
     return f'data-act="{inert(json.dumps(message))}"'
@@ -69,6 +76,15 @@ def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
 
 def as_in_recipe(text: str) -> str:
     """A message of the engine with its settings as a recipe has them, `key: value`, and not as on the command line."""
+    return "".join(part if is_command else _without_options(part) for is_command, part in _parts(text))
+
+
+def _parts(text: str) -> Iterable[tuple[int, str]]:
+    """The text between commands, and the commands, with whether it is one."""
+    return ((number % 2, part) for number, part in enumerate(_COMMAND.split(text)))
+
+
+def _without_options(text: str) -> str:
     return _OVERRIDE.sub(lambda match: f"{match[1]}: {match[2]}" if match[1] in setting_names() else match[0], text)
 
 

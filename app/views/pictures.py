@@ -16,7 +16,8 @@ def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
         size = pixels(picture["width"], picture["height"])
         name, source = tr("Picture, {size}", size=size), inert(picture["address"], 10**6)
         image = f'<img class="ft-picture" alt="{name}" title="{size}" src="{source}">'
-        gone = inert(tr("(a picture that can't be opened any more, {size})", size=size))
+        gone = tr("(a picture that can't be opened any more, {size})", size=size)
+        gone = inert(gone if picture["width"] else tr("(a picture that can't be opened any more)"))
         shown.append(image if picture["address"] else gone)
     return f"<p>{''.join(shown)}</p>" if shown else ""
 

@@ -11,7 +11,7 @@ from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, Mark, Panel, chart
 from .engine_texts import of_engine
-from .markup import Safe, as_in_recipe, inert, note, table
+from .markup import Safe, as_in_recipe, inert, interval_text, note, table
 from .run_head import STATES
 from .run_row import link_to
 
@@ -89,8 +89,7 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
         gap = entry.behind
         behind = ""
         if gap is not None:
-            interval = tr("{low} to {high}", low=f"{gap.low:+.4f}", high=f"{gap.high:+.4f}")
-            behind = f"{gap.value:+.4f} ({interval})"
+            behind = f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
         state = tr(_ARM_STATES.get(entry.state) or STATES.get(entry.state, (entry.state, ""))[0])
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,7 @@ def _run(path: Path, environment: dict[str, str], progress: Progress) -> Quantis
     errors_path, last = path.with_name("errors"), ""
     with errors_path.open("wb") as errors, subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8",
-        env={**os.environ, **environment, "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={**environment, "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"},
     ) as process:  # fmt: skip
         assert process.stdout is not None
         try:

@@ -90,7 +90,7 @@ def _show_advice(names: list[str], as_json: bool) -> None:
         if group.never_alone:
             names_shown = ", ".join(group.never_alone)
             out.print(f"Never changed alone, so nothing can be said of: {escape(names_shown)}")
-        if all(effect.difference is None for effect in group.effects):
+        if group.effects and all(effect.difference is None for effect in group.effects):
             out.print("For an interval, score these runs on their held-out rows: finetune eval RUN")
         if loss is not None:
             out.print(f"Go on from its settings:  finetune run runs/{escape(best)}/recipe.yaml ...")

@@ -11,13 +11,15 @@ import numpy as np
 _DRAWS = 2_000
 #: Of a normal distribution, 95 % are within so many standard deviations.
 _NORMAL = 1.96
+#: A difference that is smaller than its interval by this factor would take its square times as many rows.
+_MOST_WIDTHS = 1000
 
 
 @dataclass(frozen=True)
 class Difference:
     """Tuned minus base, with a 95 % interval. `more_rows`: about how many more rows would make it significant.
 
-    None if it is significant, and if the difference is 0.
+    None if it is significant, if the difference is 0, and if it takes too many to say.
     """
 
     value: float
@@ -47,18 +49,18 @@ def difference(
     if span:
         differences = np.append(differences, (span, -span))
         row_weights = np.append(row_weights, (np.mean(row_weights),) * 2)
-    middle, rng, means = float(np.average(differences, weights=row_weights)), np.random.default_rng(0), np.empty(_DRAWS)
+    shrunk_mean, rng, means = float(np.average(differences, weights=row_weights)), np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
         chosen = rng.integers(len(differences), size=len(differences))
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
     expansion = _expansion(len(differences))
-    lower, upper = (middle + expansion * (float(quantile) - middle) for quantile in np.percentile(means, (2.5, 97.5)))
+    lower, upper = (shrunk_mean + expansion * (float(quantile) - shrunk_mean) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
         lower, upper = max(-span, lower), min(span, upper)
     more_rows = None
-    if lower <= 0 <= upper and mean_difference:  # the interval shrinks with the root of the rows
-        half_width = _NORMAL * expansion * float(np.std(means))
-        more_rows = max(1, math.ceil(row_count * (half_width / middle) ** 2) - row_count)
+    half_width = _NORMAL * expansion * float(np.std(means))
+    if lower <= 0 <= upper and half_width < _MOST_WIDTHS * abs(shrunk_mean):  # the interval shrinks with the root of the rows
+        more_rows = max(1, math.ceil(row_count * (half_width / shrunk_mean) ** 2) - row_count)
     return Difference(mean_difference, lower, upper, more_rows)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import read_evaluations
+from finetune.evaluate.scorers import span_of
 from finetune.files import read_object
 from finetune.run.seal import MANIFEST
 from finetune.settings.schema import Decides, settings_that_decide
@@ -142,7 +143,8 @@ def _effects(first: TrainedRun, second: TrainedRun, setting: str) -> list[Settin
         scores = of_first["tuned"]["scores"], of_second["tuned"]["scores"]
         if len(scores[0]) > 1 and len(scores[0]) == len(scores[1]):
             means = (sum(scores[0]) / len(scores[0]), sum(scores[1]) / len(scores[1]))
-            effects.append(SettingEffect(setting, values, names, name, means, difference(*scores, span=1.0)))
+            gap = difference(*scores, span=span_of(name, *scores))
+            effects.append(SettingEffect(setting, values, names, name, means, gap))
         tokens = of_first["tuned"]["row_tokens"]
         if name in ("exact", "loss") and len(tokens) > 1 and any(tokens) and tokens == of_second["tuned"]["row_tokens"]:
             gap = difference(of_first["tuned"]["row_losses"], of_second["tuned"]["row_losses"], tokens)

@@ -24,7 +24,7 @@ from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
-from finetune.evaluate.scorers import RowScore, Scorer, scorer
+from finetune.evaluate.scorers import RowScore, Scorer, scorer, span_of
 from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
@@ -96,7 +96,7 @@ def compare(
     base_outputs = ModelOutputs(load, journals[0], eval_rows, reference[0], max_new_tokens, progress, reader)
     tuned_outputs = ModelOutputs(load, journals[1], eval_rows, "tuned", max_new_tokens, progress, reader)
     base, tuned = base_outputs.score(chosen_scorer), tuned_outputs.score(chosen_scorer)
-    has_intervals = len(base.scores) > 1
+    has_intervals, span = len(base.scores) > 1, span_of(chosen_scorer.name, base.scores, tuned.scores)
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
         time.perf_counter() - started,
@@ -104,7 +104,7 @@ def compare(
         difference(base.row_losses, tuned.row_losses, base.row_tokens)
         if len(base.row_losses) > 1 and any(base.row_tokens) else None,
         chosen_scorer.name,
-        difference(base.scores, tuned.scores, span=_span(chosen_scorer, base, tuned)) if has_intervals else None,
+        difference(base.scores, tuned.scores, span=span) if has_intervals else None,
         data, base_outputs.reused + tuned_outputs.reused, sorted({journal.problem for journal in journals} - {""}),
         forgetting, trained_rows(run, eval_rows) if data else 0,
         difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
@@ -127,12 +127,6 @@ def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float 
     gains = [(before - after) * tokens for before, after, tokens in losses_and_tokens]
     good, bad = ([gain for gain, label in zip(gains, desirable, strict=False) if label == wanted] for wanted in (True, False))
     return _mean([more > less for more in good for less in bad])
-
-
-def _span(scorer: Scorer, base: Score, tuned: Score) -> float:
-    """The largest difference of two rows' scores; of a user's function, between those that were seen."""
-    scores = [*base.scores, *tuned.scores]
-    return max(scores) - min(scores) if scorer.span is None else scorer.span
 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:

@@ -57,6 +57,13 @@ class Scorer:
     span: float | None = 1.0
 
 
+def span_of(name: str, *scores: Sequence[float]) -> float:
+    """The largest difference of two rows' scores of this name; of a user's function, between those that were seen."""
+    seen = [score for of_model in scores for score in of_model]
+    is_share = name.partition("-")[0] in SCORES and min(seen, default=0) >= 0 and max(seen, default=0) <= 1
+    return 1.0 if is_share else max(seen) - min(seen)
+
+
 def scorer(
     name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None,
     judge_url: str | None = None, judge_model: str | None = None, tests: str | None = None,

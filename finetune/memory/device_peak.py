@@ -77,7 +77,7 @@ def make_forecast(
     forecast = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain)
     forecast = dataclasses.replace(
         forecast,
-        peak_high_bytes=forecast.peak_high_bytes + _bucket_bytes(one_gpu, settings),
+        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + _bucket_bytes(one_gpu, settings) - highest),
         host_bytes=_host_bytes(run, card, settings),
         pinned_bytes=_pinned_bytes(run, card, settings),
         disk_bytes=_disk_bytes(one_gpu, settings),

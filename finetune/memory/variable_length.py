@@ -63,14 +63,19 @@ class MicroBatchEvents:
         return [(number, round(fixed + linear * width + pair * square)) for number, fixed, linear, pair in self._formulas]
 
 
+#: Share of a size that a tensor may have less than its tokens.
+_FEW_TOKENS = 0.02
+
+
 def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, float, float]:
     """Fixed bytes, bytes for each token, and bytes for each pair of tokens.
 
-    What grows faster than the width is a sum of both: scores with a sink have width * (width + 1) elements.
+    What grows faster than the width is a sum of both: scores with a sink have width * (width + 1) elements. What lacks a few
+    tokens, as labels that are shifted do, is still in proportion to the width.
     """
     slope = (size - other) / (width - narrow)
     fixed = size - slope * width
-    if fixed >= 0:
+    if fixed >= -_FEW_TOKENS * size:
         return fixed, slope, 0.0
     pair = (size / width - other / narrow) / (width - narrow)
     return 0.0, size / width - pair * width, pair

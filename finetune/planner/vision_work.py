@@ -97,10 +97,10 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
         if isinstance(module, torch.nn.Linear) and module not in text:
             counts.watch(name, module)
     forward, gradients = flop_counter(), flop_counter()
-    reached: dict[str, Any] = {}
+    reached: list[Any] = []
 
-    def stop(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        reached.update(inputs)
+    def stop(_: Any, *inputs: Any) -> None:
+        reached.extend(inputs)
         raise _Reached
 
     decoder.register_forward_pre_hook(stop, with_kwargs=True)

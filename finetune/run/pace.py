@@ -20,7 +20,7 @@ _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """Seconds until the last step. `low_s` and `high_s` are None before ten steps."""
+    """Seconds until the last step. `low_s` and `high_s` are None before ten steps and before a first evaluation."""
 
     likely_s: float
     low_s: float | None = None
@@ -46,6 +46,7 @@ class Pace:
     eval_steps: int | None = None
     last: Step | Start | None = None
     _evaluation: Evaluation | None = None
+    _evaluated: int = 0
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Pace:
@@ -61,7 +62,9 @@ class Pace:
             case Start():
                 self.last, self.eval_steps, self._evaluation = event, event.eval_steps, None
             case Evaluation():
-                self._evaluation = event
+                if self.eval_steps is None and event.step > self._evaluated > 0:  # a start of an earlier version says nothing
+                    self.eval_steps = event.step - self._evaluated
+                self._evaluation, self._evaluated = event, event.step
             case Step():
                 self._add_step(event)
                 self.last, self._evaluation = event, None
@@ -85,7 +88,7 @@ class Pace:
         if not isinstance(self.last, Step) or self.last.total_steps is None or not self.steps_s:
             return None
         steps, evaluations_s = max(0, self.last.total_steps - self.last.step), self._evaluations_left_s()
-        if len(self.steps_s) < FEWEST_STEPS:
+        if len(self.steps_s) < FEWEST_STEPS or (self.eval_steps and not self.evaluations_s):
             return TimeLeft(steps * statistics.median(self.steps_s) + evaluations_s)
         part = len(self.steps_s) // 5
         values = [*self.steps_s][-5 * part :]
@@ -98,6 +101,7 @@ class Pace:
         if not (self.eval_steps and self.evaluations_s and isinstance(self.last, Step) and self.last.total_steps):
             return 0.0
         count = (self.last.total_steps - 1) // self.eval_steps - (self.last.step - 1) // self.eval_steps
+        count -= self._evaluation is not None  # that of the newest step has ended
         return max(0, count) * statistics.fmean(self.evaluations_s)
 
     def as_json(self) -> dict[str, Any]:

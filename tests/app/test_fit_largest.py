@@ -1,11 +1,9 @@
-"""Fit: the largest value of a setting that fits, with a button that takes it; and what quantising costs."""
+"""Fit: the largest value of a setting that fits, with a button that takes it."""
 
 import json
 import re
 from html import unescape
 from types import SimpleNamespace
-
-import pytest
 
 from app.pages.fit_largest import _Searches
 from app.planning.draft import Draft
@@ -13,12 +11,10 @@ from app.planning.planner import SupersededError
 from app.planning.process import Questions
 from app.workspace import Workspace
 
-RECIPE = "model_name_or_path: tiny\ndataset: tiny\ngpu: rtx-4090\n"
 
-
-def search(tmp_path, setting, ask, recipe=RECIPE):
+def search(tmp_path, setting, ask):
     draft = Draft(Workspace(tmp_path, tmp_path / "runs"))
-    draft.write(recipe)
+    draft.write("model_name_or_path: tiny\ndataset: tiny\ngpu: rtx-4090\n")
     searches = _Searches(SimpleNamespace(draft=draft, planner=SimpleNamespace(ask=ask, progress="planning lora_r=64")))
     first = searches.start(setting)
     searches._newest.answer.exception()  # waits
@@ -40,14 +36,3 @@ def test_a_search_that_a_change_of_the_recipe_ends_says_so(tmp_path):
 
     _, _, (shown, timer) = search(tmp_path, "max_length", ask)
     assert "Press again" in shown and not timer.active
-
-
-@pytest.mark.slow
-def test_what_quantising_costs_is_measured_and_shown_with_its_interval(tmp_path):
-    questions = Questions()
-    answered = lambda kind, **values: questions.answer({"kind": kind, **values})  # noqa: E731
-    recipe = "model_name_or_path: tiny\ndataset: {path: support, max_rows: 60, test_split_size: 20}\ngpu: cpu\n"
-    _, _, (shown, timer) = search(tmp_path, "", answered, recipe)
-    assert not timer.active and "on 20 rows" in shown
-    assert re.findall(r'<td class="left">([^<]*)</td>', shown) == ["32 bit", "int8", "NF4"]
-    assert len(re.findall(r"[+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\)", shown)) == 2

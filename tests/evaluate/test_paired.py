@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from finetune.evaluate.paired import difference
+from finetune.evaluate.scorers import span_of
 
 
 @pytest.mark.slow
@@ -45,6 +46,15 @@ def test_a_difference_is_significant_when_zero_is_outside_and_paired_rows_need_f
 def test_few_rows_that_got_worse_are_significant_as_in_the_exact_test_of_mcnemar(worse, is_significant):
     estimate = difference([1] * 120, [0] * worse + [1] * (120 - worse), span=1.0)
     assert estimate.is_significant == is_significant and (is_significant or estimate.more_rows > 8 * (6 - worse))
+
+
+def test_a_difference_of_rounding_alone_and_scores_of_a_users_own_scale_have_intervals():
+    rounding = difference([0, 0, 0.3], [0.1, 0.2, 0], span=1.0)
+    assert rounding.more_rows is None and rounding.low < 0 < rounding.high
+    scores = [1, 1, 2, 1, 1, 1], [5, 4, 5, 5, 4, 5]
+    assert span_of("exact-last", [0, 1], [1, 1]) == 1.0 and span_of("stars", *scores) == 4
+    stars = difference(*scores, span=span_of("stars", *scores))
+    assert stars.low < stars.value < stars.high
 
 
 def test_no_difference_is_never_significant():

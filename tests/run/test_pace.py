@@ -1,5 +1,7 @@
 """How long the rest of a run takes, from events with times."""
 
+from dataclasses import replace
+
 import pytest
 
 from finetune.events import Evaluation, Start, Step
@@ -34,7 +36,19 @@ def test_evaluations_to_come_are_added_and_widen_nothing():
     assert left.likely_s == pytest.approx(78 + 7 * 20) and left.low_s > 0.95 * left.likely_s
     at_the_evaluation = left_after([1.0] * 21, eval_steps=10)
     assert at_the_evaluation.likely_s == pytest.approx(79 + 7 * 20)
-    assert left_after([1.0] * 20, eval_steps=10).likely_s == pytest.approx(80 + 8 * 20)
+    after_it = left_after([1.0] * 20, eval_steps=10)
+    assert after_it.likely_s == pytest.approx(80 + 7 * 20)
+
+
+def test_no_range_is_given_before_a_first_evaluation():
+    assert left_after([1.0] * 15, eval_steps=20) == TimeLeft(85.0)
+
+
+def test_runs_of_earlier_versions_say_by_their_evaluations_how_often_there_is_one():
+    events = [
+        replace(event, eval_steps=None) if isinstance(event, Start) else event for event in events_of([1.0] * 22, eval_steps=10)
+    ]
+    assert Pace.of(events).left.likely_s == pytest.approx(78 + 7 * 20)
 
 
 def test_the_time_left_is_that_of_the_newest_steps():
