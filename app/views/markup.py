@@ -53,9 +53,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
     )
 
 
-def interval_text(low: float, high: float) -> str:
+def interval_text(lower: float, upper: float) -> str:
     """Both ends of an interval with their signs."""
-    return tr("{low} to {high}", low=f"{low:+.4f}", high=f"{high:+.4f}")
+    return tr("{low} to {high}", low=f"{lower:+.4f}", high=f"{upper:+.4f}")
 
 
 def action(**message: object) -> str:
