@@ -67,16 +67,22 @@ class _Measurements:
         recipe = self._context.draft.read().recipe
         if recipe is None:
             return [gr.skip(), note(tr("The recipe has settings to correct.")), gr.Timer(active=False)]
+        try:
+            self._newest, self._is_ended = self._started(write_recipe(recipe)), False
+        except OSError as error:  # a full disk, among others
+            return [gr.skip(), problem(FinetuneError.title, [str(error)]), gr.Timer(active=False)]
+        return self.tick()
+
+    def _started(self, recipe: str) -> _Measurement:
         folder = self._context.workspace.folder("measured")
         path = folder / "recipe.yaml"
-        path.write_text(write_recipe(recipe), encoding="utf-8")
+        path.write_text(recipe, encoding="utf-8")
         with (folder / "output.txt").open("wb") as output, (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "finetune", "plan", str(path), "--measure", "--json"], stdout=output, stderr=log,
                 stdin=subprocess.DEVNULL, cwd=self._context.workspace.root, env=environment_with_gpus(),
             )  # fmt: skip
-        self._newest, self._is_ended = _Measurement(process, folder, time.monotonic()), False
-        return self.tick()
+        return _Measurement(process, folder, time.monotonic())
 
     def end(self) -> None:
         """End the measurement that goes on, with the processes that it started."""

@@ -46,6 +46,13 @@ def test_a_gpu_that_is_not_here_is_refused_in_words(tmp_path):
     assert "rtx-4090, which is not in this machine" in ended(measurements)
 
 
+def test_a_folder_that_can_not_be_written_is_said(tmp_path):
+    measurements = measurements_of(tmp_path, RECIPE + "gpu: cpu\n")
+    (measurements._context.workspace.folder("measured") / "recipe.yaml").mkdir()
+    _, shown, timer = measurements.press()
+    assert "recipe.yaml" in shown and not timer.active
+
+
 def test_a_second_press_ends_it_and_its_processes(tmp_path):
     measurements = measurements_of(tmp_path, RECIPE + "gpu: cpu\n")
     measurements.press()
