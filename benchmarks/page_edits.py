@@ -241,12 +241,14 @@ def main() -> int:
     return 1 if problems else 0
 
 
-#: What is edited: the bundled model and data, in steps that take no time.
+#: What is edited: the bundled model and data, in steps that take no time. Longer rows are truncated: else a short length that
+#: was chosen last rightly keeps the run from starting.
 FIRST = """\
 model_name_or_path: tiny
 dataset: support
 gpu: cpu
 max_length: 256
+excess_length: truncate
 lora_r: 16
 effective_batch_size: 8
 max_steps: 1
