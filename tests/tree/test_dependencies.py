@@ -43,6 +43,12 @@ def test_licences_that_may_be_passed_on_are_allowed(licence):
     assert dependencies.is_allowed(licence)
 
 
+@pytest.mark.parametrize("licence", ["Other/Proprietary License", "LicenseRef-NVIDIA-Proprietary", ""])
+def test_cudas_libraries_are_allowed_by_name(licence):
+    assert dependencies.is_allowed(licence, "nvidia-nvtx") and dependencies.is_allowed(licence, "cuda-toolkit")
+    assert not dependencies.is_allowed(licence, "numpy")
+
+
 def test_the_list_beside_the_wheel_has_every_component_with_its_hashes():
     components = dependencies.sbom("1.0")["components"]
     assert len(components) == len(dependencies.hashed_pins())
