@@ -15,10 +15,12 @@ FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
 class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
-    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status.
+    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status. `run_state`:
+    what becomes of a run that it ends.
     """
 
     exit_code = FAILED
+    run_state = "failed"
     title = "Something went wrong"
 
     def __init__(self, problems: str | list[str], fix: str = "") -> None:
@@ -119,6 +121,7 @@ class Diverged(FinetuneError):
     """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
 
     exit_code = 6
+    run_state = "diverged"
     title = "Training diverged"
 
 
@@ -130,4 +133,5 @@ class DiskFull(FinetuneError):
     """The disk is full, or a path can't be written."""
 
     exit_code = 7
+    run_state = "paused"
     title = "The disk needs attention"

@@ -17,7 +17,7 @@ from ..language import mark, tr
 from ..planning.planner import SupersededError
 from ..views.binding import BUTTON, QUIET
 from ..views.markup import action, inert, note, problem
-from .fit_layout import LARGEST
+from ..views.words import setting_name
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -76,13 +76,13 @@ class _Searches:
             return ["", gr.Timer(active=False)]
         if not search.answer.done():
             progress = self.context.planner.progress or tr("searching")
-            text = tr("{change}: {result} …", change=tr(LARGEST[search.setting]), result=progress)
+            text = tr("{change}: {result} …", change=setting_name(search.setting), result=progress)
             return [note(text), gr.Timer(active=True)]
         return [self._shown(search), gr.Timer(active=False)]
 
     def _shown(self, search: _Search) -> str:
         """The answer, with a button that takes it."""
-        name = tr(LARGEST[search.setting])
+        name = setting_name(search.setting)
         try:
             largest = search.answer.result()["largest"]
         except SupersededError:

@@ -19,11 +19,12 @@ from ..language import mark, tr
 from ..planning.catalogue import card_choices
 from ..views.binding import show
 from ..views.markup import note, page_title
+from ..views.words import SETTING_NAMES
 
 #: Setting -> name and identity of its box.
 NUMBERS = {
-    "max_length": (mark("Longest row, tokens"), "length"), "lora_r": (mark("LoRA rank"), "rank"),
-    "effective_batch_size": (mark("Rows per step"), "batch"),
+    "max_length": (mark("Longest row, tokens"), "length"), "lora_r": (SETTING_NAMES["lora_r"], "rank"),
+    "effective_batch_size": (SETTING_NAMES["effective_batch_size"], "batch"),
 }  # fmt: skip
 
 
@@ -35,10 +36,8 @@ def _advanced() -> str:
 
 #: Setting -> lowest and highest value that its box takes.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
-#: Setting whose largest value is searched -> what its button says.
-LARGEST = {
-    "max_length": mark("Longest row"), "lora_r": mark("LoRA rank"), "per_device_train_batch_size": mark("Rows at a time"),
-}  # fmt: skip
+#: Settings whose largest value is searched.
+LARGEST = ("max_length", "lora_r", "per_device_train_batch_size")
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _largest() -> Largest:
     """The search of the largest value that fits."""
     show(lambda: note(tr("The largest that fits:")))
     with gr.Row():
-        buttons = {name: gr.Button(label, size="sm", elem_id=f"fit-largest-{name}") for name, label in LARGEST.items()}
+        buttons = {name: gr.Button(SETTING_NAMES[name], size="sm", elem_id=f"fit-largest-{name}") for name in LARGEST}
     return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..language import tr
-from .compare import setting_name, value_text
+from .compare import value_text
 from .engine_texts import of_engine
 from .markup import interval_text, note, table
+from .words import setting_name
 
 if TYPE_CHECKING:
     from finetune.evaluate.run_advice import RunAdvice, SettingEffect

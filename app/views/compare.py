@@ -8,31 +8,15 @@ from typing import Any
 
 from finetune.units import GIB
 
-from ..language import mark, tr
+from ..language import tr
 from ..live import LiveRun
 from .charts import Line, Panel, chart
 from .markup import inert, note, table
 from .run_row import RunRow, last_loss
 from .series import smoothed
+from .words import setting_name
 
 _SMOOTHING = 0.8
-#: Settings that the page calls otherwise than the recipe.
-_NAMES = {
-    "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
-    "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
-    "optim": mark("Optimizer"), "model_name_or_path": mark("Model"), "load_in_4bit": mark("4-bit weights"),
-    "load_in_8bit": mark("8-bit weights"), "num_train_epochs": mark("Epochs"), "gpu": "GPU", "dataset": mark("Data"),
-    "learning_rate": mark("Learning rate"), "warmup_ratio": mark("Warmup ratio"), "warmup_steps": mark("Warmup steps"),
-    "weight_decay": mark("Weight decay"), "lora_dropout": mark("LoRA dropout"), "max_steps": mark("Max steps"),
-    "seed": mark("Seed"), "target_modules": mark("Target modules"), "packing": mark("Packing"), "method": mark("Method"),
-    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Learning rate schedule"),
-    "memory_budget": mark("Memory budget"), "eval_steps": mark("Eval steps"), "save_steps": mark("Save steps"),
-    "activation_checkpointing": mark("Activation checkpointing"), "layer_offloading": mark("Layer offloading"),
-    "dtype": mark("Data type"), "max_grad_norm": mark("Max grad norm"), "train_on_inputs": mark("Train on inputs"),
-    "chat_template": mark("Chat template"), "loss_type": mark("Loss type"), "excess_length": mark("Longer rows"),
-    "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
-    "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
-}  # fmt: skip
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 
@@ -65,11 +49,6 @@ def _differences(lives: list[LiveRun]) -> str:
         return note(tr("These runs have the same settings."))
     rows = [[setting_name(name), *(value_text(values.get(name)) for values in settings)] for name in names]
     return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
-
-
-def setting_name(name: str) -> str:
-    """A setting as the page calls it."""
-    return tr(_NAMES.get(name, name.replace("_", " ").capitalize()))
 
 
 def value_text(value: Any) -> str:

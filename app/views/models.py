@@ -9,15 +9,10 @@ from typing import Any
 from finetune.planner.plan import Verdict
 from finetune.units import format_count, gib
 
-from ..language import mark, tr
+from ..language import tr
 from ..planning.catalogue import Model
 from .markup import as_in_recipe, inert, page_title
-
-#: Verdicts in a word or two.
-_VERDICTS = {
-    Verdict.FITS: mark("Fits"), Verdict.AT_LIMIT: mark("At the limit"), Verdict.TIGHT: mark("May not fit"),
-    Verdict.NO_FIT: mark("Too big"), Verdict.UNKNOWN: mark("Can't say"), Verdict.NOT_POSSIBLE: mark("Not possible"),
-}  # fmt: skip
+from .verdicts import SHORT_VERDICTS
 
 
 def chooser() -> str:
@@ -65,6 +60,6 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
         return f'<span class="ft-badge {verdict.level}" title="{why}">{unknown}</span>'
     needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
     needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []
-    name = tr(_VERDICTS[verdict])
+    name = tr(SHORT_VERDICTS[verdict])
     text = tr("{change}: {result}", change=name, result=tr(", ").join(needs)) if needs else name
     return f'<span class="ft-badge {verdict.level}">{inert(text)}</span>'

@@ -7,6 +7,11 @@ from finetune.units import GIB, gib
 
 from ..language import mark, tr
 
+#: Verdicts in a word or two.
+SHORT_VERDICTS = {
+    Verdict.FITS: mark("Fits"), Verdict.AT_LIMIT: mark("At the limit"), Verdict.TIGHT: mark("May not fit"),
+    Verdict.NO_FIT: mark("Too big"), Verdict.UNKNOWN: mark("Can't say"), Verdict.NOT_POSSIBLE: mark("Not possible"),
+}  # fmt: skip
 #: Less than this to spare is said to fit just.
 _JUST_BYTES = 0.15 * GIB
 
@@ -21,7 +26,6 @@ def verdict_in_words(plan: Plan) -> str:
         return tr("Fits, with allocator retries")
     if verdict == Verdict.TIGHT and spare is not None:
         return tr("May not fit: up to {size} too big", size=gib(-spare))
-    if verdict == Verdict.NO_FIT:
-        return tr("Too big by {size}", size=gib(-spare)) if spare is not None else tr("Too big")
-    names = {Verdict.FITS: mark("Fits"), Verdict.TIGHT: mark("May not fit"), Verdict.NOT_POSSIBLE: mark("Not possible")}
-    return tr(names.get(verdict, mark("Can't say")))
+    if verdict == Verdict.NO_FIT and spare is not None:
+        return tr("Too big by {size}", size=gib(-spare))
+    return tr(SHORT_VERDICTS[verdict])

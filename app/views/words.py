@@ -17,6 +17,23 @@ from ..language import LANGUAGES, mark, spoken, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
+#: Settings that the page calls otherwise than the recipe.
+SETTING_NAMES = {
+    "lora_r": mark("LoRA rank"), "lora_alpha": mark("LoRA alpha"), "max_length": mark("Longest row"),
+    "effective_batch_size": mark("Rows per step"), "per_device_train_batch_size": mark("Rows at a time"),
+    "optim": mark("Optimizer"), "model_name_or_path": mark("Model"), "load_in_4bit": mark("4-bit weights"),
+    "load_in_8bit": mark("8-bit weights"), "num_train_epochs": mark("Epochs"), "gpu": "GPU", "dataset": mark("Data"),
+    "learning_rate": mark("Learning rate"), "warmup_ratio": mark("Warmup ratio"), "warmup_steps": mark("Warmup steps"),
+    "weight_decay": mark("Weight decay"), "lora_dropout": mark("LoRA dropout"), "max_steps": mark("Max steps"),
+    "seed": mark("Seed"), "target_modules": mark("Target modules"), "packing": mark("Packing"), "method": mark("Method"),
+    "gradient_accumulation_steps": mark("Gradient accumulation steps"), "lr_scheduler_type": mark("Learning rate schedule"),
+    "memory_budget": mark("Memory budget"), "eval_steps": mark("Eval steps"), "save_steps": mark("Save steps"),
+    "activation_checkpointing": mark("Activation checkpointing"), "layer_offloading": mark("Layer offloading"),
+    "dtype": mark("Data type"), "max_grad_norm": mark("Max grad norm"), "train_on_inputs": mark("Train on inputs"),
+    "chat_template": mark("Chat template"), "loss_type": mark("Loss type"), "excess_length": mark("Longer rows"),
+    "attn_implementation": mark("Attention"), "use_dora": "DoRA", "use_rslora": "rsLoRA", "beta": "beta",
+    "model_revision": mark("Model revision"), "adapter_name_or_path": mark("Adapter"), "sample_answers": mark("Sample answers"),
+}  # fmt: skip
 #: Settings whose size a sentence can say.
 _NUMBERS = {
     "max_length": mark("Shorten the longest row to {n} tokens"), "lora_r": mark("LoRA rank {n}"),
@@ -40,6 +57,11 @@ _SWITCHES = {
 }  # fmt: skip
 #: Settings that follow from others, or say that something is off.
 _IMPLIED = {"gradient_accumulation_steps", "offloaded_layers"}
+
+
+def setting_name(name: str) -> str:
+    """A setting as the page calls it."""
+    return tr(SETTING_NAMES.get(name, name.replace("_", " ").capitalize()))
 
 
 def in_words(override: str) -> str:

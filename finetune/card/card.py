@@ -13,7 +13,7 @@ class Card:
     desktop usually takes). `bf16_flops` and `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share`
     (in large matrix products: 140 of 165 TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not
     counted by torch's allocator. `uuid`: of a card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed
-    torch can't use it, and `problem_fix`.
+    torch can't use it, and `problem_fix`. `vendor`: its name in the table of vendors; empty: of this machine's GPU.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Card:
     uuid: str | None = None
     problem: str = ""
     problem_fix: str = ""
+    vendor: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -43,6 +44,6 @@ class Card:
         """Whether it trains in bf16, else in fp16. Every CPU can."""
         if self.is_cpu or self.capability is None:
             return self.is_cpu
-        from finetune.card.vendors import current_vendor  # a value that needs no driver's library
+        from finetune.card.vendors import vendor_of  # a value that needs no driver's library
 
-        return current_vendor().supports_bf16(self.capability)
+        return vendor_of(self).supports_bf16(self.capability)

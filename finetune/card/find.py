@@ -16,7 +16,7 @@ from finetune.card.host import host_card
 from finetune.card.names import catalogue_name, close_names, plain, split_count
 from finetune.card.unsupported import why_unsupported
 from finetune.card.vendor import Device
-from finetune.card.vendors import vendors
+from finetune.card.vendors import current_vendor, vendors
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
@@ -83,7 +83,7 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
         name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
-        reason=_catalogue_reason(total, used, entry["source"]), **entry.get("sustained", {}),
+        reason=_catalogue_reason(total, used, entry["source"]), vendor=entry["vendor"], **entry.get("sustained", {}),
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _measured_card(choice: Choice) -> Card:
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
         f"{format_bytes(used)} in use{holders}; CUDA context {context_source}{choice.reason}",
-        uuid=device.uuid, problem=problem, problem_fix=fix,
+        uuid=device.uuid, problem=problem, problem_fix=fix, vendor=current_vendor().name,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 #: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
 _EXIT_DEADLINE_S = 60
-_EXIT_OF = {"finished": FINISHED, "diverged": Diverged.exit_code, "paused": DiskFull.exit_code}
+_EXIT_OF = {"finished": FINISHED, **{error.run_state: error.exit_code for error in (Diverged, DiskFull)}}
 
 
 def run_recipe(

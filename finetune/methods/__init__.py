@@ -1,23 +1,21 @@
 """What a training method computes: its batches, the loss that the worker and the dry run call, and its metrics.
 
-finetune/settings/methods.py has what data, forecast and planner must know of each.
+finetune/settings/methods.py has the table, with what data, forecast and planner must know of each.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from typing import TYPE_CHECKING
 
-from finetune.methods.dpo import Dpo
-from finetune.methods.kto import Kto
 from finetune.methods.method import TrainingMethod
-from finetune.methods.sft import Sft
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.settings import Settings
 
-_METHODS: dict[str, type[TrainingMethod]] = {"sft": Sft, "pretrain": Sft, "dpo": Dpo, "kto": Kto}
-
 
 def method_of(settings: Settings) -> TrainingMethod:
     """The method of a recipe, with its settings."""
-    return _METHODS[settings.method](settings)
+    module, _, name = METHODS[settings.method].implementation.partition(".")
+    return pkgutil.resolve_name(f"finetune.methods.{module}:{name}")(settings)

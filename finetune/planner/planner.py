@@ -244,7 +244,7 @@ class _Planner:
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
         """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
-        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments():
+        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments(self.card):
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
@@ -260,7 +260,7 @@ class _Planner:
     def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
         return with_row_lengths(
             forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
-            budget_bytes=self.budget, lowers=not expandable_segments(),
+            budget_bytes=self.budget, lowers=not expandable_segments(self.card),
         )  # fmt: skip
 
     def compare(self, attempt: _Attempt) -> None:
@@ -375,7 +375,7 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        if not self.replays_rows or self.card.is_cpu or expandable_segments():
+        if not self.replays_rows or self.card.is_cpu or expandable_segments(self.card):
             return self._with_excess(self.forecaster(config, settings, self.card, rows=self._rows(settings, width)))
         return self._with_excess(self._in_segments(config, settings, width, reference))
 

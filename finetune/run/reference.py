@@ -13,6 +13,7 @@ from finetune.methods.dpo import REFERENCE_COLUMNS
 from finetune.methods.row_order import row_lengths
 from finetune.model.padding import without_mask
 from finetune.run.seal import MANIFEST, changes_in, write_manifest
+from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _SPLITS = ("train", "eval")
 #: Facts of the seal that these values follow from.
-_FACTS = ("data", "base", "base_config", "origin", "dtype", "load_in_4bit", "load_in_8bit")
+_FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
 
 
 def add_reference(trainer: RunTrainer, warn: Callable[[str], None]) -> str:

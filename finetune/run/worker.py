@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import events
 from finetune.card import cuda
 from finetune.distributed import ranks
-from finetune.errors import FAILED, FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
+from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
@@ -82,7 +82,7 @@ class Worker:
             self.events.emit(events.LossSpike(message=error.problems[0], learning_rate=self.plan.settings.learning_rate))
             return error.exit_code
         except FinetuneError as error:
-            return self._failed(error.exit_code, _STATE_OF.get(error.exit_code, "failed"), error)
+            return self._failed(error)
         except Exception as error:  # noqa: BLE001 - every failure becomes an event
             traceback.print_exc()
             if is_out_of_memory(error):
@@ -93,17 +93,17 @@ class Worker:
                 return OutOfMemory.exit_code
             if is_disk_full(error):
                 full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
-                return self._failed(full.exit_code, "paused", full)
+                return self._failed(full)
             if card_error := lost_card(self.plan, self.run.path):
-                return self._failed(card_error.exit_code, "failed", card_error)
-            return self._failed(FAILED, "failed", FinetuneError(f"{type(error).__name__}: {error}"))
+                return self._failed(card_error)
+            return self._failed(FinetuneError(f"{type(error).__name__}: {error}"))
 
-    def _failed(self, code: int, state: str, error: FinetuneError) -> int:
+    def _failed(self, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
         print(f"{error.title}: {printable(message)}", file=sys.stderr)  # noqa: T201 - log.txt is this process's output
         with contextlib.suppress(OSError):  # a full disk: the supervisor emits the state later
-            self.events.emit(events.State(state=state, message=message, exit_code=code))
-        return code
+            self.events.emit(events.State(state=error.run_state, message=message, exit_code=error.exit_code))
+        return error.exit_code
 
     def _train(self) -> int:
         from finetune.run.callbacks import NothingLeftToTrain
@@ -316,7 +316,6 @@ class Worker:
         return f"{last} Usual causes: the learning rate ({rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
 
 
-_STATE_OF = {Diverged.exit_code: "diverged", DiskFull.exit_code: "paused"}
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
 
 

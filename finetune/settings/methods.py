@@ -11,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """`sequences`: tokenised sequences of a row, all in one micro-batch. `reference_passes`: forward passes without gradients
-    beside each training pass. `min_rows`: fewest rows of a micro-batch.
+    """`implementation`: its module and class in finetune/methods. `sequences`: tokenised sequences of a row, all in one
+    micro-batch. `reference_passes`: forward passes without gradients beside each training pass. `min_rows`: fewest rows of a
+    micro-batch.
 
     `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: those of a recipe
     that other methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that
@@ -20,6 +21,7 @@ class Method:
     the reference can be computed before the training.
     """
 
+    implementation: str = "sft.Sft"
     sequences: int = 1
     reference_passes: int = 0
     min_rows: int = 1
@@ -53,7 +55,7 @@ METHODS = {
         ),
     ),
     "dpo": Method(
-        sequences=2, reference_passes=1, row_format="preference", precomputes=True,
+        implementation="dpo.Dpo", sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
@@ -63,7 +65,7 @@ METHODS = {
         ),
     ),
     "kto": Method(
-        reference_passes=3, min_rows=2, row_format="labelled", losses=("kto", "apo_zero_unpaired"),
+        implementation="kto.Kto", reference_passes=3, min_rows=2, row_format="labelled", losses=("kto", "apo_zero_unpaired"),
         settings=("beta", "loss_type", "desirable_weight", "undesirable_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's, as for pairs: 5e-6 where that has 2e-4",
         refused=(

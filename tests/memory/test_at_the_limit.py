@@ -23,7 +23,7 @@ CARD = dataclasses.replace(find_card("rtx-4090"), context_bytes=200 * MIB, conte
 def forecast_of(request, monkeypatch, tmp_path):
     """forecast_of(budget) for packed rows: the same length in every micro-batch."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "expandable_segments", lambda: request.param)
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: request.param)
     values = config_values(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, vocab_size=8192)
     recipe = settings(packing=True, per_device_train_batch_size=1)
     return lambda budget=None, **more: make_forecast(
@@ -63,7 +63,7 @@ def test_rows_of_uneven_length_without_expandable_segments_stay_tight(forecast_o
 def test_whole_blocks_count_as_forecast_where_segments_are_fixed_so_that_no_run_seems_to_exceed_it(monkeypatch, tmp_path):
     """Windows and WSL: torch counts a block whole, which the dry run's tensors do not; later plans were raised by that."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "expandable_segments", lambda: False)
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: False)
     replays, replayed = [], device_peak._replayed
     monkeypatch.setattr(device_peak, "_replayed", lambda *all_of: replays.append(replayed(*all_of)) or replays[-1])
     values = config_values(num_hidden_layers=4, hidden_size=384, intermediate_size=1000, vocab_size=9000)

@@ -133,7 +133,7 @@ def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "expandable_segments", lambda: expandable)
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
     recipe = settings(per_device_train_batch_size=1)
     before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
     for _ in range(2):  # then from the cache
@@ -150,7 +150,7 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
 @pytest.mark.slow
 def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_covers_other_orders(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(device_peak, "expandable_segments", lambda: False)
+    monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: False)
     recipe = settings(per_device_train_batch_size=1)
     before = make_forecast(VALUES, recipe, CARD, rows=RowShape(2048))
     after, unread = (

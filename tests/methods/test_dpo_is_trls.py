@@ -87,7 +87,8 @@ def assert_same_gradients(model, expected):
     computed = gradients(model)
     assert computed.keys() == expected.keys()
     for name, gradient in computed.items():
-        assert (gradient - expected[name]).norm() < 1e-6 * expected[name].norm(), name
+        # sums of fp32 in another order; 1e-6 was reached on one kind of CPU, and 1.02e-6 was measured on another
+        assert (gradient - expected[name]).norm() < 4e-6 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
