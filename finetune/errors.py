@@ -16,10 +16,11 @@ class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
     `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status. `run_state`:
-    what becomes of a run that it ends.
+    what becomes of a run that it ends. `is_permanent`: another attempt would end in the same way.
     """
 
     exit_code = FAILED
+    is_permanent = False
     run_state = "failed"
     title = "Something went wrong"
 
@@ -50,6 +51,7 @@ class RecipeError(FinetuneError):
     """The recipe, an override or the command's usage is wrong."""
 
     exit_code = 2
+    is_permanent = True
     title = "The recipe needs a change"
 
 
@@ -93,6 +95,7 @@ class DoesNotFit(FinetuneError):
     """The forecast says that the plan does not fit the card."""
 
     exit_code = 3
+    is_permanent = True
     title = "This will not fit"
 
 
@@ -107,6 +110,7 @@ class DataError(FinetuneError):
     """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
 
     exit_code = 4
+    is_permanent = True
     title = "The data needs a change"
 
 
@@ -114,6 +118,7 @@ class OutOfMemory(FinetuneError):
     """Memory ran out and no smaller plan is left to try."""
 
     exit_code = 5
+    is_permanent = True
     title = "Out of memory"
 
 
@@ -121,6 +126,7 @@ class Diverged(FinetuneError):
     """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
 
     exit_code = 6
+    is_permanent = True
     run_state = "diverged"
     title = "Training diverged"
 
@@ -135,3 +141,9 @@ class DiskFull(FinetuneError):
     exit_code = 7
     run_state = "paused"
     title = "The disk needs attention"
+
+
+def exit_codes(*, permanent: bool = False) -> list[int]:
+    """Those of all causes that have a code of their own, lowest first. `permanent`: only where another attempt is of no use."""
+    codes = {error.exit_code for error in FinetuneError.__subclasses__() if error.is_permanent or not permanent}
+    return sorted(codes - {FAILED})

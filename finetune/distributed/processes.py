@@ -110,8 +110,8 @@ class Launcher:
 
 
 #: When ranks end differently, the first of these exit statuses is the cause.
-_CAUSES = (errors.OutOfMemory, errors.DiskFull, errors.Diverged, errors.DataError, errors.DoesNotFit, errors.RecipeError)
-_ORDER = (*(error.exit_code for error in _CAUSES), FAILED, *reversed(errors.STOPPED), errors.FINISHED)
+_CAUSES = sorted(errors.exit_codes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
+_ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
 
 
 def launcher_for(run: Path, log: Path, plan: Plan) -> Launcher | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import DataError, Diverged, DoesNotFit, OutOfMemory, RecipeError
+from finetune.errors import RecipeError, exit_codes
 from finetune.recipe import write_recipe
 from finetune.settings import AUTO, Recipe
 
@@ -137,11 +137,11 @@ def kubernetes(job: Job) -> str:
     return head + "---\n".join(_yaml(document) for document in documents)
 
 
-#: Errors that a retry would repeat. After others a retry resumes from the checkpoint.
-_PERMANENT = [error.exit_code for error in (RecipeError, DoesNotFit, DataError, OutOfMemory, Diverged)]
+#: After other errors a retry resumes from the checkpoint.
 _PERMANENT_FAILURES = {
-    "action": "FailJob", "onExitCodes": {"containerName": "finetune", "operator": "In", "values": _PERMANENT},
-}  # fmt: skip
+    "action": "FailJob",
+    "onExitCodes": {"containerName": "finetune", "operator": "In", "values": exit_codes(permanent=True)},
+}
 
 
 class _Dumper(yaml.SafeDumper):
