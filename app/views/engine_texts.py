@@ -71,23 +71,29 @@ _TEXTS = (
 
 
 def of_engine(text: str) -> str:
-    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe.
+    """The engine's text in this request's language, with those of its values that are such texts; settings as in a recipe."""
+    return translated(text, _TEXTS)
+
+
+def translated(text: str, templates: tuple[str, ...]) -> str:
+    """A text that is one of these templates, in this request's language, and those of its values that are such texts.
 
     A longer text stays as it is: it has an exception's message, and takes long to match.
     """
     text = as_in_recipe(text)
-    return text if current() == "en" or len(text) > _LONGEST else _translated(text, _DEEPEST)
+    return text if current() == "en" or len(text) > _LONGEST else _translated(text, templates, _DEEPEST)
 
 
-def _translated(text: str, depth: int) -> str:
-    for template, pattern in _patterns():
+def _translated(text: str, templates: tuple[str, ...], depth: int) -> str:
+    for template, pattern in _patterns(templates):
         if depth and (match := pattern.fullmatch(text)):
-            return tr(template, **{name: _translated(value, depth - 1) for name, value in match.groupdict().items()})
+            values = {name: _translated(value, templates, depth - 1) for name, value in match.groupdict().items()}
+            return tr(template, **values)
     return text
 
 
 @cache
-def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+def _patterns(templates: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
     """Each text with what matches it; those without values first."""
-    ordered = sorted(_TEXTS, key=lambda template: "{" in template)
+    ordered = sorted(templates, key=lambda template: "{" in template)
     return [(template, re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template)), re.S)) for template in ordered]

@@ -9,8 +9,9 @@ from finetune.planner.run_cost import RunCost
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
-from .markup import action, as_in_recipe, inert, note
+from .markup import action, inert, note
 from .memory_parts import PHASES, Part, parts_of
+from .planner_texts import reason_in_words
 from .verdicts import verdict_in_words
 from .words import (
     in_words,
@@ -102,7 +103,7 @@ def memory(plan: Plan) -> str:
         f'<span class="ft-method">{inert(_method(plan))}</span></div>'
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
-    notes = "".join(note(as_in_recipe(text)) for text in forecast.notes)
+    notes = "".join(note(reason_in_words(text)) for text in forecast.notes)
     notes += note(tr("Forecast by: {method}.", method=_simulation(forecast.method)))
     details = f'<details class="ft-details"><summary>{tr("Details of the forecast")}</summary>{notes}</details>'
     return f"{head}{panels}{details}"
