@@ -231,9 +231,10 @@ class _View:
         run, workspace = self.context.workspace.run(name), self.context.workspace
         before = [_BEFORE] if run is not None and base_adapter_of(run) is not None else []
         names = [other.path.name for other in workspace.list_runs() if other.path.name != name]
-        kinds = _named([*_KINDS, *(_gguf_files(run) if run is not None else [])])
+        kinds: list[Any] = [*_named(_KINDS), *(_gguf_files(run) if run is not None else [])]
+        rows: list[Any] = [*_named([_HELD_OUT, *before]), *local_datasets(workspace)]
         return [
-            gr.Dropdown(choices=_named([_HELD_OUT, *before, *local_datasets(workspace)]), value=_HELD_OUT),
+            gr.Dropdown(choices=rows, value=_HELD_OUT),
             gr.Dropdown(choices=names, value=[]), gr.Dropdown(choices=kinds, value="Adapter"),
             gr.Dropdown(choices=names, value=[]),
         ]  # fmt: skip

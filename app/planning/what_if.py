@@ -32,11 +32,11 @@ _BUDGET_SHARE = 0.02
 class Outcome:
     """What a plan at `value` came to; `peak_high_bytes` is None where none was made. `problem`: why not.
 
-    `ways`: how it fits, by the language's code.
+    `summaries`: the plan in words, by the language's code.
     """
 
     value: int
-    ways: dict[str, str] = field(default_factory=dict)
+    summaries: dict[str, str] = field(default_factory=dict)
     peak_high_bytes: int | None = None
     budget_bytes: int | None = None
     seconds: float | None = None
@@ -56,14 +56,14 @@ class Outcome:
         return self.peak_high_bytes is not None and self.budget_bytes is not None and self.peak_high_bytes <= self.budget_bytes
 
 
-def outcome_of(plan: Plan, value: int, ways: dict[str, str]) -> Outcome:
+def outcome_of(plan: Plan, value: int, summaries: dict[str, str]) -> Outcome:
     """The outcome of a plan that was made, with its way to fit in each language."""
     forecast, budget = plan.forecast, plan.budget_bytes or plan.card.free_bytes
     if forecast is None:
-        return Outcome(value, ways, budget_bytes=budget, problem="no forecast")
+        return Outcome(value, summaries, budget_bytes=budget, problem="no forecast")
     seconds = forecast.step_s * plan.total_steps if forecast.step_s and plan.total_steps else None
     rows, problem = plan.data.rows if plan.data else None, plan.data_problem.problems[0][:200] if plan.data_problem else ""
-    return Outcome(value, ways, forecast.peak_high_bytes, budget, seconds, forecast.tokens_per_s, rows, problem)
+    return Outcome(value, summaries, forecast.peak_high_bytes, budget, seconds, forecast.tokens_per_s, rows, problem)
 
 
 class Outcomes:

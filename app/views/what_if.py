@@ -55,7 +55,7 @@ def compared(outcome: Outcome, now: Outcome) -> str:
         return tr(outcome.problem)
     if not outcome.is_made:
         return tr("not planned yet")
-    parts = [outcome.ways.get(current(), "")]
+    parts = [outcome.summaries.get(current(), "")]
     if outcome.value != now.value:
         parts += [slower_in_words(outcome.tokens_per_s, now.tokens_per_s), _memory(outcome, now)]
     if not outcome.fits:

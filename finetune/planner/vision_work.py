@@ -49,9 +49,11 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[in
     """
     if recipe.vision is not True or not pictures:
         return None
+    from finetune.data.tokenizer import ModelPictures
+
     key = cache.key_of(
         kind="vision work", config={name: value for name, value in config.items() if name != "quantization_config"},
-        model=recipe.model_name_or_path, revision=recipe.model_revision, max_pixels=str(recipe.max_pixels),
+        model=recipe.model_name_or_path, revision=recipe.model_revision, processor=ModelPictures(recipe).identity,
         targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
     )  # fmt: skip
     cached = cache.read(key)
