@@ -16,6 +16,7 @@ from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods.dpo import PREFERENCE_LOSSES, Dpo
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
+from finetune.settings.methods import METHODS
 
 VOCABULARY = 64
 #: Prompt, chosen and rejected answer as vocabulary, of uneven lengths.
@@ -89,6 +90,10 @@ def assert_same_gradients(model, expected):
     for name, gradient in computed.items():
         # sums of fp32 in another order; 1e-6 was reached on one kind of CPU, and 1.02e-6 was measured on another
         assert (gradient - expected[name]).norm() < 4e-6 * expected[name].norm(), name
+
+
+def test_every_loss_of_the_recipe_has_its_function():
+    assert tuple(PREFERENCE_LOSSES) == METHODS["dpo"].losses
 
 
 @pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
