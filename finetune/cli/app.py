@@ -374,7 +374,7 @@ def chat(
 
     Example:  finetune chat latest --both --temperature 0.7 --system "You route messages."
     """
-    from finetune.cli.evaluate import chat_with
+    from finetune.cli.chat import chat_with
 
     models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
     run, *others = runs or ["latest"]

@@ -141,7 +141,7 @@ def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):
 
 
 def test_exit_leaves_the_chat(monkeypatch):
-    from finetune.cli.evaluate import _questions
+    from finetune.cli.chat import _questions
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\n/exit\nnever asked\n")))
     assert list(_questions()) == ["Hi"]

@@ -16,7 +16,8 @@ from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
 from finetune.card.allocator import AllocatorSettings, expandable_segments
-from finetune.cli.evaluate import chat_with, show_scores
+from finetune.cli.chat import chat_with
+from finetune.cli.evaluate import show_scores
 from finetune.errors import CardError, RecipeError
 from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
