@@ -16,7 +16,7 @@ class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
     `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status. `run_state`:
-    what becomes of a run that it ends. `is_permanent`: another attempt would end in the same way.
+    of a run that it ends; `paused` is for a full disk. `is_permanent`: another attempt would end in the same way.
     """
 
     exit_code = FAILED
@@ -145,5 +145,9 @@ class DiskFull(FinetuneError):
 
 def exit_codes(*, permanent: bool = False) -> list[int]:
     """Those of all causes that have a code of their own, lowest first. `permanent`: only where another attempt is of no use."""
-    codes = {error.exit_code for error in FinetuneError.__subclasses__() if error.is_permanent or not permanent}
+    codes = {error.exit_code for error in _kinds(FinetuneError) if error.is_permanent or not permanent}
     return sorted(codes - {FAILED})
+
+
+def _kinds(error: type[FinetuneError]) -> list[type[FinetuneError]]:
+    return [kind for direct in error.__subclasses__() for kind in (direct, *_kinds(direct))]

@@ -44,7 +44,7 @@ def close_names(typed: str, sizes: Mapping[str, int], most: int = 4) -> list[str
         return sorted((name for name in sizes if sizes[name] == int(size[1])), key=_rtx_first)[:most]
     wanted, names = _short(typed), {_short(name): name for name in sizes}
     starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
-    if not starting:  # a suffix that no card has: RTX 5070 Ti Super
+    if not starting:  # a suffix that no card has: RTX 5070 Ti Ultra
         beginnings = [short for short in names if len(short) >= 4 and short[:4].isdecimal() and wanted.startswith(short)]
         starting = [names[max(beginnings, key=len)]] if beginnings else []
     return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:most]

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from finetune.settings.methods import METHODS
+from finetune.settings.optimizers import FUSED, OPTIMIZERS
 from finetune.units import format_count
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
     return 32.0, f"scale 32 / {rank}: with a fixed alpha the best learning rate hardly depends on rank (LoRA Without Regret)"
 
 
-def advise_learning_rate(shape: ModelShape, method: str = "sft") -> tuple[float, str]:
-    """Two significant digits, for this training method: SFT's rate times the method's factor."""
+def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FUSED) -> tuple[float, str]:
+    """Two significant digits: the rate of SFT with AdamW, times the factors of the method and the optimizer."""
     rate, why = _rate_of_sft(shape)
-    factor, source = METHODS[method].rate_factor, METHODS[method].rate_source
-    return (_two_digits(rate * factor), f"{source}; SFT's: {why}") if source else (rate, why)
+    of_method, of_optimizer = METHODS[method], OPTIMIZERS[optim]
+    reasons = [of_optimizer.rate_source, of_method.rate_source, f"SFT's: {why}" if of_method.rate_source else why]
+    rate *= of_method.rate_factor * of_optimizer.rate_factor
+    return _two_digits(rate), "; ".join(filter(None, reasons))
 
 
 def _rate_of_sft(shape: ModelShape) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from finetune.recipe import write_recipe
 from finetune.settings import AUTO
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import METHODS
+from finetune.settings.optimizers import FUSED
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
@@ -107,7 +108,8 @@ def _choose_adapter(choices: Choices, shape: ModelShape, data: DataStatistics | 
     choices = choices.choose("target_modules", shape.targets, why)
     choices = choices.choose("lora_r", *advise_rank(shape, data))
     choices = choices.choose("lora_alpha", *advise_alpha(choices.recipe, choices.value("lora_r")))
-    return choices.choose("learning_rate", *advise_learning_rate(shape, choices.recipe.method))
+    method, optim = choices.recipe.method, choices.recipe.optim
+    return choices.choose("learning_rate", *advise_learning_rate(shape, method, FUSED if optim == AUTO else optim))
 
 
 def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | None) -> Choices:

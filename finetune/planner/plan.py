@@ -25,6 +25,7 @@ from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
+from finetune.settings.resolve import BEFORE
 from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.
@@ -361,12 +362,7 @@ class Plan:
     def from_json(cls, values: dict[str, Any]) -> Plan:
         """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
         values = _upgraded(values) if "version" not in values else dict(values)
-        # a run from before there were any goes on without
-        before = {
-            "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False, "layer_offloading": False,
-            "offloaded_layers": 0, "vision": False, "max_pixels": None,
-        }  # fmt: skip
-        settings = {**before, **values.pop("plan")}
+        settings = {**BEFORE, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 
     def with_note(self, note: str) -> Plan:

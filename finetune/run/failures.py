@@ -6,13 +6,17 @@ import errno
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import DiskFull, FinetuneError
 from finetune.events import OutOfMemory
 from finetune.memory.forecast import PhaseForecast
 from finetune.run.accuracy import budget_bytes
+from finetune.run.card import lost_card
 from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from finetune.events import Memory
     from finetune.planner.plan import Plan
     from finetune.run.memory import MemorySampler
@@ -97,3 +101,10 @@ def is_disk_full(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def cause_of(error: Exception, plan: Plan, run: Path) -> FinetuneError:
+    """What another library's error means for the run in this directory, memory apart: a kind of its own is recognised here."""
+    if is_disk_full(error):
+        return DiskFull(str(error), f"Free some space, then: finetune resume {run}")
+    return lost_card(plan, run) or FinetuneError(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import events
 from finetune.card import cuda
 from finetune.distributed import ranks
-from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
+from finetune.errors import FINISHED, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
@@ -24,9 +24,9 @@ from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_at_end, record_measurements, whole_run_s
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
-from finetune.run.card import available_bytes, ignored_settings_message, kernel_problem, limit_card, lost_card, open_card
+from finetune.run.card import available_bytes, ignored_settings_message, kernel_problem, limit_card, open_card
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.failures import describe, is_disk_full, is_out_of_memory
+from finetune.run.failures import cause_of, describe, is_out_of_memory
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
@@ -91,12 +91,7 @@ class Worker:
                 self.history.write("out-of-memory")
                 self.events.emit(event)
                 return OutOfMemory.exit_code
-            if is_disk_full(error):
-                full = DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}")
-                return self._failed(full)
-            if card_error := lost_card(self.plan, self.run.path):
-                return self._failed(card_error)
-            return self._failed(FinetuneError(f"{type(error).__name__}: {error}"))
+            return self._failed(cause_of(error, self.plan, self.run.path))
 
     def _failed(self, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()

@@ -58,7 +58,7 @@ def test_several_cards_are_one_card_and_their_number(typed):
 
 def test_a_suffix_that_no_card_has_suggests_the_card_without_it():
     with pytest.raises(RecipeError) as error:
-        find_card("RTX 5070 Ti Super")
+        find_card("RTX 5070 Ti Ultra")
     assert error.value.fix == "Did you mean rtx-5070-ti?"
 
 

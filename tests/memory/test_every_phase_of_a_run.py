@@ -41,6 +41,7 @@ TECHNIQUES = {
     "paged-8bit": {"optim": "paged_adamw_8bit"},
     "paged-32bit": {"optim": "paged_adamw_32bit"},
     "adafactor": {"optim": "adafactor"},
+    "lion": {"optim": "lion_8bit"},
     "cpu-adamw": {"optim": "adamw_cpu_offload"},
     "nf4": NF4,
     "nf4-recomputed": RECOMPUTED | NF4,

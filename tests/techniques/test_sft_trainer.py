@@ -12,6 +12,7 @@ from trainer_runs import adapter, logged_losses, make_trainer, state_bytes
 from finetune.layers.checkpointing import decoder_layers
 from finetune.model.cpu_adamw import CpuAdamW
 from finetune.model.techniques import training_arguments
+from finetune.settings.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +84,12 @@ def test_optimizer_states_are_as_small_as_they_should_be(base):
 
 
 def test_every_optimizer_of_a_recipe_is_one_that_the_trainer_makes(base):
-    for name, class_name in {
+    expected = {
         "adamw_torch_fused": "AdamW", "adamw_torch": "AdamW", "adamw_8bit": "AdamW", "paged_adamw_8bit": "AdamW",
-        "paged_adamw_32bit": "AdamW", "adafactor": "Adafactor", "adamw_cpu_offload": "CpuAdamW",
-    }.items():  # fmt: skip
+        "paged_adamw_32bit": "AdamW", "adafactor": "Adafactor", "adamw_cpu_offload": "CpuAdamW", "lion_8bit": "Lion",
+    }  # fmt: skip
+    assert expected.keys() == OPTIMIZERS.keys()
+    for name, class_name in expected.items():
         trainer = make_trainer(Path(tempfile.gettempdir()) / "unused", settings_for(base, optim=name))
         assert type(trainer.create_optimizer()).__name__ == class_name
     assert training_arguments(settings_for(base, optim="adafactor"))["optim"] == "adafactor"
