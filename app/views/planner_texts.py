@@ -62,7 +62,7 @@ _CLAUSES = (
     mark("the model has other layers than full and sliding-window attention"),
     mark("torch_compile: true tries it, where Triton and a C compiler work"),
     mark("the rows were not read, because the model's tokenizer can't be: {reason}"),
-    mark("only method dpo in one process can compute its reference before"),
+    mark("only method {methods} in one process can compute its reference before"),
     mark("{n} token(s) from {first} on are new to the model: their rows are trained"),
     mark("the largest step is planned with {rows} row(s) of {tokens} tokens, each with {pictures}"),
     mark("the rows were not read, so those of every length were replayed"),

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from blocks.page import GIB, ROOT, block, markdown
 
+from finetune.planner.plan import Verdict
+
 PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
@@ -25,7 +27,6 @@ STAND_IN_END = ROOT / "benchmarks" / "reference" / "card_end.csv"
 _END_OFFSET = re.compile(r" [+-]\d+ MiB$")
 #: Tokens of the row that the largest models are tried with (benchmarks/card_peers.py).
 LARGEST_ROW = "512"
-VERDICTS = ("fits", "at the limit", "tight", "does not fit")
 BENCHMARK, MEASURED = ROOT / "benchmarks" / "forecast_accuracy.py", ROOT / "benchmarks" / "reference" / "measured_memory.csv"
 
 
@@ -229,7 +230,7 @@ def stand_in_edge(table: Path = STAND_IN_EDGE) -> str:
         recipes = list(csv.DictReader(file))
     outcomes = ("finished", "out of memory")
     counts = collections.Counter((recipe["verdict"], recipe["outcome"]) for recipe in recipes)
-    verdicts = [verdict for verdict in VERDICTS if any(verdict == recipe["verdict"] for recipe in recipes)]
+    verdicts = [verdict for verdict in Verdict if any(verdict == recipe["verdict"] for recipe in recipes)]
     rows = [[verdict, *(counts[verdict, outcome] for outcome in outcomes)] for verdict in verdicts]
     return markdown(("verdict", *(f">{outcome}" for outcome in outcomes)), rows)
 

@@ -10,10 +10,11 @@ class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less what a
-    desktop usually takes). `bf16_flops` and `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share`
-    (in large matrix products: 140 of 165 TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not
-    counted by torch's allocator. `uuid`: of a card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed
-    torch can't use it, and `problem_fix`. `vendor`: its name in the table of vendors; empty: of this machine's GPU.
+    desktop usually takes). `capability`: NVIDIA's compute capability; None for another vendor's GPU. `bf16_flops` and
+    `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share` (in large matrix products: 140 of 165
+    TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
+    card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
+    `vendor`: its name in the table of vendors; empty: of this machine's GPU.
     """
 
     name: str
@@ -42,8 +43,6 @@ class Card:
     @property
     def supports_bf16(self) -> bool:
         """Whether it trains in bf16, else in fp16. Every CPU can."""
-        if self.is_cpu or self.capability is None:
-            return self.is_cpu
         from finetune.card.vendors import vendor_of  # a value that needs no driver's library
 
-        return vendor_of(self).supports_bf16(self.capability)
+        return self.is_cpu or vendor_of(self).supports_bf16(self.capability)

@@ -15,7 +15,6 @@ from finetune.units import format_bytes
 _NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
 #: Cards are alike with this share of the most free memory, and of the highest speed: one model's clocks differ a little.
 SIMILAR = 0.9
-LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def _no_card(
     """Error message and hint when no card can be used."""
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
-        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{LOST_FIX} {_NO_CARD}"
+        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{current_vendor().lost_fix} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
     described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]

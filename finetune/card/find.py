@@ -78,9 +78,10 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
+    capability = tuple(entry["capability"]) if "capability" in entry else None
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
     return Card(
-        name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
+        name=name, total_bytes=total, free_bytes=total - used, capability=capability,
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
         reason=_catalogue_reason(total, used, entry["source"]), vendor=entry["vendor"], **entry.get("sustained", {}),

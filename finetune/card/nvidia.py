@@ -47,6 +47,10 @@ class Nvidia:
     driver_fix: ClassVar[str] = (
         "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
     )
+    lost_fix: ClassVar[str] = (
+        "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
+    )
+    kubernetes_resource: ClassVar[str] = "nvidia.com/gpu"
 
     def read_devices(self) -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
         """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
@@ -101,9 +105,9 @@ class Nvidia:
             "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
         )
 
-    def supports_bf16(self, capability: tuple[int, int]) -> bool:
+    def supports_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Ampere (8.0) and later; Turing trains in fp16."""
-        return capability >= (8, 0)
+        return capability is not None and capability >= (8, 0)
 
     def supports_expandable_segments(self, *, windows_driver: bool) -> bool:
         """Not on native Windows, nor under WSL (pytorch#192330)."""

@@ -99,6 +99,10 @@ class Vendor(Protocol):
     #: What can be done where a container does not see the GPU, and where the machine lacks the driver.
     container_fix: ClassVar[str]
     driver_fix: ClassVar[str]
+    #: What to do about a GPU that does not answer its driver.
+    lost_fix: ClassVar[str]
+    #: What a container of Kubernetes asks for.
+    kubernetes_resource: ClassVar[str]
 
     def read_devices(self) -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
         """Every GPU that the driver sees, visible to this process or not, and those that don't answer."""
@@ -115,8 +119,8 @@ class Vendor(Protocol):
     def capability_problem(self, build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
         """Why this torch has no kernels for a GPU as old as this one, and the fix; None when it may have."""
 
-    def supports_bf16(self, capability: tuple[int, int]) -> bool:
-        """Whether matrix products in bf16 are fast."""
+    def supports_bf16(self, capability: tuple[int, int] | None) -> bool:
+        """Whether matrix products in bf16 are fast. `capability`: NVIDIA's; None: unknown, or of another vendor."""
 
     def supports_expandable_segments(self, *, windows_driver: bool) -> bool:
         """Whether torch's allocator may use expandable segments."""

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.card.device_selection import LOST_FIX
 from finetune.card.find import find_card
 from finetune.card.unsupported import why_unsupported
 from finetune.card.vendor import Device, DriverError
@@ -67,7 +66,8 @@ def check_cards() -> Iterator[Finding]:
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
     for card in unresponsive:
-        yield Finding("card memory", "fail", f"card {card.index} does not answer ({card.why})", LOST_FIX, {"index": card.index})
+        what = f"card {card.index} does not answer ({card.why})"
+        yield Finding("card memory", "fail", what, current_vendor().lost_fix, {"index": card.index})
 
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:

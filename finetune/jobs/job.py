@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from finetune.card.find import catalogue
+from finetune.card.vendors import vendor_of
 from finetune.errors import RecipeError, exit_codes
 from finetune.recipe import write_recipe
 from finetune.settings import AUTO, Recipe
@@ -37,6 +39,11 @@ class Job:
     def gpus(self) -> int:
         """GPUs per machine; 0 on CPU."""
         return 0 if self.recipe.gpu == "cpu" else self.recipe.launch.num_processes // self.machines
+
+    @property
+    def resource(self) -> str:
+        """What a container of Kubernetes asks for to get a GPU."""
+        return vendor_of(catalogue().get(self.recipe.gpu)).kubernetes_resource
 
     @property
     def port(self) -> int:
@@ -110,7 +117,7 @@ def kubernetes(job: Job) -> str:
         ],
     }  # fmt: skip
     if job.gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
+        container["resources"] = {"limits": {job.resource: job.gpus}}
     pod = {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": GRACE_S,
         "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True},

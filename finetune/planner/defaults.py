@@ -90,7 +90,8 @@ def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
 def _precomputes(choices: Choices, data: DataStatistics | None) -> tuple[bool, str]:
     recipe = choices.recipe
     if not METHODS[recipe.method].precomputes or recipe.launch.num_processes > 1:
-        return False, "only method dpo in one process can compute its reference before"
+        methods = " or ".join(name for name, method in METHODS.items() if method.precomputes)
+        return False, f"only method {methods} in one process can compute its reference before"
     passes = recipe.num_train_epochs
     if recipe.max_steps is not None:
         if data is None:

@@ -11,7 +11,7 @@ from finetune.model.catalogue import entries
 from finetune.planner.plan import Shortfall, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Settings, resolved
-from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, base_format_of, is_open, switches
+from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
 
@@ -66,7 +66,7 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     base = base_format_of(settings)
     if base not in QUANTISED and not is_open(recipe, NF4):
         offer({NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time")
-    elif base not in (NF4, BITS_16, BITS_32):
+    elif base in QUANTISED and base.bits > NF4.bits:
         offer({base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}")
     if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
         steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size

@@ -23,6 +23,7 @@ from finetune.run.best import evaluations, since_best
 from finetune.run.held_out import pause_step
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
+from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
@@ -249,7 +250,7 @@ class RunCallback(TrainerCallback):
         collapse = self.trainer.method.collapse(counts)
         self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
         if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
-            weight = " or sft_weight=1" if self.trainer.plan.settings.method == "dpo" else ""
+            weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
             self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely"
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from finetune.card import cuda
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
-from finetune.card.device_selection import LOST_FIX
 from finetune.card.usable import problem_of_torch
 from finetune.card.vendor import DriverError
 from finetune.card.vendors import current_vendor
@@ -82,7 +81,7 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
         return None
     return CardError(
         f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",
-        f"{LOST_FIX} Then: finetune resume {run}",
+        f"{vendor.lost_fix} Then: finetune resume {run}",
     )
 
 

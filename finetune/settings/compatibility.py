@@ -47,7 +47,7 @@ def reads_own_rows(settings: Settings) -> bool:
 
     DoRA's magnitudes are computed from whole weights.
     """
-    return settings.launch.strategy == "fsdp" and base_format_of(settings) is NF4 and not settings.use_dora
+    return settings.launch.strategy == "fsdp" and base_format_of(settings).bits == 4 and not settings.use_dora
 
 
 def problems(recipe: Recipe) -> Iterator[str]:

@@ -22,6 +22,7 @@ from finetune.recipe.foreign.shared import (
     read_schedule,
     read_template,
 )
+from finetune.settings.base_formats import BITS_16, switches
 
 _MODEL = Ignore("is read from the model")
 _OWN_LOADER = Refuse("the model is loaded by finetune")
@@ -127,7 +128,7 @@ KEYS: dict[str, Rule] = {
 DEFAULTS: dict[str, Any] = {
     **TRAINING_DEFAULTS, "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "max_length": 512,
     "excess_length": "drop",
-    "lora_dropout": 0.0, "load_in_4bit": False, "load_in_8bit": False, "packing": False,
+    "lora_dropout": 0.0, **switches(BITS_16), "packing": False,
 }  # fmt: skip
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")

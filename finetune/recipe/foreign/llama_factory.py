@@ -29,6 +29,7 @@ from finetune.recipe.foreign.shared import (
     read_template,
     read_training_arguments,
 )
+from finetune.settings.base_formats import BITS_16, switches
 
 _IMAGES = Ignore("for images, video or sound")
 _EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
@@ -124,7 +125,7 @@ KEYS: dict[str, Rule] = {
 DEFAULTS: dict[str, Any] = {
     **TRAINING_DEFAULTS, "learning_rate": 5e-5, "lora_r": 8, "lora_dropout": 0.0, "target_modules": "all-linear",
     "max_length": 2048,
-    "excess_length": "truncate", "load_in_4bit": False, "load_in_8bit": False, "packing": False,
+    "excess_length": "truncate", **switches(BITS_16), "packing": False,
 }  # fmt: skip
 
 #: Columns of LLaMA-Factory's datasets -> our field; the value is its default column.

@@ -10,6 +10,7 @@ from finetune.recipe.foreign.llama_factory import count_rows
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import DIFFERENT_DATASETS, merge_datasets, read_dtype, read_steps, read_targets
 from finetune.recipe.yaml import parse
+from finetune.settings.base_formats import BITS_16, switches
 
 _P, _Q = "peft_config.", "quant_config."
 _EXPORT = Ignore("for exporting: `finetune merge` writes the model")
@@ -54,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "num_train_epochs": 3.0, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "weight_decay": 0.01,
     "max_grad_norm": 1.0, "optim": "adamw_torch", "seed": 42, "learning_rate": 1e-4, "lora_r": 8, "lora_alpha": 16.0,
     "lora_dropout": 0.05, "target_modules": "all-linear", "max_length": 2048, "excess_length": "truncate",
-    "load_in_4bit": False, "load_in_8bit": False, "packing": False, "train_on_inputs": False,
+    **switches(BITS_16), "packing": False, "train_on_inputs": False,
 }  # fmt: skip
 
 _SEVERAL_ANSWERS = "a conversation with several answers is one row here; there it is a row for each answer"

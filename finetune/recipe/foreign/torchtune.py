@@ -8,6 +8,7 @@ from typing import Any
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
 from finetune.recipe.foreign.shared import read_batch, read_dtype
+from finetune.settings.base_formats import BITS_16, switches
 
 _READ_FROM_MODEL = Ignore("is read from the model")
 
@@ -56,8 +57,8 @@ KEYS: dict[str, Rule] = {
 DEFAULTS: dict[str, Any] = {
     "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.0, "weight_decay": 0.01,
     "optim": "adamw_torch_fused", "max_grad_norm": 1e9,
-    "excess_length": "truncate", "lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0, "load_in_4bit": False,
-    "load_in_8bit": False, "packing": False,
+    "excess_length": "truncate", "lora_r": 8, "lora_alpha": 16.0, "lora_dropout": 0.0, **switches(BITS_16),
+    "packing": False,
 }  # fmt: skip
 
 _MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}

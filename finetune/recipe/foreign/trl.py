@@ -23,6 +23,7 @@ from finetune.recipe.foreign.shared import (
     read_targets,
     read_training_arguments,
 )
+from finetune.settings.base_formats import BITS_16, switches
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
@@ -86,7 +87,7 @@ KEYS: dict[str, Rule] = {
 
 DEFAULTS: dict[str, Any] = {
     **TRAINING_DEFAULTS, "learning_rate": 2e-5, "lora_r": 16, "lora_alpha": 32.0, "lora_dropout": 0.05, "max_length": 1024,
-    "excess_length": "truncate", "load_in_4bit": False, "load_in_8bit": False, "packing": False,
+    "excess_length": "truncate", **switches(BITS_16), "packing": False,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each
 from finetune.recipe.foreign.shared import TRAINING_DEFAULTS, read_batch, read_optimizer, read_targets
+from finetune.settings.base_formats import NF4, switches
 
 _TEXT = Ignore("for images or sound; rows are text here")
 _T, _L = "training.", "lora."
@@ -47,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     **{name: value for name, value in TRAINING_DEFAULTS.items() if name != "warmup_ratio"},
     "num_train_epochs": 3.0, "learning_rate": 2e-4, "optim": "adamw_8bit", "weight_decay": 0.01,
     "seed": 3407, "warmup_steps": 5, "max_length": 2048, "excess_length": "truncate", "lora_r": 64, "lora_alpha": 16.0,
-    "lora_dropout": 0.0, "target_modules": _LINEAR, "load_in_4bit": True, "load_in_8bit": False, "packing": False,
+    "lora_dropout": 0.0, "target_modules": _LINEAR, **switches(NF4), "packing": False,
     "train_on_inputs": True,
 }  # fmt: skip
 _VISION_MODEL = r"-vl\b|vision|gemma-?(3n|3-(4|12|27)b|4)|pixtral|llava|mistral-small-3|ministral-3"
