@@ -56,8 +56,8 @@ def chat_with(
         return
     chat.answering = chat.answering[:1]
     if len(runs) > 1 and not as_json:
-        first, *rest = map(escape, answerers)
-        err.print(f"[dim]{first} answers; /use {' or /use '.join(rest)} changes that[/]")
+        first, *others = map(escape, answerers)
+        err.print(f"[dim]{first} answers; /use {' or /use '.join(others)} changes that[/]")
     for line in _questions():
         chat.obey(line)
 
