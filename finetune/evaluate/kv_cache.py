@@ -51,7 +51,7 @@ def token_bytes(model: Any, device: str) -> float:
             torch.cuda.reset_peak_memory_stats()
             allocated = torch.cuda.memory_allocated()
         output = model(input_ids=torch.ones((1, length), dtype=torch.long, device=device), use_cache=True)
-        cache = getattr(output, "past_key_values", None)
+        cache = getattr(output, "cache" if hasattr(output, "cache") else "past_key_values", None)  # `cache` from 5.24 on
         cache_bytes[length] = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache))
         if device == "cuda":
             compute_bytes = (torch.cuda.max_memory_allocated() - allocated) / length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +64,12 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sins: Any, sign: float) -> torc
 def rotary_forward(module: Any) -> Any:
     """The forward of this module's class with lean RoPE; None where it calls no RoPE, or one that computes otherwise."""
     forward: Any = type(module).forward
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names or hasattr(forward, "__wrapped__"):
+    undecorated: Any = inspect.unwrap(forward)
+    if not isinstance(undecorated, FunctionType) or _NAME not in undecorated.__code__.co_names:
         return None
     if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
         return None
-    theirs = forward.__globals__.get(_NAME)
+    theirs = undecorated.__globals__.get(_NAME)
     if theirs not in _REPLACEMENTS:
         form = _form(theirs)
         _REPLACEMENTS[theirs] = None if form is None else _lean(theirs, form)
@@ -80,14 +81,28 @@ _REPLACEMENTS: dict[Any, Any] = {}
 
 
 def _with_rotary(forward: Any, lean_rope: Callable[..., Any]) -> Any:
-    """`forward`, calling `lean_rope`: its code has that name, which its module gets, so that it sees all else as it is then."""
-    name, module_globals = f"_lean_{_NAME}", forward.__globals__
-    module_globals[name] = lean_rope
-    code = forward.__code__
+    """`forward`, calling `lean_rope`: its code has that name, which its module gets, so that it sees all else as it is then.
+
+    transformers 5.24 decorates forwards: their decorators stay, around that. None where one does not keep it in its closure.
+    """
+    if (decorated := getattr(forward, "__wrapped__", None)) is not None:
+        replacement, cells = _with_rotary(decorated, lean_rope), forward.__closure__ or ()
+        if replacement is None or not any(cell.cell_contents is decorated for cell in cells):
+            return None
+        cells = tuple(CellType(replacement) if cell.cell_contents is decorated else cell for cell in cells)
+        decorator = _copy(forward, forward.__code__, cells)
+        decorator.__wrapped__ = replacement
+        return decorator
+    name, code = f"_lean_{_NAME}", forward.__code__
+    forward.__globals__[name] = lean_rope
     code = code.replace(co_names=tuple(name if used == _NAME else used for used in code.co_names))
-    replacement = FunctionType(code, module_globals, forward.__name__, forward.__defaults__, forward.__closure__)
-    replacement.__kwdefaults__ = forward.__kwdefaults__
-    return replacement
+    return _copy(forward, code, forward.__closure__)
+
+
+def _copy(function: Any, code: CodeType, closure: tuple[CellType, ...] | None) -> Any:
+    copy: Any = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _lean(model_rope: Any, form: Form) -> Callable[..., Any]:

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 #: Seconds to wait for the hub before the catalogue is used.
 HUB_TIMEOUT_S = 5.0
-#: Model types whose attention transformers 5.23 does not run through torch's fused kernels (`_supports_sdpa` is False).
+#: Model types whose attention transformers 5.23 or 5.24 does not run through torch's fused kernels (`_supports_sdpa` is False).
 _EAGER_ONLY = {
     "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint", "gemma2", "git", "got_ocr2", "gpt_neo",
-    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2", "inkling2_text", "mamba",
-    "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
+    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop",
+    "inkling2_loop_text", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv",
+    "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_LAYERS = 10_000

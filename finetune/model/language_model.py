@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "output_router_logits"}
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache", "inputs_embeds", "use_cache", "output_router_logits"}
 
 
 class NoLanguageModelError(ValueError):

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import transformers
 
 from model_types import ERROR, FORECAST, REFUSED, model_types, outcome_of, table
 
@@ -12,10 +11,8 @@ ROWS = table()
 FEW = ("deepseek_v3", "gemma4", "bamba", "llama4", "qwen3_5", "bert")
 
 
-def test_the_table_has_every_type_of_the_installed_transformers():
-    if not transformers.__version__.startswith("5.23."):
-        pytest.skip("the table is of transformers 5.23")
-    assert sorted(ROWS) == model_types()
+def test_no_type_of_the_installed_transformers_is_missing_from_the_table():
+    assert set(model_types()) - set(ROWS) == set()
 
 
 def test_no_type_ends_in_an_internal_error():
@@ -25,7 +22,9 @@ def test_no_type_ends_in_an_internal_error():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ROWS])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in model_types()]
+)
 def test_a_type_is_forecast_or_refused_as_the_table_says(kind):
     outcome = outcome_of(kind)
     assert outcome.result == ROWS[kind][0], outcome.detail

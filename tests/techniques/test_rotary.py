@@ -1,5 +1,8 @@
 """RoPE as one autograd function: what the model's own function computes, and only where that is RoPE."""
 
+import functools
+import inspect
+
 import pytest
 import torch
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -21,8 +24,8 @@ ATTENTIONS = {
 
 def functions_of(attention):
     """What its lean forward calls, and what its own calls."""
-    forward = rotary_forward(object.__new__(attention))
-    return forward.__globals__["_lean_apply_rotary_pos_emb"], attention.forward.__globals__["apply_rotary_pos_emb"]
+    lean, own = (inspect.unwrap(forward) for forward in (rotary_forward(object.__new__(attention)), attention.forward))
+    return lean.__globals__["_lean_apply_rotary_pos_emb"], own.__globals__["apply_rotary_pos_emb"]
 
 
 def inputs(attention, dim, dtype=torch.float64, seed=0):
@@ -136,6 +139,36 @@ def test_a_function_with_other_parameters_or_another_result_is_not_taken_for_it(
 
 
 def test_a_patch_of_the_module_after_the_model_was_made_is_seen(monkeypatch):
-    forward = rotary_forward(object.__new__(modeling_llama.LlamaAttention))
+    forward = inspect.unwrap(rotary_forward(object.__new__(modeling_llama.LlamaAttention)))
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", max)
     assert forward.__globals__["eager_attention_forward"] is max
+
+
+class Decorated(modeling_llama.LlamaAttention):
+    calls = []
+
+    def record(function):
+        @functools.wraps(function)
+        def forward(*arguments, **named):
+            Decorated.calls.append(named)
+            return function(*arguments, **named)
+
+        return forward
+
+    forward = record(inspect.unwrap(modeling_llama.LlamaAttention.forward))
+
+
+def test_a_decorator_of_the_forward_stays_around_lean_rope():
+    attention = Decorated(modeling_llama.LlamaConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2), 0)
+    hidden, angles = torch.randn(1, 5, 32), torch.randn(2, 1, 5, 16)
+    lean, _ = rotary_forward(attention)(attention, hidden, position_embeddings=angles, attention_mask=None)
+    expected, _ = attention(hidden, position_embeddings=angles, attention_mask=None)
+    torch.testing.assert_close(lean, expected)
+    assert [sorted(call) for call in Decorated.calls] == [["attention_mask", "position_embeddings"]] * 2
+
+
+def test_a_forward_whose_decorator_calls_it_by_other_means_is_left_alone():
+    class Attention(modeling_llama.LlamaAttention):
+        forward = functools.update_wrapper(lambda *_: None, inspect.unwrap(modeling_llama.LlamaAttention.forward))
+
+    assert rotary_forward(object.__new__(Attention)) is None
