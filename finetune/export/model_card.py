@@ -17,7 +17,7 @@ from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, unreadable_evaluations
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
-from finetune.hub import REPO_ID
+from finetune.hub import REPO_ID, cached_file
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
 
+CARD = "README.md"
 #: Recipe settings about this machine or network, which don't change what is learnt.
 _LOCAL_SETTINGS = ("output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "notify", "price_per_hour")
 #: An absolute path, and a path in a home folder.
@@ -115,20 +116,16 @@ def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
 
 def licence_of(plan: Plan) -> str | None:
     """The licence in the base model's own card, if that is on this disk."""
-    from huggingface_hub import try_to_load_from_cache
-
     try:
         path_or_id = resolve_model_path(plan.settings)
     except RecipeError:  # the base model is gone
         return None
-    readme = Path(path_or_id) / "README.md" if Path(path_or_id).is_dir() else None
-    if readme is None:
-        cached = try_to_load_from_cache(path_or_id, "README.md", revision=plan.settings.model_revision)
-        readme = Path(cached) if isinstance(cached, str) else None
+    folder = Path(path_or_id)
+    readme = folder / CARD if folder.is_dir() else cached_file(path_or_id, CARD, plan.settings.model_revision)
     try:
         text = readme.read_text(encoding="utf-8") if readme else ""
     except OSError:
-        text = ""
+        return None
     front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
     match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
     return match[1] if match else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CommandError, FinetuneError, HubError
-from finetune.export.model_card import model_card, require_nothing_private, without_local_paths
+from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
 from finetune.files import parse_json
 from finetune.hub import is_switched_off, require_repo
 from finetune.run.fingerprint import require_own_adapter
@@ -18,7 +18,6 @@ from finetune.run.fingerprint import require_own_adapter
 if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
-CARD = "README.md"
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LOCAL_FILES = {"plan.json", "MANIFEST.json", "training_args.bin", CARD}

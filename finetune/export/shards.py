@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import torch
 
 from finetune.errors import CommandError
-from finetune.files import read_json, read_safetensors_header
+from finetune.files import read_safetensors_header
 from finetune.model.new_tokens import TRAINED_ROWS
-from finetune.model.weights import ADAPTER_WEIGHTS, INDEX
+from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.system import sync_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,13 +44,7 @@ class StoredTensor:
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
     """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
-    index = folder / INDEX
-    if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    return [stored for path in paths for stored in _tensors_in_file(path)]
+    return [stored for name in weight_files(folder) for stored in _tensors_in_file(folder / name)]
 
 
 def _tensors_in_file(path: Path) -> list[StoredTensor]:

@@ -38,8 +38,3 @@ def _unread_layers(model: Any) -> str | None:
     end = max(index if index >= 0 else count + 1 + index for index in indices)  # the embeddings' output is number 0
     numbers = "|".join(map(str, range(end, count)))
     return rf"(.*\.)?vision_tower\.(.*\.)?layers\.({numbers})\..*" if numbers else None
-
-
-def has_projector(model: Any) -> bool:
-    """Whether the model has linear layers that `train_vision: projector` trains."""
-    return any(set(name.split(".")) & set(_PROJECTORS) for name, _ in model.named_modules())
