@@ -29,6 +29,7 @@ from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -71,18 +72,18 @@ class PreparedData:
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
         """The ids and labels of one training sequence, without importing datasets, which takes a second."""
-        for table in self.splits[0].tables():
-            if index < table.num_rows:
-                row = table.slice(index, 1).to_pylist()[0]
-                return row["input_ids"], row["labels"]
-            index -= table.num_rows
-        raise IndexError(index)
+        row = self._row(index).to_pylist()[0]
+        return row["input_ids"], row["labels"]
 
     def pictures(self, index: int) -> tuple[PictureSource, ...]:
         """The pictures of one training sequence; none where rows have no pictures."""
+        row = self._row(index)
+        return pictures_of(row, 0) if PICTURES in row.column_names else ()
+
+    def _row(self, index: int) -> pa.Table:
         for table in self.splits[0].tables():
             if index < table.num_rows:
-                return pictures_of(table, index) if PICTURES in table.column_names else ()
+                return table.slice(index, 1)
             index -= table.num_rows
         raise IndexError(index)
 
@@ -163,7 +164,8 @@ class SelectedRows:
         return [*self.encoded.notes, *([f"columns not used: {', '.join(columns)}"] if columns else [])]
 
     def raise_problems(self) -> None:
-        """Raise DataError with every reason why this data can't be trained on."""
+        """Raise DataError with every reason why this data can't be trained on: bad rows unless `dataset.on_bad_rows` is skip,
+        rows over max_length if `excess_length` is raise, nothing left to train on, blocking findings."""
         splits, recipe, max_length = self.splits, self.recipe, self.max_length
         refused = [row for split in splits for row in split.refused]
         rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
@@ -254,6 +256,15 @@ def encode(
     return EncodedRows(encoder, splits, notes)
 
 
+def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
+    """The held-out rows of a dataset that has some, else all, of any length. Raises DataError for files that can't be read."""
+    sources, eval_sources = sources_of(dataset)
+    infos = {source: FileInfo.of(source) for source in eval_sources or sources}
+    row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
+    stored = _load_rows(list(infos), infos, dataset, dataset.max_rows, encoder, row_counter)
+    return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
+
+
 def _as_method_reads(recipe: Recipe) -> DatasetRecipe:
     """The recipe's dataset with the format that its training method reads."""
     row_format = METHODS[recipe.method].row_format
@@ -270,8 +281,10 @@ def _load_rows(
         remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
         if remaining == 0:
             break
-        parts.append(tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source()))
-        row_counter.finish_source(parts[-1].rows_read)
+        part = tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source())
+        part.weight = source.weight
+        parts.append(part)
+        row_counter.finish_source(part.rows_read)
     return StoredRows(parts)
 
 
@@ -300,26 +313,6 @@ class _RowCounter:
         if self._progress is not None and count != self._reported:
             self._reported = count
             self._progress(count, total)
-
-
-def prepare(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    progress: Progress | None = None,
-    report_only: bool = False,
-) -> PreparedData:
-    """Read, check and tokenise the recipe's dataset. `progress(done, total)` counts rows.
-
-    Raises DataError for files that can't be read, for bad rows unless `dataset.on_bad_rows` is skip, for rows over `max_length`
-    if `excess_length` is raise, and when nothing is left to train on; RecipeError for conversations without a chat template.
-    With `report_only` rows are never an error: the report has all problems, and `train` may be empty.
-    """
-    selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
-    if not report_only:
-        selected.raise_problems()
-    return selected.prepared()
 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:

@@ -92,14 +92,6 @@ def tokenise_source(
 
     `progress` counts them. Raises DataError when it can't be read, DiskFull when the cache can't be written.
     """
-    part = _load_or_tokenise(source, info, dataset, limit, encoder, progress)
-    part.weight = source.weight
-    return part
-
-
-def _load_or_tokenise(
-    source: Source, info: FileInfo, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
-) -> SourcePart:
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
         return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
@@ -122,16 +114,13 @@ def cache_folder() -> Path:
 def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
     parser = reader.parser
     part = SourcePart(parser.file, parser.format, parser.columns)
-    for batch in reader.batches():
-        parsed = parser.parse(batch)
-        reader.add_unused(parsed.unused)
+    for parsed in reader.parsed():
         part.refused += parsed.refused
         if not reader.stops_run:
-            rows_before = reader.rows_read - len(batch)
-            part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, rows_before, progress)))
-        progress(reader.rows_read)
-    reader.finish()
-    part.rows_read, part.unused_columns = reader.rows_read, reader.unused_columns
+            part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, part.rows_read, progress)))
+        part.rows_read = reader.rows_read
+        progress(part.rows_read)
+    part.unused_columns = reader.unused_columns
     return part
 
 

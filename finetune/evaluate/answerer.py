@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
-from finetune.data import Encoder
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.errors import CommandError
 from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer

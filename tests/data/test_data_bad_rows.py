@@ -1,9 +1,9 @@
 """Every row that can't be trained on is named with file, row, field and reason; none is dropped silently."""
 
 import pytest
-from small_data import build_tokenizer, recipe, talk
+from small_data import build_tokenizer, prepare, read_examples, recipe, talk
 
-from finetune.data import prepare, read_examples, template
+from finetune.data import template
 from finetune.errors import DataError, RecipeError
 
 GOOD = talk("Hi", "Hello")

@@ -5,9 +5,8 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import CHATML, CHATML_MARKED, build_tokenizer, recipe, talk
+from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, read_examples, recipe, talk
 
-from finetune.data import prepare, read_examples
 from finetune.errors import DataError, RecipeError
 
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
-from small_data import build_tokenizer, recipe
+from small_data import build_tokenizer, prepare, read_examples, recipe
 
 from app.views.data import marked
-from finetune.data import hub_datasets, prepare, read_examples
+from finetune.data import hub_datasets
 from finetune.data.pictures.display import small_pictures, with_counts
 from finetune.data.pictures.placement import PICTURE_MARK, conversation, with_parts
 from finetune.data.pictures.source import open_picture
@@ -189,10 +189,9 @@ def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
 
 
 def test_rows_of_text_never_import_pillow():
-    code = "import sys; from finetune.data import prepare, read_examples; from finetune.recipe import recipe_from as r\n"
-    code += (
-        "read_examples(r({'model_name_or_path': 'tiny', 'dataset': {'path': 'support'}}).dataset); print('PIL' in sys.modules)"
-    )
+    code = "import sys; from finetune.data.examples import SourceReader, sources_of; from finetune.recipe import load_recipe\n"
+    code += "dataset = load_recipe('tiny-cpu').dataset; [source] = sources_of(dataset)[0]\n"
+    code += "list(SourceReader(source, dataset, None).parsed()); print('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
