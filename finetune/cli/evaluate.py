@@ -61,7 +61,7 @@ def show_scores(
         no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
         measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
-        print_json({"run": str(run.path), **result.as_json(), **measured})
+        print_json({"run": str(run.path), **asdict(result), **measured})
         return
     print_scores(run, result, rows_in_words(run, result, data, forgetting=forgetting), no_call)
     print_forgetting(losses, no_call)

@@ -57,7 +57,6 @@ class Answerer:
         self._set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
-        self._has_adapter = folder is not None
         self._adapter_name = "default"
         self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
@@ -80,13 +79,9 @@ class Answerer:
         plan, folder = read_plan(run.plan), adapter_folder(run)
         assert folder is not None
         answerer = copy.copy(self)
-        answerer.switch_run(run, plan, folder, self._load_adapter(folder))
+        answerer._set_run(run, plan, folder)
+        answerer._adapter_name, answerer._adapter_names = self._load_adapter(folder), {}
         return answerer
-
-    def switch_run(self, run: RunDirectory, plan: Plan, folder: Path, name: str) -> None:
-        """Answer as `run` from now on; its adapter is loaded as PEFT's `name`."""
-        self._set_run(run, plan, folder)
-        self._adapter_name, self._adapter_names = name, {}
 
     def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """Use the run's own tokenizer and template."""
@@ -94,9 +89,7 @@ class Answerer:
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._tensors = None
-        if pictures:
-            self._tensors = PictureTensors(self.encoder.picture_processor)
+        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
         self.plain = is_plain(run)
 
     def load(self, adapter: Path | None) -> Any:
@@ -104,24 +97,16 @@ class Answerer:
         return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
-    def as_base(self) -> Iterator[None]:
-        """Disable the adapter inside the block."""
-        if not self._has_adapter:
-            yield
-            return
-        with self.model.disable_adapter():
-            yield
-
-    @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
         """Inside the block use no adapter for `base`, else that of `other_adapters`, else the run's own."""
-        if name == "base":
-            with self.as_base():
+        if not isinstance(self.model, PeftModel):
+            yield
+        elif name == "base":
+            with self.model.disable_adapter():
                 yield
-            return
-        if isinstance(self.model, PeftModel):
+        else:
             self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
-        yield
+            yield
 
     def answer(
         self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False,
@@ -265,7 +250,8 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
         require_same_base(adapter, settings, reread=not reads_own_file(settings))
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
-    if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
+    trained = ((name, values) for name, values in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)
+    if non_finite := [name for name, values in trained if not torch.isfinite(values).all()]:
         raise CommandError(
             f"the adapter in {adapter} has values that are not finite: {', '.join(non_finite[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
@@ -285,7 +271,3 @@ def _adapter_errors(folder: Any) -> Iterator[None]:
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
-
-
-def _is_adapter_not_finite(name: str, values: torch.Tensor) -> bool:
-    return (".lora_" in name or TRAINED_ROWS in name) and not bool(torch.isfinite(values).all())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,10 +12,9 @@ from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import Forgetting
+from finetune.evaluate.results import Forgetting, keep_result
 from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
 from finetune.evaluate.scorers import scorer
-from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
 
@@ -52,10 +50,7 @@ def measure_forgetting(
         has_interval = len(before.row_losses) > 1 and any(before.row_tokens)
         interval = difference(before.row_losses, now.row_losses, before.row_tokens) if has_interval else None
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
-    path = run.path / "evaluations" / f"lost{'-last' if last else ''}.json"
-    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-        remove_left_over(path)
-        write_json(path, {"groups": [asdict(result) for result in results]}, checksum=True)
+    keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
 
 

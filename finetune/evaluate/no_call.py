@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -13,10 +12,9 @@ from finetune.errors import DataError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import NoCall
+from finetune.evaluate.results import NoCall, keep_result
 from finetune.evaluate.rows import held_out_rows, no_call_rows
 from finetune.evaluate.scorers import scorer
-from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
 
 if TYPE_CHECKING:
@@ -52,8 +50,5 @@ def measure_no_call(
         scores.append(outputs.score(scorer("calls")))
     before, now = scores
     result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
-    path = run.path / "evaluations" / f"no-call{'-last' if last else ''}.json"
-    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-        remove_left_over(path)
-        write_json(path, asdict(result))
+    keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
     return result

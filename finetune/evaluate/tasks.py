@@ -6,9 +6,7 @@ datasets of the named tasks.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
 import importlib.util
 import logging
 import math
@@ -23,8 +21,7 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import TASKS_FILE, TaskScore, read_tasks
-from finetune.files import write_json
+from finetune.evaluate.results import TASKS_FILE, TaskScore, keep_result, read_tasks
 from finetune.planner.plan import read_plan
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import require_data
@@ -58,17 +55,13 @@ def measure_tasks(
     for model, adapter in (("base", None), ("tuned", folder)):
         journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
         with answerer.using(model):
-            outputs[model] = _evaluate(answerer, journal, loaded, rows, functools.partial(_report, progress, model))
+            outputs[model] = _evaluate(
+                answerer, journal, loaded, rows, lambda text, model=model: progress(f"{model} model: {text}")
+            )
     scores = _compare(outputs["base"], outputs["tuned"])
-    path = run.path / "evaluations" / TASKS_FILE
     others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
-    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-        write_json(path, {"tasks": [asdict(score) for score in (*others, *scores)]}, checksum=True)
+    keep_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
     return scores
-
-
-def _report(progress: Progress, model: str, text: str) -> None:
-    progress(f"{model} model: {text}")
 
 
 def _load(tasks: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,6 @@ class MergeEffect:
     answers_changed: int
     loss: float | None
     merged_loss: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
 
 
 class _MergedAnswerer(Answerer):

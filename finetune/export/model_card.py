@@ -6,13 +6,14 @@ It has no row of the data, no path and no name of this machine: local paths are 
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import __version__
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import SECRET, FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, unreadable_evaluations
 from finetune.events import ForecastCheck, read_events
@@ -21,7 +22,6 @@ from finetune.hub import REPO_ID, cached_file
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.recipe import parse_recipe, yaml
-from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.seal import MANIFEST, changes_in
 from finetune.settings.base_formats import base_format_of
@@ -58,7 +58,7 @@ def model_card(run: RunDirectory, kind: str) -> str:
 
 def require_nothing_private(name: str, text: str, *, every_path: bool = False) -> None:
     """Raise FinetuneError if a text has a token, which is not repeated, or a path of this machine."""
-    if find_secret(text):
+    if SECRET.search(text):
         raise FinetuneError(f"{name} has something that looks like a token; nothing was sent", "Remove it there.")
     if match := (_ABSOLUTE_PATH if every_path else _HOME_PATH).search(text):
         raise FinetuneError(f"{name} has the path {match[0]!r} of this machine; nothing was sent", "Remove it there.")
@@ -78,14 +78,8 @@ def last_part(text: str) -> str:
     if REPO_ID.fullmatch(text) and not Path(text).exists():
         return text
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or ("/" in text and _exists(text)) else text
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except OSError:
-        return False
+    exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or exists else text
 
 
 def _private_names() -> list[str]:

@@ -291,11 +291,6 @@ def _secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
-def find_secret(text: str) -> bool:
-    """Whether a text has something that looks like a token."""
-    return bool(SECRET.search(text))
-
-
 def _holds_secret(value: Any) -> bool:
     """Whether a value, at any depth, looks like a token."""
     if isinstance(value, (dict, list)):

@@ -25,7 +25,7 @@ from finetune.compat.processors import (
 from finetune.data.checks import BadRow
 from finetune.data.pictures.limits import MIN_SIDE
 from finetune.data.pictures.source import require_pillow
-from finetune.data.report import printable
+from finetune.data.report import first_line
 from finetune.errors import ModelError
 from finetune.settings.vision import pixel_limit
 
@@ -163,9 +163,8 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
     try:
         processor = load_processor(str(folder), tokenizer, revision=revision)
     except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"the rows have pictures, and the processor of {name} can't be used: {printable(reason, 200)}",
+            f"the rows have pictures, and the processor of {name} can't be used: {first_line(error)}",
             "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
         ) from None
     return PictureProcessor(processor, pixel_limit(recipe))
