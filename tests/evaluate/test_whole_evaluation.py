@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
