@@ -64,13 +64,10 @@ def finish(config: ConfigReader) -> None:
     config.ignore("train", "`finetune run` trains")
     read_batch(config, "batch_size", "grad_accumulation_steps", 4)
     _steps(config)
-    method = config.value("fine_tune_type", "lora")
-    if method == "dora":
+    if config.value("fine_tune_type") == "dora":
         config.keep("fine_tune_type", "use_dora", True)
-    elif method != "lora":
-        config.refuse("fine_tune_type", "finetune trains LoRA adapters")
     else:
-        config.ignore("fine_tune_type", "is what finetune does")
+        config.require_lora("fine_tune_type", "lora")
     _optimizer(config)
     _layers(config)
     if (names := config.value("lora_parameters.keys")) is not None:

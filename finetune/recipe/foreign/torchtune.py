@@ -156,11 +156,8 @@ def _dataset(config: ConfigReader) -> None:
         columns = {field: column for field, column in columns.items() if field != column}
     columns |= {"text": config.value("dataset.column")} if "dataset.column" in config.values else {}
     field = "conversations" if row_format == "sharegpt" else "messages"
-    columns |= (
-        {field: config.value("dataset.conversation_column")}
-        if config.value("dataset.conversation_column", field) != field
-        else {}
-    )
+    conversations = config.value("dataset.conversation_column", field)
+    columns |= {field: conversations} if conversations != field else {}
     if columns:
         config.settings["dataset.columns"] = columns
     for key in keys:

@@ -15,11 +15,10 @@ from finetune.recipe.foreign.preferences import (
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import (
-    DIFFERENT_DATASETS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     assume_peft_targets,
-    merge_datasets,
+    merged_or_refused,
     read_targets,
     read_training_arguments,
 )
@@ -156,9 +155,8 @@ def _mixture(config: ConfigReader) -> None:
         for key in keys:
             config.refuse(key, "is a mixture of datasets that finetune doesn't read", "dataset.path")
         return
-    merged = merge_datasets(_joined_splits(entries))
+    merged = merged_or_refused(config, "dataset_mixture", [*_joined_splits(entries)])
     if not merged:
-        config.refuse("dataset_mixture", DIFFERENT_DATASETS, "dataset.path")
         return
     held_out = {"test_split_size": mixture["test_split_size"]} if mixture.get("test_split_size") else {}
     for setting, value in reversed({**merged, **held_out}.items()):
