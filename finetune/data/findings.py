@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,7 +85,7 @@ def find_problems(
 
     Blocking findings mean that the data teaches, or the evaluation measures, next to nothing.
     """
-    finding = _FindingBuilder(stored)
+    finding = partial(_finding, stored)
     if leaked[0]:
         text = "{rows} that are held out have the prompt of a training row; their scores say little"
         fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
@@ -145,13 +146,8 @@ def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.n
     return text, np.logical_or.reduce([rows[name] for name in other_counts])
 
 
-class _FindingBuilder:
-    """Builds findings about rows, with the locations of the first three."""
-
-    def __init__(self, stored: StoredRows) -> None:
-        self._stored = stored
-
-    def __call__(self, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
-        indices = np.flatnonzero(rows) if rows.dtype == bool else rows
-        first = format_locations([self._stored.row_location(index) for index in indices[:4]])
-        return Finding(kind, text, len(indices), (first,), fix, blocks)
+def _finding(stored: StoredRows, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
+    """A finding about rows, with the locations of the first three."""
+    indices = np.flatnonzero(rows) if rows.dtype == bool else rows
+    first = format_locations([stored.row_location(index) for index in indices[:4]])
+    return Finding(kind, text, len(indices), (first,), fix, blocks)

@@ -49,10 +49,6 @@ def digest(content: Any, size: int = 16) -> bytes:
     return blake2b(_sorted_json(content).encode(), digest_size=size).digest()
 
 
-def _encode_content(content: Any) -> bytes:
-    return _json(content).encode("utf-8", "surrogatepass")
-
-
 def prompt_digest(example: Example) -> int:
     """A digest of the example's prompt, pictures and tools, or of the plain text."""
     prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
@@ -63,7 +59,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
     """One shard: a row for each example, with its sequences or the reason why it has none."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
-    contents = [_encode_content(example.content()) for example in examples]
+    contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
     columns = {
         "row": pa.array([example.row for example in examples], pa.int64()),
         "content": pa.array(map(_content_digest, examples, contents), pa.binary(16)),

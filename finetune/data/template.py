@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -293,24 +294,19 @@ def _check_constants(source: str) -> None:
             )
 
 
-class _time_limit:  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        self._is_armed = False
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-            self._previous_handler = signal.signal(signal.SIGALRM, _raise_timeout)
-            # another timer, such as a test's, is restored
-            self._previous_timer = signal.setitimer(signal.ITIMER_REAL, self._seconds)
-            self._is_armed = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_armed:
-            signal.setitimer(signal.ITIMER_REAL, *self._previous_timer)
-            signal.signal(signal.SIGALRM, self._previous_handler)
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGALRM, _raise_timeout)
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # another one, such as a test's, is restored
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _raise_timeout(_number: int, _frame: Any) -> None:

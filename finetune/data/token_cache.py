@@ -34,6 +34,7 @@ from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
+from finetune.serialise import from_json, to_json
 from finetune.system import replace, take_lock
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class CacheEntry:
         except (OSError, pa.ArrowException):
             return None
         refused = [Refused(name, *row) for row in values["refused"]]
-        return Shard(table, refused, UnusedValues.from_json(values["unused"]))
+        return Shard(table, refused, from_json(UnusedValues, values["unused"]))
 
     def _has_same_pictures(self, pictures: dict[str, Any] | None) -> bool:
         if pictures is None:
@@ -252,7 +253,7 @@ class CacheEntry:
             crc32 = _crc32(temporary)
             replace(temporary, path)
             refused_rows = [(row.row, row.field, row.reason) for row in shard.refused]
-            values = {"crc32": crc32, "refused": refused_rows, "unused": shard.unused.as_json()}
+            values = {"crc32": crc32, "refused": refused_rows, "unused": to_json(shard.unused)}
             if shard.picture_files:
                 values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
             _write_sealed(path.with_suffix(".json"), values)

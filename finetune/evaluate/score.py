@@ -25,6 +25,7 @@ from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer, span_of
+from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
 from finetune.run.directory import require_data
 from finetune.settings.methods import METHODS
@@ -32,7 +33,6 @@ from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     from finetune.data.pictures.source import PictureSource
-    from finetune.model.generate import MoreInputs
     from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
@@ -308,8 +308,7 @@ def losses(
     mask = _padded([[1] * len(row) for row in row_ids], 0, device)
     labels = _padded(row_labels, -100, device)[:, 1:]
     trained = labels != -100
-    more = more_inputs(ids.cpu()) if more_inputs else {}
-    more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
+    more = inputs_beside(ids, more_inputs)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
     token_losses = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
     is_right = logits.argmax(dim=-1) == labels[trained]

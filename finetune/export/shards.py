@@ -106,9 +106,6 @@ class AdapterChanges:
     def __contains__(self, name: str) -> bool:
         return name in self._parameter_of or name in self._table_of
 
-    def __len__(self) -> int:
-        return len(self._parameter_of) + len(self._table_of)
-
     def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """The shape of the merged tensor: a table of embeddings may have more rows."""
         if stored.name not in self._table_of:

@@ -67,7 +67,9 @@ def step_context(settings: Settings, device: torch.device | str) -> contextlib.A
 
     `device` is the batch's; for CUDA the host copies are pinned, and copied beside the computation.
     """
-    offload = settings.activation_offloading or _offloads_compiled_layer_inputs(settings)
+    # compiled layers offload their inputs by hooks around the whole step: hooks inside would break a layer's graph
+    offloads_layer_inputs = settings.torch_compile and settings.activation_checkpointing == "offload"
+    offload = settings.activation_offloading or offloads_layer_inputs
     if not (offload or settings.int8_activations):
         return contextlib.nullcontext()
     beside = offload_beside(torch.device(device)) if offload else None
@@ -89,8 +91,3 @@ def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], di
     if settings.optim not in _OWN:
         return None
     return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-
-
-def _offloads_compiled_layer_inputs(settings: Settings) -> bool:
-    """Whether hooks around the whole step offload layer inputs: hooks inside a compiled layer would break its graph."""
-    return settings.torch_compile and settings.activation_checkpointing == "offload"

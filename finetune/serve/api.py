@@ -59,7 +59,8 @@ def build(engine: Engine, token: str) -> FastAPI:
         return JSONResponse(refusal.as_json(), error.status_code, error.headers)
 
     async def check(request: Request) -> None:
-        if not _is_authorised(token, request.headers.get("authorization", "")):
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), token.encode()):
             raise RequestError("Incorrect API key: give the token that `finetune serve` printed.", status=401,
                                code="invalid_api_key")  # fmt: skip
 
@@ -89,11 +90,6 @@ def build(engine: Engine, token: str) -> FastAPI:
 
     api.include_router(guarded)
     return api
-
-
-def _is_authorised(token: str, header: str) -> bool:
-    scheme, _, credentials = header.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
 
 
 def _model(name: str, created: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def refused(path, **settings):
         ("[1, 2]", None, "is a list, not an object"),
         ('{"messages": [], "messages": []}', None, "has the key messages more than once"),
         ('{"messages": [{"role": "user", "role": "assistant", "content": "Hi"}]}', None, "has the key role more than once"),
-        ("12", None, "is a number, not an object"),
+        ("12", None, "is the number 12, not an object"),
         ("null", None, "is null, not an object"),
         ('{"other": 1}', "messages", "is missing; the row has other and the file is read as messages"),
         ('{"messages": null}', "messages", "is missing"),

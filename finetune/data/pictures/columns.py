@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from finetune.data.pictures.source import PictureSource
+from finetune.data.pictures.tensors import source_of, stored
 
 #: The column's name, and that of the field of an Example.
 PICTURES = "pictures"
-_PICTURE = pa.struct([
-    ("path", pa.string()), ("data", pa.large_binary()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32()),
-])  # fmt: skip
+_PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 LIST_OF_PICTURES = pa.list_(_PICTURE)
 
 
@@ -35,24 +33,12 @@ class PictureSizes:
 
 def picture_array(rows: Sequence[tuple[PictureSource, ...]]) -> pa.Array:
     """A column with the pictures of each row."""
-    values = [
-        [
-            {"path": None if picture.path is None else str(picture.path), "data": picture.data, "digest": picture.digest,
-             "width": picture.width, "height": picture.height}
-            for picture in pictures
-        ]
-        for pictures in rows
-    ]  # fmt: skip
-    return pa.array(values, LIST_OF_PICTURES)
+    return pa.array([list(map(stored, pictures)) for pictures in rows], LIST_OF_PICTURES)
 
 
 def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
     """The pictures of one row."""
-    return tuple(
-        PictureSource(None if value["path"] is None else Path(value["path"]), value["data"], value["digest"], value["width"],
-                      value["height"])
-        for value in table[PICTURES][row].as_py()
-    )  # fmt: skip
+    return tuple(map(source_of, table[PICTURES][row].as_py()))
 
 
 def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
