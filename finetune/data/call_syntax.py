@@ -147,7 +147,8 @@ def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             raise ValueError("no name of a tool")
-        yield item["name"], item.get("arguments", item.get("parameters", {})), end
+        arguments: Any = item.get("arguments", item.get("parameters", {}))
+        yield item["name"], arguments, end
 
 
 def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterator[_ReadCall]:

@@ -55,9 +55,7 @@ def measure_tasks(
     for model, adapter in (("base", None), ("tuned", folder)):
         journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
         with answerer.using(model):
-            outputs[model] = _evaluate(
-                answerer, journal, loaded, rows, lambda text, model=model: progress(f"{model} model: {text}")
-            )
+            outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
     scores = _compare(outputs["base"], outputs["tuned"])
     others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
     keep_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
@@ -98,15 +96,15 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(
-    answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, progress: Progress
+    answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, model: str, progress: Progress
 ) -> dict[str, Any]:
-    """The harness's results for the model that is in use."""
+    """The harness's results for the model that is in use, called `model` in messages."""
     from lm_eval.evaluator import evaluate
 
     has_template = not answerer.plain and answerer.tokenizer.chat_template is not None
     try:
         return dict(evaluate(
-            _harness_model(answerer, journal, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
+            _harness_model(answerer, journal, model, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
             apply_chat_template=has_template, fewshot_as_multiturn=has_template,
         ) or {})  # fmt: skip
     except (ValueError, ImportError, KeyError) as error:  # among them tasks that run code, and metrics that are not installed
@@ -114,7 +112,7 @@ def _evaluate(
         raise DataError(problem, "Leave the task out, or run lm-eval itself on the merged model.") from error
 
 
-def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> Any:
+def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
     """The loaded model as the harness takes one: it computes only what the journal lacks, in batches that fit."""
     from lm_eval.models.huggingface import HFLM
 
@@ -135,7 +133,7 @@ def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> 
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
             }:
                 self.batch_size_per_gpu = batch_size or _batch_size(answerer, kind, [*remaining.values()], self.max_length)
-                progress(f"{len(requests) - len(remaining):,} of {len(requests):,} answers are there")
+                progress(f"{name} model: {len(requests) - len(remaining):,} of {len(requests):,} answers are there")
                 try:
                     results = compute([*remaining.values()], disable_tqdm=True)
                 except torch.OutOfMemoryError:
