@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +11,8 @@ from finetune.data.preference_findings import preference_findings
 from finetune.data.report import Finding, format_locations
 from finetune.data.shards import StoredRows
 from finetune.data.tokenizer import is_replaced
+from finetune.data.tokens import Encoder
 from finetune.data.writing_scripts import SCRIPTS
-
-if TYPE_CHECKING:
-    from finetune.data.tokens import Encoder
 
 #: Smallest shares of rows that are reported: truncated, with the same answer, nearly equal to an earlier row, and with an
 #: answer in another script than most.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,8 @@ from finetune.data.example import Example
 from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
 from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, pictures_of_sequences, sizes_of
 from finetune.data.report import Refused
+from finetune.data.tokens import Encoded
 from finetune.data.writing_scripts import SCRIPTS, script_of
-
-if TYPE_CHECKING:
-    from finetune.data.tokens import Encoded
 
 #: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (

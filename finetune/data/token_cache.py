@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,17 +30,15 @@ from finetune.data.readers import file_type
 from finetune.data.report import Refused
 from finetune.data.row_parser import RowParser
 from finetune.data.shards import SourcePart, table_of
+from finetune.data.sources import Source
+from finetune.data.tokens import Encoder
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
 from finetune.serialise import from_json, to_json
+from finetune.settings import DatasetRecipe
 from finetune.system import replace, take_lock
-
-if TYPE_CHECKING:
-    from finetune.data.sources import Source
-    from finetune.data.tokens import Encoder
-    from finetune.settings import DatasetRecipe
 
 #: Called with the number of tokenised rows.
 Progress = Callable[[int], None]

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
@@ -26,18 +28,12 @@ from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
-from finetune.planner.plan import read_plan
-from finetune.run.directory import require_data
+from finetune.planner.plan import Plan, read_plan
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
+from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
-
-if TYPE_CHECKING:
-    from finetune.data.answer_reader import AnswerReader
-    from finetune.data.pictures.source import PictureSource
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Settings
 
 
 class Answerer:

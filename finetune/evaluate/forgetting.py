@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
@@ -17,9 +16,7 @@ from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory
 
 
 def measure_forgetting(

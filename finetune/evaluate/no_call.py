@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.data.tokens import Encoder
@@ -16,9 +15,7 @@ from finetune.evaluate.results import NoCall, keep_result
 from finetune.evaluate.rows import held_out_rows, no_call_rows
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory
 
 #: Tokens of an answer: enough to begin a call, which counts.
 _ANSWER_TOKENS = 48

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.files import read_json, remove_left_over, write_json
+from finetune.run.directory import RunDirectory
 from finetune.serialise import from_json
 from finetune.units import format_measured
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: Scores of benchmark tasks, in a run's folder of evaluations.
 TASKS_FILE = "tasks.json"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.example import Example
-from finetune.data.preparation import rows_to_evaluate
 from finetune.data.questions import questions_of
 from finetune.data.report import refusal_lines
 from finetune.data.tokenizer import ModelPictures
@@ -120,6 +119,8 @@ def file_rows(
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
     """The held-out rows of a file that has some, else all. Rows in the format of the run's method are read as that, others by
     their columns. Pairs are read as pairs also where a run trains on single answers: they say more than their answers do."""
+    from finetune.data.preparation import rows_to_evaluate
+
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,

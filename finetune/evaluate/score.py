@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.data.answer_reader import AnswerReader
 from finetune.data.call_syntax import display_text
+from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
@@ -27,13 +28,9 @@ from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_r
 from finetune.evaluate.scorers import RowScore, Scorer, scorer, span_of
 from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
-from finetune.run.directory import require_data
+from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
-
-if TYPE_CHECKING:
-    from finetune.data.pictures.source import PictureSource
-    from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
 _MAX_LOSS = 700.0  # whose exponential is a float

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,10 +24,7 @@ from finetune.evaluate.paired import difference
 from finetune.evaluate.results import TASKS_FILE, TaskScore, keep_result, read_tasks
 from finetune.planner.plan import read_plan
 from finetune.requirements import DISTRIBUTION
-from finetune.run.directory import require_data
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, require_data
 
 Progress = Callable[[str], None]
 #: As the harness's own command: seeds of the examples in a prompt.

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -16,15 +16,13 @@ from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
+from finetune.run.directory import RunDirectory
 from finetune.run.failures import is_disk_full
 from finetune.run.fingerprint import require_own_adapter
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
 from finetune.system import rename
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 

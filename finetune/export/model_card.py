@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune import __version__
 from finetune.errors import SECRET, FinetuneError, RecipeError
@@ -20,16 +20,13 @@ from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
 from finetune.hub import REPO_ID, cached_file
 from finetune.model.configuration import resolve_model_path
-from finetune.planner.plan import read_plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.run.base_adapter import base_adapter_of
+from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST, changes_in
 from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
 
 CARD = "README.md"
 #: Recipe settings about this machine or network, which don't change what is learnt.

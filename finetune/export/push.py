@@ -7,17 +7,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.report import first_line
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
 from finetune.files import parse_json
 from finetune.hub import is_switched_off, require_repo
+from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}

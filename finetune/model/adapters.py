@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,9 +19,7 @@ from finetune.layers.experts import name_experts_for_trl, split_targets
 from finetune.model.language_model import outside_language_model, text_config
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
 from finetune.model.vision_parts import untrained_vision
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}

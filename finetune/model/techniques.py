@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.layers.offload import offload_beside
 from finetune.layers.saved_activations import SavedActivations
 from finetune.model.cpu_adamw import CpuAdamW
+from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 #: This project's optimizers, by their names in a recipe; all others are transformers' names.
 _OWN = {"adamw_cpu_offload": CpuAdamW}

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,12 +23,10 @@ from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMe
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from finetune.data.tool_calls import Call
 from finetune.files import parse_json
 from finetune.serve.engine import AnswerEnd, AnswerPart, Engine
 from finetune.serve.requests import ChatRequest, RequestError, read_request
-
-if TYPE_CHECKING:
-    from finetune.data.tool_calls import Call
 
 _T = TypeVar("_T")
 #: Characters of a call's arguments in one event.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.pictures.source import PictureSource
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer, require_shared_base
-
-if TYPE_CHECKING:
-    from finetune.data.answer_reader import AnswerReader
-    from finetune.data.pictures.source import PictureSource
-    from finetune.model.generate import Streamed
-    from finetune.run.directory import RunDirectory
+from finetune.model.generate import Streamed
+from finetune.run.directory import RunDirectory
 
 BASE = "base"
 

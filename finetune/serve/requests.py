@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from finetune.data.pictures.references import PictureReference
 from finetune.model.generate import Sampling
 from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation, pictures_of
-
-if TYPE_CHECKING:
-    from finetune.data.pictures.references import PictureReference
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
