@@ -214,15 +214,12 @@ def _joined_parts(parts: list[Any], path: str, message: Message) -> str:
 
 
 def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "input_text", "output_text"):
         return valid_text(part.get("text"), f"{path}.text")
-    if isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
+    if kind in PICTURE_PARTS:
         index = part.get("index")
         pictures.append(part_reference(part, path) or (index if isinstance(index, int) else None))
         return PICTURE_MARK
-    type_description = (
-        f"a part of type {quoted(part['type'])}"
-        if isinstance(part, dict) and isinstance(part.get("type"), str)
-        else type_phrase(part)
-    )
-    raise BadRow(path, f"is {type_description}; only text and pictures can be trained on")
+    description = f"a part of type {quoted(kind)}" if isinstance(kind, str) else type_phrase(part)
+    raise BadRow(path, f"is {description}; only text and pictures can be trained on")

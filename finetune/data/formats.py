@@ -247,9 +247,8 @@ def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: 
     if missing:
         raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
     example = Example(file=file, row=number, **fmt.parse(row, columns))
-    size = sum(len(message["content"]) for message in example.messages) + len(
-        (example.prompt or "") + (example.completion or "")
-    )
+    texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
+    size = sum(map(len, texts))
     if size > ROW_LIMIT:
         raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")
     return example

@@ -244,16 +244,13 @@ def encode(
     row_counter.finish()
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
-    all_rows = np.ones(len(train), dtype=bool)
-    notes = split_notes(dataset, sources, eval_sources)
+    splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
     if eval_sources:
-        splits = [DataSplit(train, all_rows), DataSplit(held_out, np.ones(len(held_out), dtype=bool))]
-        return EncodedRows(encoder, splits, notes)
-    if not dataset.test_split_size:
-        return EncodedRows(encoder, [DataSplit(train, all_rows)], notes)
-    mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
-    splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
-    return EncodedRows(encoder, splits, notes)
+        splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
+    elif dataset.test_split_size:
+        mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
+        splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
+    return EncodedRows(encoder, splits, split_notes(dataset, sources, eval_sources))
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:

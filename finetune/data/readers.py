@@ -36,6 +36,7 @@ COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
 #: File types that are not text.
 TABLES = (".parquet", ".arrow")
+_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
 
@@ -121,13 +122,7 @@ def _check_text(path: Path, name: str) -> None:
     if not head.strip(b"\0"):
         problem = "has only zero bytes" if head else "the file is empty (0 bytes)"
         raise DataError(f"{name}: {problem}", "Check that it was written or downloaded completely.")
-    codec = (
-        "UTF-32"
-        if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
-        else "UTF-16"
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff")
-        else ""
-    )
+    codec = next((codec for mark, codec in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "")
     if not codec and head.count(b"\0") * 4 > len(head):
         codec = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
     if codec:

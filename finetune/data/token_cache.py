@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         if part is not None:
             return part
         workers, shard_count, rows_done = None, 0, 0
-        task = _BatchTask(entry, reader.parser, encoder)
+        task = partial(_tokenise_batch, entry, reader.parser, encoder)
         try:
             for index, batch in enumerate(reader.batches()):
                 shard_count, results = index + 1, []
@@ -160,24 +160,17 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         return part
 
 
-@dataclass(frozen=True)
-class _BatchTask:
-    """Tokenises batches and writes them, in a fork."""
-
-    entry: CacheEntry
-    parser: RowParser
-    encoder: Encoder
-
-    def __call__(
-        self, index: int, batch: list[Any], write: bool, progress: Progress = lambda _: None
-    ) -> tuple[int, UnusedValues]:
-        """The batch's number of rows, and what they have that isn't read; nothing is written if that stops the run."""
-        parsed, unused = self.parser.parse(batch), self.parser.unused()
-        unused.values.merge(parsed.unused)
-        if write and not unused.stops_run:
-            table = table_of(parsed.examples, _encode(self.encoder, parsed.examples, 0, progress))
-            self.entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
-        return len(batch), parsed.unused
+def _tokenise_batch(
+    entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool,
+    progress: Progress = lambda _: None,
+) -> tuple[int, UnusedValues]:  # fmt: skip
+    """Write one batch's tokens, unless what isn't read of its rows stops the run; returns how many they are, and that."""
+    parsed, unused = parser.parse(batch), parser.unused()
+    unused.values.merge(parsed.unused)
+    if write and not unused.stops_run:
+        table = table_of(parsed.examples, _encode(encoder, parsed.examples, 0, progress))
+        entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
+    return len(batch), parsed.unused
 
 
 def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: Progress) -> list[Any]:

@@ -195,11 +195,9 @@ def _packing(config: ConfigReader, method: str) -> None:
             config.ignore(key, f"method {method} does not pack its rows")
         return
     neat_packing, packing = config.is_on("neat_packing"), config.is_on("packing")
-    if "neat_packing" in config.values:
-        config.keep("neat_packing", "packing", neat_packing or packing)
-    if "packing" in config.values:
-        note = "rows of a packed sequence don't see each other here; there they do without neat_packing"
-        config.keep("packing", "packing", neat_packing or packing, note if packing and not neat_packing else "")
+    config.keep("neat_packing", "packing", neat_packing or packing)
+    note = "rows of a packed sequence don't see each other here; there they do without neat_packing"
+    config.keep("packing", "packing", neat_packing or packing, note if packing and not neat_packing else "")
 
 
 def _datasets(config: ConfigReader, method: str) -> None:

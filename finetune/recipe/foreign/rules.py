@@ -110,10 +110,11 @@ class ConfigReader:
         return not is_off(self.value(key))
 
     def keep(self, key: str, setting: str, value: Any, note: str = "") -> None:
-        """Carry `key` over as `setting`."""
-        self.settings[setting] = value
-        self.keys_by_setting[setting] = key
-        self._report(key, "carried over", f"{setting}: {short_value(value)}", note)
+        """Carry `key`, if set, over as `setting`."""
+        if key in self.values:
+            self.settings[setting] = value
+            self.keys_by_setting[setting] = key
+            self._report(key, "carried over", f"{setting}: {short_value(value)}", note)
 
     def share(self, key: str, setting: str, note: str = "") -> None:
         """Report that `key`, if set, is part of `setting`, which another key sets."""

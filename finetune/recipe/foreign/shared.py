@@ -122,7 +122,7 @@ def read_warmup(config: ConfigReader) -> None:
         config.ignore("warmup_steps", "is not set: warmup_ratio counts")
     if steps:
         config.ignore("warmup_ratio", "warmup_steps is set")
-    elif "warmup_ratio" in config.values:
+    else:
         config.keep("warmup_ratio", "warmup_ratio", config.value("warmup_ratio"))
 
 
@@ -131,11 +131,10 @@ def read_intervals(config: ConfigReader) -> None:
     for event, strategy_keys in (("eval", ("eval_strategy", "evaluation_strategy")), ("save", ("save_strategy",))):
         interval = config.value(f"{event}_steps")
         strategy = next((config.value(name) for name in strategy_keys if name in config.values), None)
-        if f"{event}_steps" in config.values:
-            if isinstance(interval, int) and strategy in (None, "steps"):
-                config.keep(f"{event}_steps", f"{event}_steps", interval)
-            else:
-                config.ignore(f"{event}_steps", common.STEPS.reason)
+        if isinstance(interval, int) and strategy in (None, "steps"):
+            config.keep(f"{event}_steps", f"{event}_steps", interval)
+        else:
+            config.ignore(f"{event}_steps", common.STEPS.reason)
         for name in strategy_keys:
             config.ignore(name, f"{event}_steps counts" if strategy == "steps" else common.STEPS.reason)
 

@@ -125,8 +125,7 @@ def _model(config: ConfigReader) -> None:
     targets = [_MODULES[module] for module in as_list(config.value("model.lora_attn_modules", [])) if module in _MODULES]
     targets += _MLP if config.is_on("model.apply_lora_to_mlp") else []
     for key in ("model.lora_attn_modules", "model.apply_lora_to_mlp"):
-        if key in config.values:
-            config.keep(key, "target_modules", targets)
+        config.keep(key, "target_modules", targets)
 
 
 def _dataset(config: ConfigReader) -> None:

@@ -123,7 +123,7 @@ def finish(config: ConfigReader) -> None:
         _preferences(config, "dpo")
     else:
         _loss(config)
-    if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
+    if not config.is_replaced("dataset.path", ["dataset_name"]):
         config.keep("dataset_name", "dataset.path", config.value("dataset_name"))
     _mixture(config)
     if "dataset_text_field" in config.values and "dataset_text_field" not in config.entries:
@@ -132,11 +132,10 @@ def finish(config: ConfigReader) -> None:
             config.ignore("dataset_text_field", "is found by its name")
         else:
             config.keep("dataset_text_field", "dataset.columns", {"text": field})
-    if "dataset_test_split" in config.values:
-        if config.value("eval_strategy", "no") == "no":
-            config.ignore("dataset_test_split", "eval_strategy is no")
-        else:
-            config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
+    if config.value("eval_strategy", "no") == "no":
+        config.ignore("dataset_test_split", "eval_strategy is no")
+    else:
+        config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
 
 
 def _mixture(config: ConfigReader) -> None:
@@ -229,8 +228,7 @@ def _loss(config: ConfigReader) -> None:
         config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll", "chunked_nll")))
     answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
-        if key in config.values:
-            config.keep(key, "train_on_inputs", not answer_only_keys)
+        config.keep(key, "train_on_inputs", not answer_only_keys)
     config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
 
 

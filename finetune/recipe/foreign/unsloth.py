@@ -95,10 +95,10 @@ def _steps(config: ConfigReader) -> None:
         config.ignore(f"{_T}num_epochs", "max_steps is set")
     elif (epochs := config.value(f"{_T}num_epochs")) is not None:
         config.keep(f"{_T}num_epochs", "num_train_epochs", float(epochs))
-    if f"{_T}warmup_ratio" in config.values:
-        config.keep(f"{_T}warmup_ratio", "warmup_ratio", config.value(f"{_T}warmup_ratio"))
+    config.keep(f"{_T}warmup_ratio", "warmup_ratio", config.value(f"{_T}warmup_ratio"))
+    if "warmup_ratio" in config.settings:
         config.ignore(f"{_T}warmup_steps", "warmup_ratio is set")
-    elif f"{_T}warmup_steps" in config.values:
+    else:
         config.keep(f"{_T}warmup_steps", "warmup_steps", config.value(f"{_T}warmup_steps"))
     config.ignore(f"{_T}eval_steps", common.STEPS.reason)
 
