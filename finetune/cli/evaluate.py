@@ -37,8 +37,7 @@ def show_scores(
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)
-    from finetune.evaluate.forgetting import load_answerer, measure_forgetting
-    from finetune.evaluate.no_call import measure_no_call
+    from finetune.evaluate.forgetting import load_answerer, measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
 
     if score is not None and score.name in ("judge", "code"):

@@ -16,9 +16,8 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
-from finetune.model.language_model import outside_language_model, text_config
+from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
-from finetune.model.vision_parts import untrained_vision
 from finetune.settings import Settings
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.

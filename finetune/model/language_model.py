@@ -16,6 +16,11 @@ from transformers.utils import ModelOutput
 
 from finetune.compat.transformers import causal_class, image_text_class
 
+#: Names of projectors in transformers' models: those beside the tower, and those at its end.
+_PROJECTORS = (
+    "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
+    "patch_merger",
+)  # fmt: skip
 #: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
 _OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "output_router_logits"}
 
@@ -66,6 +71,34 @@ def outside_language_model(model: Any) -> str | None:
     """PEFT's `exclude_modules`: a pattern of the modules that the whole model has beside these; None for a model of text."""
     path = getattr(model, "language_model_path", None)
     return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
+
+
+def untrained_vision(model: Any, trained: str) -> str | None:
+    """PEFT's `exclude_modules` for what of the vision part is not trained: all with `none`, all but the projector with
+    `projector`, nothing with `all`. None for a model of text."""
+    path = getattr(model, "decoder_path", "")
+    if not path:
+        return None
+    if trained == "all":
+        return _unread_layers(model)
+    adapted = rf"{re.escape(path)}(\.|$)|lm_head(\.|$)"
+    if trained == "projector":
+        names = "|".join(_PROJECTORS)
+        adapted += rf"|(.*\.)?({names})(\.|$)"
+    return rf"(?!({adapted})).*"
+
+
+def _unread_layers(model: Any) -> str | None:
+    """A pattern of the tower's last layers, where the model reads an earlier one's output, as LLaVA does: they would get no
+    gradient."""
+    read = getattr(model.config, "vision_feature_layer", None)
+    count = getattr(getattr(model.config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or not count:
+        return None
+    indices = read if isinstance(read, (list, tuple)) else [read]
+    end = max(index if index >= 0 else count + 1 + index for index in indices)  # the embeddings' output is number 0
+    numbers = "|".join(map(str, range(end, count)))
+    return rf"(.*\.)?vision_tower\.(.*\.)?layers\.({numbers})\..*" if numbers else None
 
 
 @cache
