@@ -80,10 +80,8 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     first_turn = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), None)
     if first_turn is None:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
-    if messages[first_turn]["role"] == "assistant":
-        raise BadRow(f"{field}[{first_turn}].role", "the assistant speaks first; a conversation begins with the user")
-    if messages[first_turn]["role"] == "tool":
-        raise BadRow(f"{field}[{first_turn}].role", "a tool speaks first; a conversation begins with the user")
+    if speaker := {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"]):
+        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first; a conversation begins with the user")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")

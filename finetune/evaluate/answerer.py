@@ -170,27 +170,19 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
 
     Raises CommandError if there is none and one is `required`, RecipeError if it has changed.
     """
-    if last:
-        return _last_adapter(run)
-    if run.adapter.is_dir():
-        require_own_adapter(run, run.adapter)
-        return run.adapter
-    checkpoint, _ = newest_verified(run.checkpoints)
-    if checkpoint is not None:
-        require_own_adapter(run, checkpoint.path)
-        return checkpoint.path
-    if required:
-        raise CommandError(
-            f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
-        )
-    return None
-
-
-def _last_adapter(run: RunDirectory) -> Path:
-    if not run.last_adapter.is_dir():
+    if last and not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
-    require_own_adapter(run, run.last_adapter)
-    return run.last_adapter
+    if last or run.adapter.is_dir():
+        folder = run.last_adapter if last else run.adapter
+    elif (checkpoint := newest_verified(run.checkpoints)[0]) is not None:
+        folder = checkpoint.path
+    elif required:
+        fix = f"Let it train further: finetune resume {run.path}"
+        raise CommandError(f"{run.path} has no adapter and no sealed checkpoint yet", fix)
+    else:
+        return None
+    require_own_adapter(run, folder)
+    return folder
 
 
 def require_shared_base(run: RunDirectory, other: RunDirectory) -> None:

@@ -117,10 +117,8 @@ def finish(config: ConfigReader) -> None:
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
         config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
-    if _trains_on_labels(config):
-        _preferences(config, "kto")
-    elif _trains_on_pairs(config):
-        _preferences(config, "dpo")
+    if (method := _method(config)) in ("dpo", "kto"):
+        _preferences(config, method)
     else:
         _loss(config)
     if not config.is_replaced("dataset.path", ["dataset_name"]):
@@ -188,20 +186,15 @@ def _joined_splits(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(datasets.values())
 
 
-def _trains_on_pairs(config: ConfigReader) -> bool:
-    """Whether the file is one of `trl dpo`, which it doesn't say: by its keys, and not by those of other methods."""
+def _method(config: ConfigReader) -> str:
+    """Whether the file is one of `trl kto` or `trl dpo`, which it doesn't say: by its keys, and not by those of others."""
+    loss, keys = config.value("loss_type"), config.values.keys()
     if "method" in config.overrides:
-        return config.overrides["method"] == "dpo"
-    loss = config.value("loss_type")
-    others = any(key in _OTHER_METHODS_KEYS for key in config.values)
-    return not others and (isinstance(loss, list) or loss in _PAIR_LOSSES or any(key in _PAIR_KEYS for key in config.values))
-
-
-def _trains_on_labels(config: ConfigReader) -> bool:
-    """Whether the file is one of `trl kto`."""
-    if "method" in config.overrides:
-        return config.overrides["method"] == "kto"
-    return config.value("loss_type") in METHODS["kto"].losses or any(key in _KTO_KEYS for key in config.values)
+        return str(config.overrides["method"])
+    if loss in METHODS["kto"].losses or keys & _KTO_KEYS.keys():
+        return "kto"
+    has_pairs = isinstance(loss, list) or loss in _PAIR_LOSSES or keys & _PAIR_KEYS.keys()
+    return "dpo" if has_pairs and not keys & _OTHER_METHODS_KEYS else "sft"
 
 
 def _preferences(config: ConfigReader, method: str) -> None:
@@ -232,7 +225,7 @@ def _loss(config: ConfigReader) -> None:
     config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
 
 
-_OTHER_METHODS_KEYS = (*_REWARDS, "simpo_gamma", "cpo_alpha")
+_OTHER_METHODS_KEYS = {*_REWARDS, "simpo_gamma", "cpo_alpha"}
 
 
 def has_only_its_keys(values: dict[str, Any]) -> bool:
