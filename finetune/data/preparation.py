@@ -52,7 +52,6 @@ class PreparedData:
     eval_report: DataReport | None
     fingerprint: str
     lengths: list[int]
-    eval_lengths: list[int]
     examples: Sequence[Example]
     eval_examples: Sequence[Example]
     plain: bool
@@ -212,7 +211,6 @@ class SelectedRows:
             eval_report=_report(held_out, self.findings[1]) if held_out else None,
             fingerprint=fingerprint,
             lengths=train.lengths.tolist(),
-            eval_lengths=held_out.lengths.tolist() if held_out else [],
             examples=train.examples(),
             eval_examples=held_out.examples() if held_out else [],
             plain=bool(train.stored.has("pair")[train.used].all()),
