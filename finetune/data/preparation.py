@@ -185,11 +185,10 @@ class SelectedRows:
                 + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
             )
         if not problems and any(not len(split.lengths) for split in splits):
-            problems += (
-                ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
-                if not len(splits[0].lengths)
-                else ["no held-out row can be used"]
-            )
+            if len(splits[0].lengths):
+                problems.append("no held-out row can be used")
+            else:
+                problems += ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
             problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
             fixes.append("`finetune data RECIPE` lists the refused rows.")
         if problems:

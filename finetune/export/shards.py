@@ -6,6 +6,7 @@ safetensors is simple and its library writes whole files from memory: https://gi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -250,10 +251,7 @@ def write_shards(
 
 def _files(tensors: list[StoredTensor], max_bytes: int | None) -> dict[str, list[StoredTensor]]:
     if max_bytes is None:
-        files: dict[str, list[StoredTensor]] = {}
-        for stored in tensors:
-            files.setdefault(stored.path.name, []).append(stored)
-        return files
+        return {name: list(group) for name, group in itertools.groupby(tensors, key=lambda stored: stored.path.name)}
     shards: list[list[StoredTensor]] = [[]]
     for stored in tensors:
         if shards[-1] and sum(tensor.size for tensor in shards[-1]) + stored.size > max_bytes:
