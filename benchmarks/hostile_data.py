@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from finetune.data import read_examples  # noqa: E402
+from finetune.data.examples import SourceReader, sources_of  # noqa: E402
 from finetune.errors import DataError  # noqa: E402
 from finetune.recipe import parse_recipe  # noqa: E402
 
@@ -204,27 +204,31 @@ def typed(fix: str) -> list[list[str]]:
     return [[word for word in line if "=" in word] for line in lines if any("=" in word for word in line)]
 
 
-def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Any:
-    """The rows of a path, as a recipe with these overrides reads them."""
+def read(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[list[Any], list[Any], list[str]]:
+    """The training rows of a path, as a recipe with these overrides reads them; the refused ones, and the unused columns."""
     recipe = parse_recipe(f"model_name_or_path: tiny\ndataset: {{path: {json.dumps(str(path))}}}\n", "recipe", overrides)
-    return read_examples(recipe.dataset)
+    readers = [SourceReader(source, recipe.dataset, None) for source in sources_of(recipe.dataset)[0]]
+    batches = [parsed for reader in readers for parsed in reader.parsed()]
+    examples = [example for parsed in batches for example in parsed.examples]
+    refused = [row for parsed in batches for row in parsed.refused]
+    return examples, refused, [column for reader in readers for column in reader.unused_columns]
 
 
 def outcome_of_case(case: Case, path: Path) -> tuple[str, str]:
     """What became of a file, `stopped by name`, `trained, named` or `wrong`, and what is wrong."""
     path.write_text("".join(json.dumps(row) + "\n" for row in case.rows), encoding="utf-8")
     try:
-        split = read(path).train
+        _, _, unused_columns = read(path)
     except DataError as error:
         problem = "\n".join(error.problems)
         if case.unread not in problem:
             return "wrong", f"{case.name}: is stopped, and the column isn't named: {problem}"
         for overrides in typed(error.fix):
-            rows = read(path, overrides).train
-            if len(rows.examples) != len(case.rows):
-                return "wrong", f"{case.name}: {overrides} refuses rows: {rows.refused[:1]}"
+            examples, refused, _ = read(path, overrides)
+            if len(examples) != len(case.rows):
+                return "wrong", f"{case.name}: {overrides} refuses rows: {refused[:1]}"
         return "stopped by name", ""
-    if case.unread not in [name.removeprefix("messages[].") for name in split.unused_columns]:
+    if case.unread not in [name.removeprefix("messages[].") for name in unused_columns]:
         return "wrong", f"{case.name}: is trained on, and the column isn't named"
     return ("wrong", f"{case.name}: is trained on without asking") if case.meaningful else ("trained, named", "")
 
@@ -241,7 +245,7 @@ def outcome_of_splits(form: str, names: list[str], folder: Path) -> tuple[str, s
             for name in names:
                 archive.write(folder / name, name)
     try:
-        examples = read(path).train.examples
+        examples, _, _ = read(path)
     except DataError as error:
         return ("stopped by name", "") if error.fix else ("wrong", f"{form} of {names}: no advice")
     texts = [example.text for example in examples if "train" not in example.text.lower() and example.text != "more.jsonl"]

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 
 from finetune.compat.hub import set_offline
 from finetune.errors import CommandError
@@ -25,6 +26,14 @@ def require_repo(repo: str) -> None:
     """Raise CommandError for what is no repository's name."""
     if not REPO_ID.fullmatch(repo):
         raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
+
+
+def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
+    """A repository's file in the hub's cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repo, name, revision=revision)
+    return Path(path) if isinstance(path, str) else None
 
 
 def is_switched_off() -> bool:

@@ -18,12 +18,13 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """`value` as dicts, lists, text and numbers: dataclasses, pydantic models, tuples, lists, dicts and paths, at any depth."""
+    """`value` as dicts, lists, text and numbers: dataclasses, pydantic models, tuples, lists, sets, dicts and paths, at any
+    depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {key: to_json(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set)):
         return [to_json(part) for part in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}

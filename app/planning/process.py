@@ -42,7 +42,7 @@ from .prefetch import PlanPrefetcher
 from .what_if import Outcome, Outcomes, outcome_of
 
 if TYPE_CHECKING:
-    from finetune.data import EncodedRows, PreparedData
+    from finetune.data.preparation import EncodedRows, PreparedData
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
@@ -101,14 +101,14 @@ class Questions:
 
     def _marked(self, recipe: Recipe, index: int) -> dict[str, Any]:
         """The row at `index`, or the last one: its text in spans that are trained or not, and its tokens."""
-        from finetune import data
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
+        from finetune.data.trained_spans import example_spans
 
         prepared = self._prepared(recipe)
         count = len(prepared.lengths)
         index = max(0, min(index, count - 1))
-        spans = data.example_spans(prepared, self._encode(recipe, self._report).encoder.tokenizer, index)
+        spans = example_spans(prepared, self._encode(recipe, self._report).encoder.tokenizer, index)
         ids, labels = prepared.sequence(index) if count else ([], [])
         return {
             "marked": [[with_counts(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,

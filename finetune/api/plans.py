@@ -43,7 +43,7 @@ class Plan(plans.Plan):
         import torch
         from transformers import set_seed
 
-        from finetune.data.preparation import prepare
+        from finetune.data.preparation import encode
         from finetune.data.tokenizer import load_tokenizer
         from finetune.methods.trl_arguments import trl_arguments
         from finetune.model.techniques import optimizer_class
@@ -53,7 +53,9 @@ class Plan(plans.Plan):
         if not (self.card.is_cpu or torch.cuda.is_available()):
             raise NoCard(f"the plan is for {self.card.name}, and torch sees no GPU here", "Call to_trl() where it trains.")
         tokenizer = load_tokenizer(settings)
-        rows = prepare(settings, tokenizer, max_length=settings.max_length)
+        selected = encode(settings, tokenizer).select(settings, settings.max_length)
+        selected.raise_problems()
+        rows = selected.prepared()
         arguments = trl_arguments(
             settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
             evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
@@ -119,7 +121,7 @@ def _config(arguments: dict[str, Any], total_steps: int | None) -> Any:
 
 def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Dataset:
     """The rows of all epochs, as a run trains them."""
-    from finetune.data import pack
+    from finetune.data.packing import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
 
     train = pack(rows.train, settings.max_length, settings.seed) if settings.packing else rows.train

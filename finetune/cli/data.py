@@ -17,8 +17,8 @@ from finetune.errors import DataError
 from finetune.units import format_count
 
 if TYPE_CHECKING:
-    from finetune.data import PreparedData
     from finetune.data.pictures.source import PictureSource
+    from finetune.data.preparation import PreparedData
 
 #: Around trained tokens where there are no colours.
 _BRACKETS = "\u27e6", "\u27e7"
@@ -38,7 +38,7 @@ def show_data(
         tokenizers_only()
     with show_progress(quiet=as_json) as progress:
         progress("reading the data")
-        from finetune.data import example_spans
+        from finetune.data.trained_spans import example_spans
         from finetune.model.configuration import named_model
         from finetune.planner.planning import encode_rows, limit_of
 

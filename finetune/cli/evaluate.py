@@ -37,8 +37,7 @@ def show_scores(
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)
-    from finetune.evaluate.forgetting import load_answerer, measure_forgetting
-    from finetune.evaluate.no_call import measure_no_call
+    from finetune.evaluate.forgetting import load_answerer, measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
 
     if score is not None and score.name in ("judge", "code"):
@@ -61,7 +60,7 @@ def show_scores(
         no_call = measure_no_call(run, load, last=last, progress=progress) if probe else None
     if as_json:
         measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
-        print_json({"run": str(run.path), **result.as_json(), **measured})
+        print_json({"run": str(run.path), **asdict(result), **measured})
         return
     print_scores(run, result, rows_in_words(run, result, data, forgetting=forgetting), no_call)
     print_forgetting(losses, no_call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
@@ -31,7 +32,7 @@ def merge_run(source: str, *, output: str | None, max_shard_size: str | None, ch
 
             changed = measure_merge_effect(run, folder, check, progress)
     if as_json:
-        print_json({"run": str(run.path), "merged": str(folder), **({"check": changed.as_json()} if changed else {})})
+        print_json({"run": str(run.path), "merged": str(folder), **({"check": asdict(changed)} if changed else {})})
         return
     out.print(f"merged model in {escape(str(folder))}")
     settings = read_plan(run.plan).settings

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.call_syntax import Answer, CallSyntax, syntax_of
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
 from finetune.data.template import Template, common_prefix_length
-
-if TYPE_CHECKING:
-    from finetune.data.tool_calls import Call
+from finetune.data.tool_calls import Call
 
 _EMPTY_THINKING = re.compile(r"^(?:<think>)?\s*</think>\s*")
 _QUESTION: Message = {"role": "user", "content": "a question"}

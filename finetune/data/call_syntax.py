@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from finetune.data.checks import BadRow
@@ -120,18 +121,11 @@ def _types(schema: Any) -> set[str]:
     return types
 
 
+_JSON_TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", dict: "object", list: "array"}
+
+
 def _type_of(value: Any) -> str:
-    for kind, name in (
-        (bool, "boolean"),
-        (str, "string"),
-        (int, "integer"),
-        (float, "number"),
-        (dict, "object"),
-        (list, "array"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "null"
+    return _JSON_TYPES.get(type(value), "null")
 
 
 def _schema_of(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -146,31 +140,23 @@ def _closing(text: str, position: int, pattern: str) -> int:
     return match.end()
 
 
-def _json_objects(closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[_ReadCall]:
     """One object with name and arguments, or a list of them, up to `closing`."""
-
-    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-        value, end = json_at(text, match.end())
-        end = _closing(text, end, closing)
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-                raise ValueError("no name of a tool")
-            arguments: Any = item.get("arguments", item.get("parameters", {}))
-            yield item["name"], arguments, end
-
-    return read
+    value, end = json_at(text, match.end())
+    end = _closing(text, end, closing)
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise ValueError("no name of a tool")
+        arguments: Any = item.get("arguments", item.get("parameters", {}))
+        yield item["name"], arguments, end
 
 
-def _named_json(closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterator[_ReadCall]:
     """Arguments as JSON after an opening that has the name."""
-
-    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-        arguments, end = json_at(text, match.end())
-        if not isinstance(arguments, dict):
-            raise ValueError("arguments that are no object")
-        yield match["name"], arguments, _closing(text, end, closing)
-
-    return read
+    arguments, end = json_at(text, match.end())
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments that are no object")
+    yield match["name"], arguments, _closing(text, end, closing)
 
 
 def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
@@ -186,14 +172,10 @@ def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
         yield value["name"], value.get("parameters", value.get("arguments", {})), position
 
 
-def _tagged(end_tag: str, closing: str) -> Callable[[str, re.Match[str]], Iterator[_ReadCall]]:
+def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> Iterator[_ReadCall]:
     """A tag for each argument. `end_tag` follows the last argument, `closing` the call."""
-
-    def read(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-        pairs, end = tagged_arguments(text, match.end())
-        yield match["name"], pairs, _closing(text, _closing(text, end, end_tag), closing)
-
-    return read
+    pairs, end = tagged_arguments(text, match.end())
+    yield match["name"], pairs, _closing(text, _closing(text, end, end_tag), closing)
 
 
 def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
@@ -219,54 +201,55 @@ def _gemma(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
 
 
 def _syntax(
-    name: str, openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], *, loses_types: bool = False
+    name: str, openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], **options: str
 ) -> CallSyntax:
-    return CallSyntax(name, openings, re.compile(pattern), read, loses_types)
+    """A form whose calls `read` yields with `options`; in tags, arguments are text."""
+    return CallSyntax(name, openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
 
 
 #: The forms, more special ones first.
 SYNTAXES = (
     _syntax(
         "tags in tool_call", ("<tool_call>",), rf"<tool_call>\s*<function=(?P<name>{_NAME})>\s*",
-        _tagged("</function>", "</tool_call>"), loses_types=True,
+        _tagged, end_tag="</function>", closing="</tool_call>",
     ),
     _syntax(
         "key and value tags", ("<tool_call>",), rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<)",
-        _tagged("", "</tool_call>"), loses_types=True,
+        _tagged, closing="</tool_call>",
     ),
     _syntax(
         "invoke", ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
         rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
-        _tagged(r"</[\w:|｜]*invoke>", r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?"), loses_types=True,
+        _tagged, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
     ),
     _syntax(
-        "JSON in a tag", ("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects("</tool_call>"),
+        "JSON in a tag", ("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects, closing="</tool_call>",
     ),
     _syntax(
         "JSON after a mark", ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
-        _json_objects(r"(?:<\|/tool_call\|>)?"),
+        _json_objects, closing=r"(?:<\|/tool_call\|>)?",
     ),
     _syntax(
         "name and JSON in a tag", ("[TOOL_CALLS]",),
-        rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _named_json(""),
+        rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _named_json,
     ),
     _syntax(
         "DeepSeek", ("<｜tool▁call",),
         rf"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>{_NAME})(?:<｜tool▁sep｜>)?{_CODE_FENCE}",
-        _named_json(r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?"),
+        _named_json, closing=r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
     ),
     _syntax(
         "Harmony", ("<|channel|>", " to=functions."),
         rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?"
         r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
-        _named_json(""),
+        _named_json,
     ),
     _syntax(
         "Kimi", ("<|tool_call",),
         r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w\-./]+?)(?::\d+)?\s*"
         r"<\|tool_call_argument_begin\|>\s*",
-        _named_json(r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?"),
+        _named_json, closing=r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
     ),
     _syntax("Python", ("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
     _syntax("Gemma", ("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),

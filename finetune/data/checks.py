@@ -45,7 +45,7 @@ def required_text(row: dict[str, Any], field: str) -> str:
     """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or not valid Unicode."""
     text = optional_text(row, field)
     if not text.strip():
-        raise BadRow(field, _absence(row, field))
+        raise BadRow(field, "is missing" if row.get(field) is None else "is NaN" if is_missing(row[field]) else "is empty")
     return text
 
 
@@ -124,9 +124,3 @@ def quoted(value: str, limit: int = 40) -> str:
     """Text from a row, shortened and safe to print."""
     representation = repr(value[: limit + 1])
     return representation if len(representation) <= limit + 2 else f"{representation[: limit - 1]}..."
-
-
-def _absence(row: dict[str, Any], field: str) -> str:
-    if field not in row or row[field] is None:
-        return "is missing"
-    return "is NaN" if is_missing(row[field]) else "is empty"

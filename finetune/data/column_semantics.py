@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterable
 from typing import Any
@@ -113,19 +114,12 @@ _MESSAGE_PARTS = {"role", "content", "from", "value"}
 
 def _without_fields(value: Any, ignored: set[str]) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[") and any(name in value for name in ignored):
-        value = parse_if_text(value, "") if _is_json(value) else value
+        with contextlib.suppress(BadRow):  # it is plain text
+            value = parse_if_text(value, "")
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         dropped = ignored - _MESSAGE_PARTS
         return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
     return value
-
-
-def _is_json(text: str) -> bool:
-    try:
-        parse_if_text(text, "")
-    except BadRow:
-        return False
-    return True
 
 
 class PreferenceData(DataError):

@@ -80,10 +80,8 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     first_turn = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), None)
     if first_turn is None:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
-    if messages[first_turn]["role"] == "assistant":
-        raise BadRow(f"{field}[{first_turn}].role", "the assistant speaks first; a conversation begins with the user")
-    if messages[first_turn]["role"] == "tool":
-        raise BadRow(f"{field}[{first_turn}].role", "a tool speaks first; a conversation begins with the user")
+    if speaker := {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"]):
+        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first; a conversation begins with the user")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
@@ -214,15 +212,12 @@ def _joined_parts(parts: list[Any], path: str, message: Message) -> str:
 
 
 def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "input_text", "output_text"):
         return valid_text(part.get("text"), f"{path}.text")
-    if isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
+    if kind in PICTURE_PARTS:
         index = part.get("index")
         pictures.append(part_reference(part, path) or (index if isinstance(index, int) else None))
         return PICTURE_MARK
-    type_description = (
-        f"a part of type {quoted(part['type'])}"
-        if isinstance(part, dict) and isinstance(part.get("type"), str)
-        else type_phrase(part)
-    )
-    raise BadRow(path, f"is {type_description}; only text and pictures can be trained on")
+    description = f"a part of type {quoted(kind)}" if isinstance(kind, str) else type_phrase(part)
+    raise BadRow(path, f"is {description}; only text and pictures can be trained on")

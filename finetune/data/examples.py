@@ -1,19 +1,17 @@
-"""A recipe's `dataset:` -> examples and refused rows of the training and held-out split. Needs no tokenizer."""
+"""A recipe's `dataset:` -> its sources, training and held-out, and a reader of each that needs no tokenizer."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.data_files import describe_split
-from finetune.data.example import Example
 from finetune.data.readers import Row
 from finetune.data.report import Refused
-from finetune.data.row_parser import RowParser, choose_parser
+from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
 from finetune.data.unused_columns import UnusedValues, fixes_of
 from finetune.errors import DataError, RecipeError
@@ -25,37 +23,6 @@ _SAMPLE_ROWS = 1000
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 #: A batch of rows with pictures, each of which is decoded.
 PICTURE_BATCH_ROWS = 256
-
-
-@dataclass(frozen=True)
-class SplitRows:
-    """The rows of one split (training or held out): examples, refused rows, and how the files were read."""
-
-    files: tuple[str, ...]
-    format: str
-    rows_read: int
-    examples: list[Example]
-    refused: list[Refused] = field(default_factory=list)
-    unused_columns: tuple[str, ...] = ()
-    columns: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """The rows of a dataset, and those of its held-out files; `eval` is None without any."""
-
-    train: SplitRows
-    eval: SplitRows | None = None
-
-
-def read_examples(dataset: DatasetRecipe) -> Examples:
-    """Read and check the rows of `dataset` in memory; its `test_split_size` holds out none of them.
-
-    Raises DataError for files that can't be read at all; bad rows are in `refused`, whatever `on_bad_rows` says.
-    """
-    sources, eval_sources = sources_of(dataset)
-    train = _read_split(sources, dataset, dataset.max_rows)
-    return Examples(train, _read_split(eval_sources, dataset, None) if eval_sources else None)
 
 
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
@@ -133,40 +100,6 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
     return [describe_split(files, *paths) for files in split_files(dataset.path)]
 
 
-def _read_split(sources: list[Source], dataset: DatasetRecipe, limit: int | None) -> SplitRows:
-    """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
-    parts: list[SplitRows] = []
-    for source in sources:
-        remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
-        if remaining == 0:
-            break
-        parts.append(_read_source(source, dataset, remaining))
-    return SplitRows(
-        files=tuple(file for part in parts for file in part.files),
-        format=", ".join(dict.fromkeys(part.format for part in parts)),
-        rows_read=sum(part.rows_read for part in parts),
-        examples=[example for part in parts for example in part.examples],
-        refused=[row for part in parts for row in part.refused],
-        unused_columns=tuple(dict.fromkeys(column for part in parts for column in part.unused_columns)),
-        columns={name: column for part in parts for name, column in part.columns.items()},
-    )
-
-
-def _read_source(source: Source, dataset: DatasetRecipe, limit: int | None) -> SplitRows:
-    reader = SourceReader(source, dataset, limit)
-    examples: list[Example] = []
-    refused: list[Refused] = []
-    for batch in reader.batches():
-        parsed = reader.parser.parse(batch)
-        reader.add_unused(parsed.unused)
-        examples += parsed.examples
-        refused += parsed.refused
-    reader.finish()
-    parser = reader.parser
-    read = reader.rows_read
-    return SplitRows((source.name,), parser.format, read, examples, refused, reader.unused_columns, parser.columns)
-
-
 class SourceReader:
     """Reads one source in batches. Raises DataError when it can't be read at all."""
 
@@ -192,6 +125,14 @@ class SourceReader:
         self.rows_read += len(batch)
         if batch:
             yield batch
+
+    def parsed(self) -> Iterator[ParsedBatch]:
+        """All rows, parsed. Raises DataError at the end when columns or fields that may change the meaning aren't read."""
+        for batch in self.batches():
+            parsed = self.parser.parse(batch)
+            self.add_unused(parsed.unused)
+            yield parsed
+        self.finish()
 
     def add_unused(self, unused: UnusedValues) -> None:
         """Add what a batch has that isn't read."""

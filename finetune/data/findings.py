@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 
-from finetune.data.preference_findings import preference_findings
 from finetune.data.report import Finding, format_locations
 from finetune.data.shards import StoredRows
 from finetune.data.tokenizer import is_replaced
+from finetune.data.tokens import Encoder
 from finetune.data.writing_scripts import SCRIPTS
-
-if TYPE_CHECKING:
-    from finetune.data.tokens import Encoder
 
 #: Smallest shares of rows that are reported: truncated, with the same answer, nearly equal to an earlier row, and with an
 #: answer in another script than most.
 _TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _NEAR_DUPLICATE_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01, 0.01
 #: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
 _MIN_ROWS = 20
+#: Share of pairs whose chosen answer is the longer one, from which on length may be what is learnt.
+_LONGER_CHOSEN_SHARE = 0.8
+#: Pairs whose texts are read to find those in the other order.
+_MAX_COMPARED = 20_000
+#: Weights of all good answers to those of all bad ones that KTO's paper advises (section 4.2), and TRL.
+_BALANCE = 1.0, 4 / 3
 #: Damage in a row's texts -> its description and what to do.
 _DAMAGE = {
     "replaced": (
@@ -84,7 +87,7 @@ def find_problems(
 
     Blocking findings mean that the data teaches, or the evaluation measures, next to nothing.
     """
-    finding = _FindingBuilder(stored)
+    finding = partial(_finding, stored)
     if leaked[0]:
         text = "{rows} that are held out have the prompt of a training row; their scores say little"
         fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
@@ -112,7 +115,10 @@ def find_problems(
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
         same_answer = used & (stored.answer_digests == answers[counts.argmax()])
         yield finding("same answer", text, same_answer, "Add rows with other answers.")
-    yield from preference_findings(stored, used, finding, label_weights)
+    if stored.are_pairs:
+        yield from _pair_findings(stored, used)
+    if stored.are_labelled:
+        yield from _label_findings(stored, used, label_weights)
     if other_scripts := _other_scripts(stored, used):
         text, rows = other_scripts
         yield finding("languages", text, rows, "The model will mix them; leave the others out if that isn't meant.")
@@ -145,13 +151,68 @@ def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.n
     return text, np.logical_or.reduce([rows[name] for name in other_counts])
 
 
-class _FindingBuilder:
-    """Builds findings about rows, with the locations of the first three."""
+def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
+    pairs = np.flatnonzero(used & (stored.sequence_counts == 2))
+    first = stored.sequence_starts[pairs]
+    longer = pairs[stored.trained_counts[first] > stored.trained_counts[first + 1]]
+    if len(pairs) >= _MIN_ROWS and len(longer) >= _LONGER_CHOSEN_SHARE * len(pairs):
+        share = f"{len(longer) / len(pairs):.0%}"
+        text = f"the chosen answer is the longer one in {{rows}} of {len(pairs):,} pairs ({share}): the model may learn length"
+        fix = "Add pairs whose better answer is the shorter one, or leave some out."
+        yield _finding(stored, "length bias", text, longer, fix)
+    if len(swapped := _swapped(stored, pairs)):
+        text = "{rows} have the answers of another row in the other order: what one prefers the other rejects"
+        blocks = 2 * len(swapped) > len(pairs)
+        yield _finding(stored, "contradictions", text, swapped, "Keep the right one of each two.", blocks=blocks)
 
-    def __init__(self, stored: StoredRows) -> None:
-        self._stored = stored
 
-    def __call__(self, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
-        indices = np.flatnonzero(rows) if rows.dtype == bool else rows
-        first = format_locations([self._stored.row_location(index) for index in indices[:4]])
-        return Finding(kind, text, len(indices), (first,), fix, blocks)
+def _swapped(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
+    """Pairs of which another one with the same prompt has the answers in the other order; among the first ones of the prompts
+    with several pairs."""
+    _, prompts, counts = np.unique(stored.prompt_digests[pairs], return_inverse=True, return_counts=True)
+    compared = pairs[counts[prompts] > 1][:_MAX_COMPARED]
+    orders = [(int(stored.prompt_digests[row]), *_answers(stored, int(row))) for row in compared]
+    every = set(orders)
+    return compared[np.array([(prompt, other, answer) in every for prompt, answer, other in orders], dtype=bool)]
+
+
+def _answers(stored: StoredRows, row: int) -> tuple[str | None, str | None]:
+    chosen, rejected = stored.example(row).pair()
+    return chosen.reference(), rejected.reference()
+
+
+def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, float]) -> Iterator[Finding]:
+    bad = used & stored.has("undesirable")
+    good = used & ~bad
+    n_good, n_bad = int(good.sum()), int(bad.sum())
+    if not n_good or not n_bad:
+        text = f"{{rows}} are all marked {'good' if n_good else 'bad'}: nothing says what the other kind is"
+        fix = "Add answers of the other kind. Good answers alone are learnt by  method=sft"
+        yield _finding(stored, "one label", text, used, fix, blocks=bool(used.any()))
+        return
+    ratio = weights[0] * n_good / (weights[1] * n_bad)
+    if n_good + n_bad >= _MIN_ROWS and not _BALANCE[0] * 0.99 <= ratio <= _BALANCE[1] * 1.01:
+        text = (
+            f"{n_good:,} answers are good and {n_bad:,} bad, which together count {ratio:.2g} to 1; KTO's paper advises "
+            f"{_BALANCE[0]:g} to {_BALANCE[1]:.2f}"
+        )
+        balanced = weights[1] * n_bad / n_good
+        fix = f"desirable_weight={balanced:.3g}" if ratio < 1 else f"undesirable_weight={weights[0] * n_good / n_bad:.3g}"
+        yield Finding("label balance", text, 0, (), f"To balance them:  {fix}")
+    labels: dict[tuple[int, int], set[bool]] = {}
+    rows = np.flatnonzero(used)
+    keys = [(int(stored.prompt_digests[row]), int(stored.answer_digests[row])) for row in rows]
+    for row, key in zip(rows, keys, strict=True):
+        labels.setdefault(key, set()).add(bool(good[row]))
+    both = rows[np.array([len(labels[key]) > 1 for key in keys], dtype=bool)]
+    if len(both):
+        blocks = 2 * len(both) > len(rows)
+        text = "{rows} have an answer that is marked good and bad"
+        yield _finding(stored, "contradictions", text, both, "Keep one.", blocks=blocks)
+
+
+def _finding(stored: StoredRows, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
+    """A finding about rows, with the locations of the first three."""
+    indices = np.flatnonzero(rows) if rows.dtype == bool else rows
+    first = format_locations([stored.row_location(index) for index in indices[:4]])
+    return Finding(kind, text, len(indices), (first,), fix, blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, optional_text, parse_if_text, required_text, type_phrase
@@ -35,10 +36,6 @@ def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "m
         raise BadRow("system", "differs from the system prompt in the conversation")
     messages, listed_tools = read_tool_text(messages, field)
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
-
-
-def _from_sharegpt(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    return _from_messages(row, columns, "conversations")
 
 
 def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -79,10 +76,6 @@ def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dic
 def _message_list(value: Any, role: str) -> Any:
     """A list of messages, also where it is one message or, beside a list, its text."""
     return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _from_text(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    return {"text": required_text(row, "text")}
 
 
 def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -130,7 +123,8 @@ FORMATS = {
     ),
     "sharegpt": Format(
         ("conversations",), ("system", "tools", "functions"),
-        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}', _from_sharegpt,
+        '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}',
+        partial(_from_messages, field="conversations"),
     ),
     "alpaca": Format(
         ("instruction", "output"), ("input", "system", "history"),
@@ -143,7 +137,9 @@ FORMATS = {
         ("query", "answers"), ("tools",),
         '{"query": "Where is 7?", "tools": [...], "answers": [{"name": "track", "arguments": {"parcel": 7}}]}', _from_xlam,
     ),
-    "text": Format(("text",), (), '{"text": "Any text; all of it is trained on."}', _from_text),
+    "text": Format(
+        ("text",), (), '{"text": "Any text; all of it is trained on."}', lambda row, _: {"text": required_text(row, "text")}
+    ),
     "preference": Format(
         ("chosen", "rejected"), ("prompt", "messages", "conversations", "instruction", "input", "system", "tools"),
         '{"prompt": "Say hello", "chosen": "Hello!", "rejected": "Go away."}', from_preference,
@@ -251,9 +247,8 @@ def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: 
     if missing:
         raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
     example = Example(file=file, row=number, **fmt.parse(row, columns))
-    size = sum(len(message["content"]) for message in example.messages) + len(
-        (example.prompt or "") + (example.completion or "")
-    )
+    texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
+    size = sum(map(len, texts))
     if size > ROW_LIMIT:
         raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")
     return example

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError, FinetuneError
@@ -21,10 +22,10 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     import datasets
     from trl import pack_dataset
 
-    totals_before = _totals(dataset)
-    if totals_before["longest"] > max_length:
+    before, longest = _totals(dataset)
+    if longest > max_length:
         raise DataError(
-            f"a row has {totals_before['longest']:,} tokens, more than a packed sequence (max_length {max_length:,})",
+            f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
             "Raise max_length, or choose  excess_length=drop  or  excess_length=truncate",
         )
     bars_disabled = datasets.are_progress_bars_disabled()
@@ -34,14 +35,11 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     finally:
         if not bars_disabled:
             datasets.enable_progress_bars()
-    totals_after = _totals(packed)
-    totals_after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
-    differences = [
-        f"{name}: {totals_before[name]:,} before, {totals_after[name]:,} after"
-        for name in totals_before
-        if name != "longest" and totals_before[name] != totals_after[name]
-    ]
-    if differences or totals_after["longest"] > max_length:
+    after, longest = _totals(packed)
+    after["rows"] = sum(len(lengths) for lengths in packed["seq_lengths"])
+    changed = [name for name in {**before, **after} if before[name] != after[name]]
+    differences = [f"{name}: {before[name]:,} before, {after[name]:,} after" for name in changed]
+    if differences or longest > max_length:
         raise FinetuneError(
             [f"packing changed the data; {difference}" for difference in differences]
             or ["packing made sequences that are too long"]
@@ -49,28 +47,18 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     return packed
 
 
-def _totals(dataset: Dataset) -> dict[str, int]:
-    """Counts and sums that packing must not change."""
+def _totals(dataset: Dataset) -> tuple[Counter[str], int]:
+    """Counts and sums that packing must not change, and the tokens of the longest row."""
     import numpy as np
 
-    totals = {
-        "rows": 0,
-        "tokens": 0,
-        "trained tokens": 0,
-        "sum of ids": 0,
-        "sum of labels": 0,
-        "labels that agree": 0,
-        "longest": 0,
-    }
+    totals, longest = Counter[str](), 0
     for batch in dataset.with_format("numpy").iter(batch_size=1000):
         ids, labels = (
             np.concatenate([np.asarray(row, dtype=np.int64) for row in batch[name]]) for name in ("input_ids", "labels")
         )
-        sums: dict[str, Any] = {
-            "rows": len(batch["input_ids"]), "tokens": ids.size, "trained tokens": (labels != NOT_TRAINED).sum(),
-            "sum of ids": ids.sum(), "sum of labels": labels.sum(), "labels that agree": (ids == labels).sum(),
-        }  # fmt: skip
-        for name, value in sums.items():
-            totals[name] += int(value)
-        totals["longest"] = max(totals["longest"], *(len(row) for row in batch["input_ids"]))
-    return totals
+        totals.update({
+            "rows": len(batch["input_ids"]), "tokens": ids.size, "trained tokens": int((labels != NOT_TRAINED).sum()),
+            "sum of ids": int(ids.sum()), "sum of labels": int(labels.sum()), "labels that agree": int((ids == labels).sum()),
+        })  # fmt: skip
+        longest = max(longest, *map(len, batch["input_ids"]))
+    return totals, longest

@@ -15,8 +15,7 @@ from finetune.data.column_advice import json_advice
 from finetune.data.example import Example
 from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
-from finetune.data.pictures.columns import PICTURES, pictures_of
-from finetune.data.pictures.summary import summarise_pictures
+from finetune.data.pictures.columns import PICTURES, pictures_of, summarise_pictures
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
 from finetune.data.shards import SourcePart, StoredRows
 from finetune.data.sources import Source
@@ -29,6 +28,7 @@ from finetune.settings import DatasetRecipe, Recipe
 from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -52,7 +52,6 @@ class PreparedData:
     eval_report: DataReport | None
     fingerprint: str
     lengths: list[int]
-    eval_lengths: list[int]
     examples: Sequence[Example]
     eval_examples: Sequence[Example]
     plain: bool
@@ -71,18 +70,18 @@ class PreparedData:
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
         """The ids and labels of one training sequence, without importing datasets, which takes a second."""
-        for table in self.splits[0].tables():
-            if index < table.num_rows:
-                row = table.slice(index, 1).to_pylist()[0]
-                return row["input_ids"], row["labels"]
-            index -= table.num_rows
-        raise IndexError(index)
+        row = self._row(index).to_pylist()[0]
+        return row["input_ids"], row["labels"]
 
     def pictures(self, index: int) -> tuple[PictureSource, ...]:
         """The pictures of one training sequence; none where rows have no pictures."""
+        row = self._row(index)
+        return pictures_of(row, 0) if PICTURES in row.column_names else ()
+
+    def _row(self, index: int) -> pa.Table:
         for table in self.splits[0].tables():
             if index < table.num_rows:
-                return pictures_of(table, index) if PICTURES in table.column_names else ()
+                return table.slice(index, 1)
             index -= table.num_rows
         raise IndexError(index)
 
@@ -163,7 +162,8 @@ class SelectedRows:
         return [*self.encoded.notes, *([f"columns not used: {', '.join(columns)}"] if columns else [])]
 
     def raise_problems(self) -> None:
-        """Raise DataError with every reason why this data can't be trained on."""
+        """Raise DataError with every reason why this data can't be trained on: bad rows unless `dataset.on_bad_rows` is skip,
+        rows over max_length if `excess_length` is raise, nothing left to train on, blocking findings."""
         splits, recipe, max_length = self.splits, self.recipe, self.max_length
         refused = [row for split in splits for row in split.refused]
         rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
@@ -185,11 +185,10 @@ class SelectedRows:
                 + ("\nOnly rows of plain text are cut into chunks." if recipe.excess_length == "chunk" else "")
             )
         if not problems and any(not len(split.lengths) for split in splits):
-            problems += (
-                ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
-                if not len(splits[0].lengths)
-                else ["no held-out row can be used"]
-            )
+            if len(splits[0].lengths):
+                problems.append("no held-out row can be used")
+            else:
+                problems += ["no row is left to train on", *(refusal_lines(refused, rows_read, 5) if refused else [])]
             problems += [f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens"] if too_long else []
             fixes.append("`finetune data RECIPE` lists the refused rows.")
         if problems:
@@ -211,7 +210,6 @@ class SelectedRows:
             eval_report=_report(held_out, self.findings[1]) if held_out else None,
             fingerprint=fingerprint,
             lengths=train.lengths.tolist(),
-            eval_lengths=held_out.lengths.tolist() if held_out else [],
             examples=train.examples(),
             eval_examples=held_out.examples() if held_out else [],
             plain=bool(train.stored.has("pair")[train.used].all()),
@@ -242,16 +240,22 @@ def encode(
     row_counter.finish()
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
-    all_rows = np.ones(len(train), dtype=bool)
-    notes = split_notes(dataset, sources, eval_sources)
+    splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
     if eval_sources:
-        splits = [DataSplit(train, all_rows), DataSplit(held_out, np.ones(len(held_out), dtype=bool))]
-        return EncodedRows(encoder, splits, notes)
-    if not dataset.test_split_size:
-        return EncodedRows(encoder, [DataSplit(train, all_rows)], notes)
-    mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
-    splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
-    return EncodedRows(encoder, splits, notes)
+        splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
+    elif dataset.test_split_size:
+        mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
+        splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
+    return EncodedRows(encoder, splits, split_notes(dataset, sources, eval_sources))
+
+
+def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
+    """The held-out rows of a dataset that has some, else all, of any length. Raises DataError for files that can't be read."""
+    sources, eval_sources = sources_of(dataset)
+    infos = {source: FileInfo.of(source) for source in eval_sources or sources}
+    row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
+    stored = _load_rows(list(infos), infos, dataset, dataset.max_rows, encoder, row_counter)
+    return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
 
 
 def _as_method_reads(recipe: Recipe) -> DatasetRecipe:
@@ -270,8 +274,10 @@ def _load_rows(
         remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
         if remaining == 0:
             break
-        parts.append(tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source()))
-        row_counter.finish_source(parts[-1].rows_read)
+        part = tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source())
+        part.weight = source.weight
+        parts.append(part)
+        row_counter.finish_source(part.rows_read)
     return StoredRows(parts)
 
 
@@ -300,26 +306,6 @@ class _RowCounter:
         if self._progress is not None and count != self._reported:
             self._reported = count
             self._progress(count, total)
-
-
-def prepare(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    progress: Progress | None = None,
-    report_only: bool = False,
-) -> PreparedData:
-    """Read, check and tokenise the recipe's dataset. `progress(done, total)` counts rows.
-
-    Raises DataError for files that can't be read, for bad rows unless `dataset.on_bad_rows` is skip, for rows over `max_length`
-    if `excess_length` is raise, and when nothing is left to train on; RecipeError for conversations without a chat template.
-    With `report_only` rows are never an error: the report has all problems, and `train` may be empty.
-    """
-    selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
-    if not report_only:
-        selected.raise_problems()
-    return selected.prepared()
 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
-from finetune.data.checks import SPLITS, TOKENISED
+from finetune.data.checks import SPLITS, TOKENISED, type_phrase
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
 
@@ -36,6 +36,7 @@ COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
 #: File types that are not text.
 TABLES = (".parquet", ".arrow")
+_BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet", b"ARROW1": "Arrow", b"BZh": "bzip2"}
 
 
@@ -121,13 +122,7 @@ def _check_text(path: Path, name: str) -> None:
     if not head.strip(b"\0"):
         problem = "has only zero bytes" if head else "the file is empty (0 bytes)"
         raise DataError(f"{name}: {problem}", "Check that it was written or downloaded completely.")
-    codec = (
-        "UTF-32"
-        if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff")
-        else "UTF-16"
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff")
-        else ""
-    )
+    codec = next((codec for mark, codec in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "")
     if not codec and head.count(b"\0") * 4 > len(head):
         codec = "UTF-16LE" if head[1::2].count(b"\0") > head[::2].count(b"\0") else "UTF-16BE"
     if codec:
@@ -168,24 +163,26 @@ def _json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
             yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
 
 
-def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
-    """Number (from 1) and content of each line that isn't blank; without a byte order mark, LF or CRLF at the end."""
-    last_number = 0
+def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
+    """All lines. Raises DataError for a line that is too long, with `fix`, and for too many blank ones."""
+    n_blank = 0
     for number in itertools.count(1):
-        if number - last_number > _MAX_BLANK_LINES:
-            raise _blank(name)
         line = file.readline(LINE_LIMIT + 1)
         if not line:
             return
         if len(line) > LINE_LIMIT:
-            raise DataError(
-                f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB",
-                "A .jsonl file has one row per line. If this is one JSON array, rename it to .json.",
-            )
-        line = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f")
-        if line:
-            last_number = number
-            yield number, line
+            raise DataError(f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", fix)
+        if (n_blank := 0 if line.strip() else n_blank + 1) > _MAX_BLANK_LINES:
+            raise DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
+        yield line
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """Number (from 1) and content of each line that isn't blank; without a byte order mark, LF or CRLF at the end."""
+    fix = "A .jsonl file has one row per line. If this is one JSON array, rename it to .json."
+    for number, line in enumerate(_limited_lines(file, name, fix), 1):
+        if content := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f"):
+            yield number, content
 
 
 def _parse_line(text: str, name: str, number: int) -> Row | Refused:
@@ -221,9 +218,7 @@ _parse_json = json.JSONDecoder(object_pairs_hook=_without_duplicate_keys).decode
 def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:
     if isinstance(value, dict):
         return Row(name, number, value)
-    type_name = {list: "a list", str: "text", type(None): "null"}.get(
-        type(value), "a number" if isinstance(value, (int, float)) else ""
-    )
+    type_name = "null" if value is None else type_phrase(value)
     return Refused(name, number, None, f"is {type_name}, not an object with named fields")
 
 
@@ -297,9 +292,10 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
     with _open_text(path) as file:  # opened twice: a compressed file can't be read again from its start
         header_line = file.readline(LINE_LIMIT)
     with _open_text(path) as file:
-        reader = csv.reader(
-            _text_lines(file, name), delimiter="\t" if file_type(path) == ".tsv" else _delimiter(header_line), strict=True
-        )
+        lines = _limited_lines(file, name, "Check the line ends and quotes.")
+        # a comma, unless the header has only another usual separator
+        delimiter = "\t" if file_type(path) == ".tsv" else next((mark for mark in ",;\t|" if mark in header_line), ",")
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         column_names: list[str] = []
         while True:
             line_number = reader.line_num + 1
@@ -329,30 +325,6 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
 
 def _open_text(path: Path) -> IO[str]:
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _blank(name: str) -> DataError:
-    return DataError(f"{name}: more than {_MAX_BLANK_LINES:,} blank lines in a row", "Check what wrote it.")
-
-
-def _text_lines(file: IO[str], name: str) -> Iterator[str]:
-    n_blank = 0
-    for number in itertools.count(1):
-        line = file.readline(LINE_LIMIT + 1)
-        if not line:
-            return
-        if len(line) > LINE_LIMIT:
-            raise DataError(
-                f"{name}: line {number} is longer than {LINE_LIMIT // 2**20} MiB", "Check the line ends and quotes."
-            )
-        if (n_blank := 0 if line.strip() else n_blank + 1) > _MAX_BLANK_LINES:
-            raise _blank(name)
-        yield line
-
-
-def _delimiter(header_line: str) -> str:
-    """A comma, unless the header has only another usual separator."""
-    return next((delimiter for delimiter in ",;\t|" if delimiter in header_line), ",")
 
 
 def _header(cells: list[str], name: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,8 @@ from finetune.data.example import Example
 from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
 from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, pictures_of_sequences, sizes_of
 from finetune.data.report import Refused
+from finetune.data.tokens import Encoded
 from finetune.data.writing_scripts import SCRIPTS, script_of
-
-if TYPE_CHECKING:
-    from finetune.data.tokens import Encoded
 
 #: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (
@@ -49,10 +47,6 @@ def digest(content: Any, size: int = 16) -> bytes:
     return blake2b(_sorted_json(content).encode(), digest_size=size).digest()
 
 
-def _encode_content(content: Any) -> bytes:
-    return _json(content).encode("utf-8", "surrogatepass")
-
-
 def prompt_digest(example: Example) -> int:
     """A digest of the example's prompt, pictures and tools, or of the plain text."""
     prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
@@ -63,7 +57,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
     """One shard: a row for each example, with its sequences or the reason why it has none."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
-    contents = [_encode_content(example.content()) for example in examples]
+    contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
     columns = {
         "row": pa.array([example.row for example in examples], pa.int64()),
         "content": pa.array(map(_content_digest, examples, contents), pa.binary(16)),

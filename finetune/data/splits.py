@@ -195,21 +195,25 @@ class LimitedSplit:
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
-        tables = list(self.tables())
-        table = (
-            pa.concat_tables(tables)
-            if tables
-            else _schema(labelled=self.stored.are_labelled, pictures=self.stored.have_pictures).empty_table()
-        )
-        return Dataset(InMemoryTable(table), fingerprint=fingerprint)
+        tables = list(self.tables()) or [self._schema.empty_table()]
+        return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
         """The rows, in order: input_ids and labels; of pairs those of the preferred answer, and rejected_input_ids and
         rejected_labels."""
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 
+    @property
+    def _schema(self) -> pa.Schema:
+        import pyarrow as pa
+
+        columns = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
+        columns += [("desirable", pa.bool_())] if self.stored.are_labelled else []
+        columns += [(PICTURES, LIST_OF_PICTURES)] if self.stored.have_pictures else []
+        return pa.schema(columns)
+
     def _sequence_tables(self) -> Iterator[pa.Table]:
-        schema = _schema(labelled=self.stored.are_labelled, pictures=self.stored.have_pictures)
+        schema = self._schema
         pending: list[pa.Table] = []
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
         for table, mask, indices in shards:
@@ -260,15 +264,6 @@ class LimitedSplit:
         answer_start = int(starts[starts >= self._limit][0])
         reason = f"no trained token is left after truncation to {self._limit:,} tokens"
         return Refused(*self.stored.row_location(index), None, f"{reason}: the answer begins at token {answer_start + 1:,}")
-
-
-def _schema(*, labelled: bool = False, pictures: bool = False) -> pa.Schema:
-    import pyarrow as pa
-
-    columns = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
-    columns += [("desirable", pa.bool_())] if labelled else []
-    columns += [(PICTURES, LIST_OF_PICTURES)] if pictures else []
-    return pa.schema(columns)
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,8 @@ _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
 #: Llama's templates write today's date unless they get one; this is their own default.
 _FIXED_VALUES = {"date_string": "26 Jul 2024"}
 
+#: What a template's own code may raise beside Jinja's errors.
+_CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 #: Time limit for rendering a conversation, in seconds; usually it takes a thousandth of that.
 RENDER_S = 20.0
 
@@ -152,12 +155,10 @@ class Template:
 
     def _possible_ends(self, text: str) -> list[int]:
         """Where the last answer of `text` may end: at its end, or before a second EOS that only the last answer has."""
-        full_text = text.rstrip()
-        for token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends)):
+        full_text, end_tokens = text.rstrip(), tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.ends)))
+        for token in end_tokens:
             without_end = full_text.removesuffix(token).rstrip()
-            if without_end != full_text and any(
-                without_end.endswith(end_token) for end_token in self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
-            ):
+            if without_end != full_text and without_end.endswith(end_tokens):
                 return [len(full_text), len(without_end)]
         return [len(full_text)]
 
@@ -185,16 +186,7 @@ class Template:
                 )
         except TimeoutError:
             raise RecipeError(f"the chat template takes more than {RENDER_S:.0f} s for one row", _ANOTHER_TEMPLATE) from None
-        except (
-            TemplateError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (TemplateError, *_CODE_ERRORS) as error:
             raise BadRow("messages", f"the chat template refuses it: {printable(str(error), 200)}") from None
         return rendered[0][0], [(start, end) for start, end in rendered[1][0]] if tracked else []
 
@@ -293,24 +285,19 @@ def _check_constants(source: str) -> None:
             )
 
 
-class _time_limit:  # noqa: N801 - used as a function
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        self._is_armed = False
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-            self._previous_handler = signal.signal(signal.SIGALRM, _raise_timeout)
-            # another timer, such as a test's, is restored
-            self._previous_timer = signal.setitimer(signal.ITIMER_REAL, self._seconds)
-            self._is_armed = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_armed:
-            signal.setitimer(signal.ITIMER_REAL, *self._previous_timer)
-            signal.signal(signal.SIGALRM, self._previous_handler)
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGALRM, _raise_timeout)
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # another one, such as a test's, is restored
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _raise_timeout(_number: int, _frame: Any) -> None:

@@ -16,10 +16,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,16 +30,15 @@ from finetune.data.readers import file_type
 from finetune.data.report import Refused
 from finetune.data.row_parser import RowParser
 from finetune.data.shards import SourcePart, table_of
+from finetune.data.sources import Source
+from finetune.data.tokens import Encoder
 from finetune.data.unused_columns import UnusedValues
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
+from finetune.serialise import from_json, to_json
+from finetune.settings import DatasetRecipe
 from finetune.system import replace, take_lock
-
-if TYPE_CHECKING:
-    from finetune.data.sources import Source
-    from finetune.data.tokens import Encoder
-    from finetune.settings import DatasetRecipe
 
 #: Called with the number of tokenised rows.
 Progress = Callable[[int], None]
@@ -92,14 +91,6 @@ def tokenise_source(
 
     `progress` counts them. Raises DataError when it can't be read, DiskFull when the cache can't be written.
     """
-    part = _load_or_tokenise(source, info, dataset, limit, encoder, progress)
-    part.weight = source.weight
-    return part
-
-
-def _load_or_tokenise(
-    source: Source, info: FileInfo, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
-) -> SourcePart:
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
         return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
@@ -122,16 +113,13 @@ def cache_folder() -> Path:
 def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
     parser = reader.parser
     part = SourcePart(parser.file, parser.format, parser.columns)
-    for batch in reader.batches():
-        parsed = parser.parse(batch)
-        reader.add_unused(parsed.unused)
+    for parsed in reader.parsed():
         part.refused += parsed.refused
         if not reader.stops_run:
-            rows_before = reader.rows_read - len(batch)
-            part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, rows_before, progress)))
-        progress(reader.rows_read)
-    reader.finish()
-    part.rows_read, part.unused_columns = reader.rows_read, reader.unused_columns
+            part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, part.rows_read, progress)))
+        part.rows_read = reader.rows_read
+        progress(part.rows_read)
+    part.unused_columns = reader.unused_columns
     return part
 
 
@@ -142,7 +130,7 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         if part is not None:
             return part
         workers, shard_count, rows_done = None, 0, 0
-        task = _BatchTask(entry, reader.parser, encoder)
+        task = partial(_tokenise_batch, entry, reader.parser, encoder)
         try:
             for index, batch in enumerate(reader.batches()):
                 shard_count, results = index + 1, []
@@ -172,24 +160,17 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         return part
 
 
-@dataclass(frozen=True)
-class _BatchTask:
-    """Tokenises batches and writes them, in a fork."""
-
-    entry: CacheEntry
-    parser: RowParser
-    encoder: Encoder
-
-    def __call__(
-        self, index: int, batch: list[Any], write: bool, progress: Progress = lambda _: None
-    ) -> tuple[int, UnusedValues]:
-        """The batch's number of rows, and what they have that isn't read; nothing is written if that stops the run."""
-        parsed, unused = self.parser.parse(batch), self.parser.unused()
-        unused.values.merge(parsed.unused)
-        if write and not unused.stops_run:
-            table = table_of(parsed.examples, _encode(self.encoder, parsed.examples, 0, progress))
-            self.entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
-        return len(batch), parsed.unused
+def _tokenise_batch(
+    entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool,
+    progress: Progress = lambda _: None,
+) -> tuple[int, UnusedValues]:  # fmt: skip
+    """Write one batch's tokens, unless what isn't read of its rows stops the run; returns how many they are, and that."""
+    parsed, unused = parser.parse(batch), parser.unused()
+    unused.values.merge(parsed.unused)
+    if write and not unused.stops_run:
+        table = table_of(parsed.examples, _encode(encoder, parsed.examples, 0, progress))
+        entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
+    return len(batch), parsed.unused
 
 
 def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: Progress) -> list[Any]:
@@ -243,7 +224,7 @@ class CacheEntry:
         except (OSError, pa.ArrowException):
             return None
         refused = [Refused(name, *row) for row in values["refused"]]
-        return Shard(table, refused, UnusedValues.from_json(values["unused"]))
+        return Shard(table, refused, from_json(UnusedValues, values["unused"]))
 
     def _has_same_pictures(self, pictures: dict[str, Any] | None) -> bool:
         if pictures is None:
@@ -263,7 +244,7 @@ class CacheEntry:
             crc32 = _crc32(temporary)
             replace(temporary, path)
             refused_rows = [(row.row, row.field, row.reason) for row in shard.refused]
-            values = {"crc32": crc32, "refused": refused_rows, "unused": shard.unused.as_json()}
+            values = {"crc32": crc32, "refused": refused_rows, "unused": to_json(shard.unused)}
             if shard.picture_files:
                 values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
             _write_sealed(path.with_suffix(".json"), values)

@@ -51,7 +51,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     path_or_id = _path_or_hub_id(name)
     if isinstance(path_or_id, Path):
         _check_folder(path_or_id, name)
-    tokenizer = _load(path_or_id, recipe)
+    tokenizer = run_tokenizer(path_or_id, recipe)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
     if recipe.chat_template is not None:
@@ -130,14 +130,6 @@ def _path_or_hub_id(name: str) -> Path | str:
     return name
 
 
-def run_tokenizer(folder: Path, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer that a run has saved in `folder`. Its own code runs only if the recipe trusts it.
-
-    Raises RecipeError when it can't be read.
-    """
-    return _load(folder, recipe)
-
-
 def _check_folder(folder: Path, name: str) -> None:
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         content = ", ".join(sorted(printable(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
@@ -145,7 +137,11 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
 
 
-def _load(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, as a run saves it, or of a hub id, unchanged. Its own code runs only if the recipe trusts it.
+
+    Raises ModelError when it can't be read.
+    """
     from transformers import AutoTokenizer
 
     from finetune.compat.transformers import without_session_id

@@ -91,13 +91,14 @@ class Encoder:
         if conversations is not None:
             self._require_end()
 
-    def use_template(self) -> None:
-        """Load the tokenizer's chat template. Raises RecipeError when it has none, or when no token ends an answer."""
+    def use_template(self) -> Template:
+        """The tokenizer's chat template. Raises RecipeError when it has none, or when no token ends an answer."""
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.stops
             self._end_ids = [(self.template.ends, self.template.ends | self._end_ids[1][1]), self._end_ids[1]]
             self._require_end()
+        return self.template
 
     def _require_end(self) -> None:
         if not self.stops:
@@ -172,10 +173,9 @@ class Encoder:
     ) -> list[int]:  # fmt: skip
         """Tokens of messages exactly as in training, with the generation prompt if `prompt`. `pictures`: one for each mark in
         the messages."""
-        self.use_template()
-        assert self.template is not None
+        template = self.use_template()
         with _data_errors():
-            text = self.template.render(self._escaper.escape(messages), tools, prompt=prompt)
+            text = template.render(self._escaper.escape(messages), tools, prompt=prompt)
             if pictures:
                 text = self.picture_processor.expanded(Rendered(text, []), pictures).text
             return self._rendered_ids(text)
@@ -184,23 +184,19 @@ class Encoder:
         self, question: list[Message], tools: tuple[dict[str, Any], ...], name: str | None
     ) -> tuple[list[int], str]:
         """Tokens of a prompt whose answer begins with a call, of the tool `name` if given, and the text of that beginning."""
-        self.use_template()
         with _data_errors():
             text, start = self.answers.forced_prompt(self._escaper.escape(question), tools, name)
         return self._rendered_ids(text), start
 
     def text_prompt_ids(self, question: list[Message]) -> list[int]:
         """Tokens of a prompt after which the answer's text follows at once, without thinking."""
-        self.use_template()
         with _data_errors():
             return self._rendered_ids(self.answers.text_prompt(self._escaper.escape(question)))
 
     @cached_property
     def answers(self) -> AnswerReader:
         """Reads answers in the form of the chat template."""
-        self.use_template()
-        assert self.template is not None
-        return AnswerReader(self.template)
+        return AnswerReader(self.use_template())
 
     def _rendered_ids(self, text: str) -> list[int]:
         prompt = self._escaper.unescape(Rendered(text, []))
@@ -225,12 +221,12 @@ class Encoder:
             text = example.text if example.text is not None else f"{example.prompt or ''}{example.completion or ''}"
             start = 0 if self.train_on_inputs else len(example.prompt or "")
             return [Rendered(text, [(start, len(text))], {"control"} if self._escaper.contains_special(text) else set())]
-        assert self.template is not None, "conversations were announced"
+        template = self.use_template()
         try:
             escaped = example
             if any(self._escaper.contains_special(message["content"]) for message in example.messages):
                 escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
-            rendered = [self.template.full_sequence(escaped)] if self.train_on_inputs else self.template.sequences(escaped)
+            rendered = [template.full_sequence(escaped)] if self.train_on_inputs else template.sequences(escaped)
             if example.pictures:
                 rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
         except BadRow as error:

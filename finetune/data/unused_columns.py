@@ -75,29 +75,6 @@ class UnusedValues:
             for name, use in others.items():
                 uses.setdefault(name, ColumnUse()).merge(use)
 
-    def as_json(self) -> dict[str, Any]:
-        """As lists, for a file."""
-        uses = {
-            group: {
-                name: [use.count, use.first_rows, sorted(use.kinds), sorted(use.values)]
-                for name, use in getattr(self, group).items()
-            }
-            for group in ("meanings", "columns", "fields")
-        }
-        return {"rows": self.rows, "messages": self.messages, **uses}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> UnusedValues:
-        """What `as_json` wrote."""
-        uses = {
-            group: {
-                name: ColumnUse(count, first_rows, set(kinds), set(digests))
-                for name, (count, first_rows, kinds, digests) in values[group].items()
-            }
-            for group in ("meanings", "columns", "fields")
-        }
-        return cls(values["rows"], values["messages"], **uses)
-
 
 class UnusedColumns:
     """Collects what the rows of a source have in columns and fields of messages that aren't read."""

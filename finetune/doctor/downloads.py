@@ -17,11 +17,10 @@ from pathlib import Path
 from finetune.data.examples import sources_of
 from finetune.data.sources import Source
 from finetune.doctor.findings import Finding
-from finetune.errors import FinetuneError
-from finetune.files import read_json, read_safetensors_header
-from finetune.hub import is_switched_off
+from finetune.errors import FinetuneError, ModelError
+from finetune.hub import cached_file, is_switched_off
 from finetune.model.configuration import resolve_model_path
-from finetune.model.weights import INDEX
+from finetune.model.weights import INDEX, file_problem, weight_files
 from finetune.settings import Recipe
 
 #: Seconds to wait for the hub.
@@ -82,7 +81,7 @@ def check_model(recipe: Recipe) -> Finding:
         if missing:
             return Finding("model", "fail", f"{name}: {_listed(missing)}", "Copy the whole folder again.")
         return Finding("model", "ok", f"{name}: complete in its folder")
-    missing = _missing(lambda file: _cached(source, file, revision))
+    missing = _missing(lambda file: cached_file(source, file, revision))
     if not missing:
         return Finding("model", "ok", f"{name}: complete in the hub's cache; works offline")
     at = f" --revision {revision}" if revision else ""
@@ -146,36 +145,16 @@ def _missing(find: Find) -> list[str]:
         missing.append("its tokenizer is missing")
     index = find(INDEX)
     try:
-        files = sorted(set(read_json(index)["weight_map"].values())) if index else [_SINGLE]
-    except (ValueError, KeyError, AttributeError, TypeError, OSError):
+        files = weight_files(index.parent) if index else [_SINGLE]
+    except ModelError:
         return [*missing, f"{INDEX} can't be read"]
     for file in files:
         path = find(file)
         if path is None:
             missing.append(f"{file} is missing")
-        elif problem := _incomplete(path):
+        elif problem := file_problem(path):
             missing.append(f"{file} {problem}")
     return missing
-
-
-def _incomplete(path: Path) -> str:
-    """What is wrong with a safetensors file, whose header says where its last tensor ends; empty when it is complete."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            header, data_begin = read_safetensors_header(file)
-        ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return "is not a safetensors file, or is truncated"
-    end = data_begin + max(ends, default=0)
-    return "" if size == end else f"has {size:,} bytes of {end:,}"
-
-
-def _cached(repo: str, file: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repo, file, revision=revision)
-    return Path(path) if isinstance(path, str) else None
 
 
 def _datasets_cache(name: str) -> Path:

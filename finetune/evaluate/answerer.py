@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -15,9 +15,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
-from finetune.data import Encoder
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
+from finetune.data.tokens import Encoder
 from finetune.errors import CommandError
 from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
@@ -26,18 +28,12 @@ from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
-from finetune.planner.plan import read_plan
-from finetune.run.directory import require_data
+from finetune.planner.plan import Plan, read_plan
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
+from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
-
-if TYPE_CHECKING:
-    from finetune.data.answer_reader import AnswerReader
-    from finetune.data.pictures.source import PictureSource
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Settings
 
 
 class Answerer:
@@ -57,7 +53,6 @@ class Answerer:
         self._set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
-        self._has_adapter = folder is not None
         self._adapter_name = "default"
         self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
@@ -80,13 +75,9 @@ class Answerer:
         plan, folder = read_plan(run.plan), adapter_folder(run)
         assert folder is not None
         answerer = copy.copy(self)
-        answerer.switch_run(run, plan, folder, self._load_adapter(folder))
+        answerer._set_run(run, plan, folder)
+        answerer._adapter_name, answerer._adapter_names = self._load_adapter(folder), {}
         return answerer
-
-    def switch_run(self, run: RunDirectory, plan: Plan, folder: Path, name: str) -> None:
-        """Answer as `run` from now on; its adapter is loaded as PEFT's `name`."""
-        self._set_run(run, plan, folder)
-        self._adapter_name, self._adapter_names = name, {}
 
     def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """Use the run's own tokenizer and template."""
@@ -94,9 +85,7 @@ class Answerer:
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._tensors = None
-        if pictures:
-            self._tensors = PictureTensors(self.encoder.picture_processor)
+        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
         self.plain = is_plain(run)
 
     def load(self, adapter: Path | None) -> Any:
@@ -104,24 +93,16 @@ class Answerer:
         return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
-    def as_base(self) -> Iterator[None]:
-        """Disable the adapter inside the block."""
-        if not self._has_adapter:
-            yield
-            return
-        with self.model.disable_adapter():
-            yield
-
-    @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
         """Inside the block use no adapter for `base`, else that of `other_adapters`, else the run's own."""
-        if name == "base":
-            with self.as_base():
+        if not isinstance(self.model, PeftModel):
+            yield
+        elif name == "base":
+            with self.model.disable_adapter():
                 yield
-            return
-        if isinstance(self.model, PeftModel):
+        else:
             self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
-        yield
+            yield
 
     def answer(
         self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False,
@@ -189,27 +170,19 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
 
     Raises CommandError if there is none and one is `required`, RecipeError if it has changed.
     """
-    if last:
-        return _last_adapter(run)
-    if run.adapter.is_dir():
-        require_own_adapter(run, run.adapter)
-        return run.adapter
-    checkpoint, _ = newest_verified(run.checkpoints)
-    if checkpoint is not None:
-        require_own_adapter(run, checkpoint.path)
-        return checkpoint.path
-    if required:
-        raise CommandError(
-            f"{run.path} has no adapter and no sealed checkpoint yet", f"Let it train further: finetune resume {run.path}"
-        )
-    return None
-
-
-def _last_adapter(run: RunDirectory) -> Path:
-    if not run.last_adapter.is_dir():
+    if last and not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
-    require_own_adapter(run, run.last_adapter)
-    return run.last_adapter
+    if last or run.adapter.is_dir():
+        folder = run.last_adapter if last else run.adapter
+    elif (checkpoint := newest_verified(run.checkpoints)[0]) is not None:
+        folder = checkpoint.path
+    elif required:
+        fix = f"Let it train further: finetune resume {run.path}"
+        raise CommandError(f"{run.path} has no adapter and no sealed checkpoint yet", fix)
+    else:
+        return None
+    require_own_adapter(run, folder)
+    return folder
 
 
 def require_shared_base(run: RunDirectory, other: RunDirectory) -> None:
@@ -265,7 +238,8 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
         require_same_base(adapter, settings, reread=not reads_own_file(settings))
     with _adapter_errors(adapter):
         model = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True) if adapter else base
-    if adapter and (non_finite := [name for name, values in model.named_parameters() if _is_adapter_not_finite(name, values)]):
+    trained = ((name, values) for name, values in model.named_parameters() if ".lora_" in name or TRAINED_ROWS in name)
+    if non_finite := [name for name, values in trained if not torch.isfinite(values).all()]:
         raise CommandError(
             f"the adapter in {adapter} has values that are not finite: {', '.join(non_finite[:3])}",
             "Its training diverged, or the file is damaged: train again with a lower learning_rate.",
@@ -285,7 +259,3 @@ def _adapter_errors(folder: Any) -> Iterator[None]:
             f"the adapter in {folder} can't be loaded: {type(error).__name__}: {error}",
             f"Delete or rename {folder} to use the newest sealed checkpoint, or train again.",
         ) from None
-
-
-def _is_adapter_not_finite(name: str, values: torch.Tensor) -> bool:
-    return (".lora_" in name or TRAINED_ROWS in name) and not bool(torch.isfinite(values).all())

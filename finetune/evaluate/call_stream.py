@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from finetune.data.answer_reader import AnswerReader
@@ -32,8 +32,7 @@ class CallStream:
         openings = self._reader.openings
         positions = [position for opening in openings if (position := self._find(opening)) >= 0]
         self._is_delaying = bool(positions)
-        partial = max((_partial_match(opening, self._pending) for opening in openings), default=0)
-        self._emit(min(positions, default=len(self._pending) - partial))
+        self._emit(min(positions, default=len(self._pending) - longest_partial_match(openings, self._pending)))
 
     def finish(self) -> Answer:
         """There are no more pieces: the whole answer. Text that was delayed and is no call is passed on."""
@@ -58,6 +57,6 @@ class CallStream:
             self._on_text(text)
 
 
-def _partial_match(opening: str, text: str) -> int:
-    """How many characters at the end of the text are the start of `opening`."""
-    return next((size for size in range(min(len(opening) - 1, len(text)), 0, -1) if text.endswith(opening[:size])), 0)
+def longest_partial_match(marks: Iterable[str], text: str) -> int:
+    """How many characters at the end of the text are the start of one of `marks`, but not all of it."""
+    return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)

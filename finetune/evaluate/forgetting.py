@@ -1,27 +1,29 @@
-"""Forgetting: loss before and after training, on general questions and on the rows of the run that this one continued."""
+"""Forgetting: loss before and after training on general questions and on the rows of the run that this one continued; and
+whether the model still leaves tools alone where none is due."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finetune.data.answer_reader import AnswerReader
 from finetune.data.tokenizer import run_tokenizer
+from finetune.data.tokens import Encoder
+from finetune.errors import DataError
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import Forgetting
-from finetune.evaluate.rows import EvalRows, held_out_rows, probe_rows
+from finetune.evaluate.results import Forgetting, NoCall, Score, keep_result
+from finetune.evaluate.rows import EvalRows, held_out_rows, no_call_rows, probe_rows
 from finetune.evaluate.scorers import scorer
-from finetune.files import remove_left_over, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
+from finetune.run.directory import RunDirectory
 
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+#: Tokens of an answer: enough to begin a call, which counts.
+_CALL_TOKENS = 48
 
 
 def measure_forgetting(
@@ -32,10 +34,7 @@ def measure_forgetting(
 
     `load`: returns an answerer, loaded on the first call.
     """
-    from finetune.evaluate.score import ModelOutputs
-
-    plan = read_plan(run.plan)
-    tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
+    tokenizer = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings)
     folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
     groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
     if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
@@ -44,21 +43,52 @@ def measure_forgetting(
     load = load or functools.cache(lambda: load_answerer(run, last))
     results = []
     for name, rows, reference, reference_adapter in groups:
-        scores = []
-        for model, adapter in ((reference, reference_adapter), ("tuned", folder)):
-            journal = Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
-            scores.append(ModelOutputs(load, journal, rows, model, None, progress).score(scorer("loss")))
-        before, now = scores
+        models = ((reference, reference_adapter), ("tuned", folder))
+        before, now = _scores(run, load, rows, models, "loss", None, progress)
         has_interval = len(before.row_losses) > 1 and any(before.row_tokens)
         interval = difference(before.row_losses, now.row_losses, before.row_tokens) if has_interval else None
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
-    path = run.path / "evaluations" / f"lost{'-last' if last else ''}.json"
-    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-        remove_left_over(path)
-        write_json(path, {"groups": [asdict(result) for result in results]}, checksum=True)
+    keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
 
 
 def load_answerer(run: RunDirectory, last: bool) -> Answerer:
     """An answerer that can also use the adapter that the run continued."""
     return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
+
+
+def measure_no_call(
+    run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> NoCall | None:
+    """Share of the bundled questions with tools, none of which is due, that are answered without a call, before and now.
+
+    None for a run whose held-out rows have no tools, and for a chat template that writes none or refuses the questions.
+    """
+    try:
+        if not held_out_rows(run, None).calls:
+            return None
+        encoder = Encoder(run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), conversations=True)
+        rows = no_call_rows(encoder)
+    except DataError:
+        return None
+    if encoder.answers.syntax is None:
+        return None
+    models = (("base", None), ("tuned", adapter_folder(run, last=last)))
+    before, now = _scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.answers)
+    result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
+    keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
+    return result
+
+
+def _scores(
+    run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
+    max_new_tokens: int | None, progress: Callable[[str], None], reader: AnswerReader | None = None,
+) -> list[Score]:  # fmt: skip
+    """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
+    from finetune.evaluate.score import ModelOutputs
+
+    plan, scores = read_plan(run.plan), []
+    for model, adapter in models:
+        journal = Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
+        scores.append(ModelOutputs(load, journal, rows, model, max_new_tokens, progress, reader).score(scorer(name)))
+    return scores

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from finetune.errors import CommandError
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.scorers import RowScore
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory
 
 #: The environment variable with the address's key; servers on this machine need none.
 KEY_VARIABLE = "FINETUNE_JUDGE_KEY"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
+from finetune.planner.plan import Plan
+from finetune.settings import Settings
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-    from finetune.settings import Settings
 
 #: A CPU is slower with more tokens than its caches hold, and a small batch ends early.
 _MAX_TOKENS = {"cpu": 8_192, "cuda": 131_072}

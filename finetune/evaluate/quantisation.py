@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.evaluate.paired import difference
@@ -32,10 +32,7 @@ from finetune.privacy import keep_private
 from finetune.run.card_queue import card_queue
 from finetune.serialise import from_json
 from finetune.settings import LaunchRecipe, Settings
-from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
-
-if TYPE_CHECKING:
-    from finetune.settings.base_formats import BaseFormat
+from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, BaseFormat, base_format_of, switches
 
 Progress = Callable[[str], None]
 #: Of a file with MOST_ROWS long rows.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.files import read_json
+from finetune.files import read_json, remove_left_over, write_json
+from finetune.run.directory import RunDirectory
 from finetune.serialise import from_json
 from finetune.units import format_measured
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: Scores of benchmark tasks, in a run's folder of evaluations.
 TASKS_FILE = "tasks.json"
@@ -86,10 +85,6 @@ class Comparison:
     against_adapter: bool = False
     field_differences: dict[str, Difference] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """All fields as a dict, e.g. `base.exact_match`."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Forgetting:
@@ -157,6 +152,14 @@ class TaskScore:
         return gap is not None and gap.is_significant and sign * gap.value < 0
 
 
+def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
+    """Write a file of the run's evaluations for reports, which leave it out if it can't be written."""
+    path = run.path / "evaluations" / name
+    with contextlib.suppress(OSError):
+        remove_left_over(path)
+        write_json(path, values, checksum=True)
+
+
 def read_tasks(run: RunDirectory) -> list[TaskScore]:
     """The scores of benchmark tasks that a run has."""
     try:
@@ -182,7 +185,7 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
         except (OSError, ValueError):
             continue
         if _is_consistent(comparison):
-            evaluations[path.stem.removeprefix("scores-")] = comparison.as_json()
+            evaluations[path.stem.removeprefix("scores-")] = asdict(comparison)
     return evaluations
 
 

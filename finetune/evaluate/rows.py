@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.bundled import NO_CALL_PROBE, PROBE
 from finetune.data.checks import BadRow
 from finetune.data.example import Example
-from finetune.data.examples import SplitRows, read_examples
-from finetune.data.pictures.tensors import stored
 from finetune.data.questions import questions_of
-from finetune.data.report import Refused, refusal_lines
+from finetune.data.report import refusal_lines
 from finetune.data.tokenizer import ModelPictures
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
@@ -24,6 +22,7 @@ from finetune.settings.methods import METHOD_FORMATS, METHODS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.data.splits import LimitedSplit
     from finetune.run.directory import RunDirectory
     from finetune.settings import Settings
 
@@ -107,42 +106,21 @@ def file_rows(
 
     `pictures` loads the processor of the run.
     """
-    split = _read_like(settings, path, limit)
-    encoder = Encoder(
-        tokenizer,
-        conversations=any(example.messages for example in split.examples),
-        train_on_inputs=settings.train_on_inputs,
-        pictures=pictures,
-    )
-    encoded = encoder.encode(split.examples)
-    encoded_examples = list(zip(split.examples, encoded, strict=True))
-    refused = [*split.refused]
-    bad_rows = [(example, result) for example, result in encoded_examples if isinstance(result, BadRow)]
-    refused += [Refused(example.file, example.row, bad_row.field, bad_row.reason) for example, bad_row in bad_rows]
-    if refused and settings.dataset.on_bad_rows == "fail":
-        raise DataError(refusal_lines(refused, split.rows_read), "Correct these rows.")
-    usable = [example for example, result in encoded_examples if not isinstance(result, BadRow)]
-    if not usable:
+    split = _read_like(settings, path, limit, Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures))
+    if split.refused and settings.dataset.on_bad_rows == "fail":
+        raise DataError(refusal_lines(split.refused, split.unlimited.rows_read), "Correct these rows.")
+    if not split.used.any():
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
-    sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
-    ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
-    questions = questions_of(usable, tokenizer, pictures)
-    if split.format == "preference":
-        pairs = {"rejected_ids": ids[1::2], "rejected_labels": labels[1::2]}
-        return _eval_rows(questions, ids=ids[::2], labels=labels[::2], **pairs)
-    desirable = [bool(example.desirable) for example in usable] if split.format == "labelled" else []
-    of_sequences = [
-        [stored(picture) for picture in example.pictures]
-        for example, result in encoded_examples
-        for _ in (() if isinstance(result, BadRow) else result)
-    ]
-    own = of_sequences if any(of_sequences) else []
-    return _eval_rows(questions, ids=ids, labels=labels, desirable=desirable, pictures=own)
+    tables = [table.to_pydict() for table in split.tables()]
+    sequences = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
+    return _eval_rows(questions_of(split.examples(), tokenizer, pictures), **sequences)
 
 
-def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
+def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
     """The held-out rows of a file that has some, else all. Rows in the format of the run's method are read as that, others by
     their columns. Pairs are read as pairs also where a run trains on single answers: they say more than their answers do."""
+    from finetune.data.preparation import rows_to_evaluate
+
     dataset = DatasetRecipe(
         path=path, columns=settings.dataset.columns, ignore_columns=settings.dataset.ignore_columns,
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
@@ -151,10 +129,8 @@ def _read_like(settings: Settings, path: str, limit: int | None) -> SplitRows:
     first = "preference" if own in METHOD_FORMATS else own
     for row_format in dict.fromkeys([first, own, *METHOD_FORMATS]) if own else []:
         with contextlib.suppress(DataError):
-            examples = read_examples(dataset.model_copy(update={"format": row_format}))
-            return examples.eval or examples.train
-    examples = read_examples(dataset)
-    return examples.eval or examples.train
+            return rows_to_evaluate(dataset.model_copy(update={"format": row_format}), encoder)
+    return rows_to_evaluate(dataset, encoder)
 
 
 def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
@@ -182,9 +158,9 @@ def no_call_rows(encoder: Encoder) -> EvalRows:
     return EvalRows([row["prompt"] for row in rows], ids, [""] * len(rows), calls=[[] for _ in rows], tools=tools)
 
 
-def probe_rows(tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> EvalRows:
-    """At most `limit` of the bundled general questions, with the tokenizer's chat template if it has one."""
-    lines = PROBE.read_text(encoding="utf-8").splitlines()[:limit]
+def probe_rows(tokenizer: PreTrainedTokenizerBase) -> EvalRows:
+    """The bundled general questions, with the tokenizer's chat template if it has one."""
+    lines = PROBE.read_text(encoding="utf-8").splitlines()
     examples = [_question(parse_json(line), tokenizer.chat_template is not None) for line in lines]
     encoded = Encoder(tokenizer, conversations=tokenizer.chat_template is not None).encode(examples)
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]

@@ -10,17 +10,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import read_evaluations
 from finetune.evaluate.scorers import span_of
 from finetune.files import read_object
+from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST
 from finetune.settings.schema import Decides, settings_that_decide
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: How the seed is called among the settings: runs that differ in it alone show what chance does.
 _SEED = "seed"

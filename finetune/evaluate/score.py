@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from finetune.data.answer_reader import AnswerReader
 from finetune.data.call_syntax import display_text
+from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
@@ -22,19 +23,14 @@ from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
 from finetune.evaluate.paired import Difference, difference
-from finetune.evaluate.results import Comparison, Score
+from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
 from finetune.evaluate.scorers import RowScore, Scorer, scorer, span_of
-from finetune.files import remove_left_over, write_json
+from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
-from finetune.run.directory import require_data
+from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
-
-if TYPE_CHECKING:
-    from finetune.data.pictures.source import PictureSource
-    from finetune.model.generate import MoreInputs
-    from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
 _MAX_LOSS = 700.0  # whose exponential is a float
@@ -114,10 +110,7 @@ def compare(
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
-        path = run.path / "evaluations" / f"scores-{chosen_scorer.name}{''.join(suffixes)}.json"
-        with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-            remove_left_over(path)
-            write_json(path, comparison.as_json(), checksum=True)
+        keep_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
     return comparison
 
 
@@ -237,7 +230,8 @@ class ModelOutputs:
     def score(self, scorer: Scorer) -> Score:
         """The scores of this model."""
         entries, rows = self._journal.entries, self._rows
-        loss_entries, rejected = ([entries[key] for key in keys] for keys in self._keys_of_answers())
+        chosen_keys, rejected_keys = self._loss_keys[: len(rows.ids)], self._loss_keys[len(rows.ids) :]
+        loss_entries, rejected = ([entries[key] for key in keys] for keys in (chosen_keys, rejected_keys))
         log_probs = [[-entry["loss"] * entry["tokens"] for entry in answers] for answers in (loss_entries, rejected)]
         margins = [chosen - other for chosen, other in zip(*log_probs, strict=True)] if rejected else []
         row_losses, row_tokens = [entry["loss"] for entry in loss_entries], [entry["tokens"] for entry in loss_entries]
@@ -265,11 +259,6 @@ class ModelOutputs:
             sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None, _mean(scores), scores,
             _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
         )  # fmt: skip
-
-    def _keys_of_answers(self) -> tuple[list[str], list[str]]:
-        """The keys of the losses of all sequences but rejected answers, and of these."""
-        count = len(self._rows.ids)
-        return self._loss_keys[:count], self._loss_keys[count:]
 
 
 def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
@@ -316,8 +305,7 @@ def losses(
     mask = _padded([[1] * len(row) for row in row_ids], 0, device)
     labels = _padded(row_labels, -100, device)[:, 1:]
     trained = labels != -100
-    more = more_inputs(ids.cpu()) if more_inputs else {}
-    more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
+    more = inputs_beside(ids, more_inputs)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **more).logits[:, :-1][trained].float()
     token_losses = torch.nn.functional.cross_entropy(logits, labels[trained], reduction="none")
     is_right = logits.argmax(dim=-1) == labels[trained]

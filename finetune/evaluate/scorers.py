@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CommandError, DataError
+from finetune.errors import CommandError, DataError, PackagesError
+from finetune.requirements import DISTRIBUTION
 
 #: Name of a score -> its value for one row.
 SCORES = {
@@ -50,11 +51,10 @@ class RowScore:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A kind of score. `score_answer(prompt, expected, answer)`; `span`: the largest difference of two, None if unknown."""
+    """A kind of score. `score_answer(prompt, expected, answer)`."""
 
     name: str
     score_answer: Callable[[str, str, str], RowScore]
-    span: float | None = 1.0
 
 
 def span_of(name: str, *scores: Sequence[float]) -> float:
@@ -70,7 +70,7 @@ def scorer(
 ) -> Scorer:  # fmt: skip
     """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
     if function is not None:
-        return Scorer(function.rpartition(":")[2], _by_function(function), None)
+        return Scorer(function.rpartition(":")[2], _by_function(function))
     if name not in SCORES:
         raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
     if (database is None) == (name == "sql"):
@@ -94,9 +94,7 @@ def scorer(
     if judge_url or judge_model:
         raise CommandError(f"--judge-url and --judge-model belong to --score judge, not to {name}", "Add --score judge.")
     if name in ("bleu", "chrf", "rouge"):
-        from finetune.evaluate.text_scores import text_score
-
-        return Scorer(name, text_score(name))
+        return Scorer(name, _by_text_library(name))
     if pattern is not None and name != "regex":
         raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":
@@ -142,6 +140,26 @@ def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
     return RowScore(float(number is not None and abs(number - target) <= tolerance * (abs(target) or 1.0)))
 
 
+def _by_text_library(name: str) -> Callable[[str, str, str], RowScore]:
+    """BLEU, chrF or ROUGE-L, of one row, by the libraries whose values are published. Raises PackagesError without them.
+
+    Of BLEU it is the sentence's, with sacrebleu's smoothing: the mean of rows is not the corpus' BLEU.
+    """
+    module, package = ("rouge_score", "rouge-score") if name == "rouge" else ("sacrebleu", "sacrebleu")
+    if not importlib.util.find_spec(module):
+        problem = f"--score {name} needs {package}, which is not installed (the extra 'text' of {DISTRIBUTION})"
+        raise PackagesError(problem, f"Install it: pip install {package}")
+    if name == "rouge":
+        from rouge_score.rouge_scorer import RougeScorer
+
+        rouge = RougeScorer(["rougeL"])
+        return lambda _, expected, answer: RowScore(rouge.score(expected, answer)["rougeL"].fmeasure)
+    import sacrebleu
+
+    sentence_score = sacrebleu.sentence_bleu if name == "bleu" else sacrebleu.sentence_chrf
+    return lambda _, expected, answer: RowScore(min(1.0, sentence_score(answer, [expected]).score / 100))
+
+
 def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
     if pattern is None:
         return lambda _, expected, answer: RowScore(float(_compile(expected.strip()).search(answer) is not None))
@@ -169,11 +187,8 @@ def _match_value(match: re.Match[str]) -> Any:
     return match.groups() or match[0]
 
 
-class _NotJson:
-    """Sentinel for text that is not JSON."""
-
-
-_NOT_JSON = _NotJson()
+#: The value of text that is not JSON.
+_NOT_JSON = object()
 
 
 def _parse_json(text: str) -> Any:

@@ -6,15 +6,13 @@ datasets of the named tasks.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
 import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,14 +21,10 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import TASKS_FILE, TaskScore, read_tasks
-from finetune.files import write_json
+from finetune.evaluate.results import TASKS_FILE, TaskScore, keep_result, read_tasks
 from finetune.planner.plan import read_plan
 from finetune.requirements import DISTRIBUTION
-from finetune.run.directory import require_data
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory, require_data
 
 Progress = Callable[[str], None]
 #: As the harness's own command: seeds of the examples in a prompt.
@@ -58,17 +52,11 @@ def measure_tasks(
     for model, adapter in (("base", None), ("tuned", folder)):
         journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
         with answerer.using(model):
-            outputs[model] = _evaluate(answerer, journal, loaded, rows, functools.partial(_report, progress, model))
+            outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
     scores = _compare(outputs["base"], outputs["tuned"])
-    path = run.path / "evaluations" / TASKS_FILE
     others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
-    with contextlib.suppress(OSError):  # for reports, which leave it out if it can't be written
-        write_json(path, {"tasks": [asdict(score) for score in (*others, *scores)]}, checksum=True)
+    keep_result(run, TASKS_FILE, {"tasks": [asdict(score) for score in (*others, *scores)]})
     return scores
-
-
-def _report(progress: Progress, model: str, text: str) -> None:
-    progress(f"{model} model: {text}")
 
 
 def _load(tasks: Sequence[str]) -> dict[str, Any]:
@@ -105,15 +93,15 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def _evaluate(
-    answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, progress: Progress
+    answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, model: str, progress: Progress
 ) -> dict[str, Any]:
-    """The harness's results for the model that is in use."""
+    """The harness's results for the model that is in use, called `model` in messages."""
     from lm_eval.evaluator import evaluate
 
     has_template = not answerer.plain and answerer.tokenizer.chat_template is not None
     try:
         return dict(evaluate(
-            _harness_model(answerer, journal, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
+            _harness_model(answerer, journal, model, progress), tasks, limit=rows, bootstrap_iters=0, log_samples=True,
             apply_chat_template=has_template, fewshot_as_multiturn=has_template,
         ) or {})  # fmt: skip
     except (ValueError, ImportError, KeyError) as error:  # among them tasks that run code, and metrics that are not installed
@@ -121,7 +109,7 @@ def _evaluate(
         raise DataError(problem, "Leave the task out, or run lm-eval itself on the merged model.") from error
 
 
-def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> Any:
+def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
     """The loaded model as the harness takes one: it computes only what the journal lacks, in batches that fit."""
     from lm_eval.models.huggingface import HFLM
 
@@ -142,7 +130,7 @@ def _harness_model(answerer: Answerer, journal: Journal, progress: Progress) -> 
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
             }:
                 self.batch_size_per_gpu = batch_size or _batch_size(answerer, kind, [*remaining.values()], self.max_length)
-                progress(f"{len(requests) - len(remaining):,} of {len(requests):,} answers are there")
+                progress(f"{name} model: {len(requests) - len(remaining):,} of {len(requests):,} answers are there")
                 try:
                     results = compute([*remaining.values()], disable_tqdm=True)
                 except torch.OutOfMemoryError:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Exported:
         """All fields."""
         paths = {"folder": self.folder, "file": self.file, "adapter": self.adapter, "modelfile": self.modelfile}
         return {**{name: str(path) if path else None for name, path in paths.items()},
-                "why_no_modelfile": self.no_modelfile_reason, "check": self.parity.as_json()}  # fmt: skip
+                "why_no_modelfile": self.no_modelfile_reason, "check": asdict(self.parity)}  # fmt: skip
 
 
 def export_gguf(
@@ -92,8 +92,6 @@ def export_gguf(
         raise CommandError(
             "an adapter's GGUF file has no new tokens, which this run has", "Leave out --to: the model is merged."
         )
-    if target.exists():
-        raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     with written_folder(target) as building:
         expected = _Expected(run, data, rows, progress)
         building.mkdir(parents=True)

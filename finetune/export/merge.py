@@ -7,23 +7,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
+from finetune.data.report import first_line
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
+from finetune.run.directory import RunDirectory
 from finetune.run.failures import is_disk_full
 from finetune.run.fingerprint import require_own_adapter
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
 from finetune.system import rename
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
 
@@ -45,8 +44,6 @@ def merge(
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     require_own_adapter(run, run.adapter, reread=True)
-    if target.exists():
-        raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     with written_folder(target) as building:
         _write(settings, run, building, max_shard_bytes, progress)
@@ -55,7 +52,12 @@ def merge(
 
 @contextmanager
 def written_folder(target: Path) -> Iterator[Path]:
-    """Yields a hidden folder, not made yet, that gets the name `target` at the end, or is removed. Raises DiskFull."""
+    """Yields a hidden folder, not made yet, that gets the name `target` at the end, or is removed.
+
+    Raises CommandError where `target` exists, DiskFull.
+    """
+    if target.exists():
+        raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     building = target.with_name(f".{target.name}")
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -173,7 +175,7 @@ def model_folder(settings: Any) -> Path:
         if is_disk_full(error):
             raise
         fix = "Its weights must be on this disk or reachable on the hub (gated models: `hf auth login`)."
-        raise ModelError(f"model_name_or_path {path_or_id}: {str(error).strip().splitlines()[0]}", fix) from None
+        raise ModelError(f"model_name_or_path {path_or_id}: {first_line(error)}", fix) from None
 
 
 def _check_memory(needed_bytes: int, purpose: str) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
+from finetune.run.directory import RunDirectory
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,6 @@ class MergeEffect:
     answers_changed: int
     loss: float | None
     merged_loss: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
 
 
 class _MergedAnswerer(Answerer):

@@ -6,31 +6,29 @@ It has no row of the data, no path and no name of this machine: local paths are 
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune import __version__
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import SECRET, FinetuneError, RecipeError
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, unreadable_evaluations
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
-from finetune.hub import REPO_ID
+from finetune.hub import REPO_ID, cached_file
 from finetune.model.configuration import resolve_model_path
-from finetune.planner.plan import read_plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import parse_recipe, yaml
-from finetune.recipe.load import find_secret
 from finetune.run.base_adapter import base_adapter_of
+from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST, changes_in
 from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
-
+CARD = "README.md"
 #: Recipe settings about this machine or network, which don't change what is learnt.
 _LOCAL_SETTINGS = ("output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "notify", "price_per_hour")
 #: An absolute path, and a path in a home folder.
@@ -57,7 +55,7 @@ def model_card(run: RunDirectory, kind: str) -> str:
 
 def require_nothing_private(name: str, text: str, *, every_path: bool = False) -> None:
     """Raise FinetuneError if a text has a token, which is not repeated, or a path of this machine."""
-    if find_secret(text):
+    if SECRET.search(text):
         raise FinetuneError(f"{name} has something that looks like a token; nothing was sent", "Remove it there.")
     if match := (_ABSOLUTE_PATH if every_path else _HOME_PATH).search(text):
         raise FinetuneError(f"{name} has the path {match[0]!r} of this machine; nothing was sent", "Remove it there.")
@@ -77,14 +75,8 @@ def last_part(text: str) -> str:
     if REPO_ID.fullmatch(text) and not Path(text).exists():
         return text
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or ("/" in text and _exists(text)) else text
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except OSError:
-        return False
+    exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or exists else text
 
 
 def _private_names() -> list[str]:
@@ -115,20 +107,16 @@ def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
 
 def licence_of(plan: Plan) -> str | None:
     """The licence in the base model's own card, if that is on this disk."""
-    from huggingface_hub import try_to_load_from_cache
-
     try:
         path_or_id = resolve_model_path(plan.settings)
     except RecipeError:  # the base model is gone
         return None
-    readme = Path(path_or_id) / "README.md" if Path(path_or_id).is_dir() else None
-    if readme is None:
-        cached = try_to_load_from_cache(path_or_id, "README.md", revision=plan.settings.model_revision)
-        readme = Path(cached) if isinstance(cached, str) else None
+    folder = Path(path_or_id)
+    readme = folder / CARD if folder.is_dir() else cached_file(path_or_id, CARD, plan.settings.model_revision)
     try:
         text = readme.read_text(encoding="utf-8") if readme else ""
     except OSError:
-        text = ""
+        return None
     front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
     match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
     return match[1] if match else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,6 @@ class ParityReport:
     conversations: int
     rows: int
     same_answers: int
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
 
 
 class LlamaCpp:

@@ -7,18 +7,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.data.report import first_line
 from finetune.errors import CommandError, FinetuneError, HubError
-from finetune.export.model_card import model_card, require_nothing_private, without_local_paths
+from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
 from finetune.files import parse_json
 from finetune.hub import is_switched_off, require_repo
+from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
 
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
-
-CARD = "README.md"
 #: Suffixes of files that programs load; a plan and a manifest describe this machine rather than the model.
 _MODEL_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LOCAL_FILES = {"plan.json", "MANIFEST.json", "training_args.bin", CARD}
@@ -151,7 +149,7 @@ def _call_hub(repo: str, work: Callable[[], Any]) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, HfHubHTTPError):
             raise _http_error(repo, cause) from None
-        reason = f"{type(cause).__name__}: {_first_line(cause)}"
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
         raise HubError(f"the upload to the hub failed: {reason}", "Check the network.") from None
 
 
@@ -161,12 +159,8 @@ def _http_error(repo: str, error: Any) -> FinetuneError:
         return CommandError("the hub does not know this token (401)", _LOGIN)
     if status == 403:
         return CommandError(f"this token may not write to {repo} (403)", _LOGIN)
-    return HubError(f"the hub answered {status or 'with an error'}: {_first_line(error)}", "Try again later.")
+    return HubError(f"the hub answered {status or 'with an error'}: {first_line(error)}", "Try again later.")
 
 
 def _status(error: Any) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]

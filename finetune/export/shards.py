@@ -6,6 +6,7 @@ safetensors is simple and its library writes whole files from memory: https://gi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ from typing import Any, BinaryIO
 import torch
 
 from finetune.errors import CommandError
-from finetune.files import read_json, read_safetensors_header
+from finetune.files import read_safetensors_header
 from finetune.model.new_tokens import TRAINED_ROWS
-from finetune.model.weights import ADAPTER_WEIGHTS, INDEX
+from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.system import sync_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,13 +45,7 @@ class StoredTensor:
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
     """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
-    index = folder / INDEX
-    if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    return [stored for path in paths for stored in _tensors_in_file(path)]
+    return [stored for name in weight_files(folder) for stored in _tensors_in_file(folder / name)]
 
 
 def _tensors_in_file(path: Path) -> list[StoredTensor]:
@@ -111,9 +106,6 @@ class AdapterChanges:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameter_of or name in self._table_of
-
-    def __len__(self) -> int:
-        return len(self._parameter_of) + len(self._table_of)
 
     def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """The shape of the merged tensor: a table of embeddings may have more rows."""
@@ -259,10 +251,7 @@ def write_shards(
 
 def _files(tensors: list[StoredTensor], max_bytes: int | None) -> dict[str, list[StoredTensor]]:
     if max_bytes is None:
-        files: dict[str, list[StoredTensor]] = {}
-        for stored in tensors:
-            files.setdefault(stored.path.name, []).append(stored)
-        return files
+        return {name: list(group) for name, group in itertools.groupby(tensors, key=lambda stored: stored.path.name)}
     shards: list[list[StoredTensor]] = [[]]
     for stored in tensors:
         if shards[-1] and sum(tensor.size for tensor in shards[-1]) + stored.size > max_bytes:

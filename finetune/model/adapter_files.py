@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.files import read_json, read_safetensors_header
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, file_problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Ranks and scales beyond these are a damaged file: PEFT would reserve memory for any rank.
 _MAX_RANK, _MAX_ALPHA = 8192, 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -16,12 +16,9 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
-from finetune.model.language_model import outside_language_model, text_config
+from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
-from finetune.model.vision_parts import untrained_vision
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 #: PEFT refuses adapters on two layers of these, whose kernels read the weights themselves.
 _MAMBA = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
@@ -44,9 +41,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     )  # fmt: skip
     for target in layers if isinstance(layers, list) else []:  # PEFT is content when one of several exists
         if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
-            raise RecipeError(
-                f"target_modules: this model has no layer {target}", f"Linear layers of this model: {_linear_names(model)}"
-            )
+            raise RecipeError(f"target_modules: this model has no layer {target}", _linear_layers(model))
     from finetune.layers.layer_offloading import weights_for_magnitudes
 
     try:
@@ -57,13 +52,11 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
-        raise RecipeError(
-            f"target_modules {targets}: {error}", f"Linear layers of this model: {_linear_names(model)}"
-        ) from None
+        raise RecipeError(f"target_modules {targets}: {error}", _linear_layers(model)) from None
     if hasattr(model.get_output_embeddings(), "lora_A"):
         raise RecipeError(
             f"target_modules {targets}: the output layer can't have an adapter, because the loss is computed from its weight",
-            f"Leave it out. Linear layers of this model: {_linear_names(model)}",
+            f"Leave it out. {_linear_layers(model)}",
         )
     _refuse_tied_embedding(model, targets)
     if settings.trained_embedding_rows:
@@ -85,14 +78,15 @@ def _refuse_tied_embedding(model: PreTrainedModel, targets: str | list[str]) -> 
     if hasattr(embedding, "lora_A") and embedding.get_base_layer().weight is getattr(head, "weight", None):
         raise RecipeError(
             f"target_modules {targets}: the embedding can't have an adapter, because the output layer shares its table",
-            f"Leave it out. Linear layers of this model: {_linear_names(model)}",
+            f"Leave it out. {_linear_layers(model)}",
         )
 
 
-def _linear_names(model: torch.nn.Module) -> str:
-    """Names of the linear layers, as `target_modules` has them; also of those already wrapped by adapters."""
+def _linear_layers(model: torch.nn.Module) -> str:
+    """A sentence with the names of the linear layers, as `target_modules` has them; also of those with an adapter."""
     linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return ", ".join(sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name}))
+    names = sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name})
+    return f"Linear layers of this model: {', '.join(names)}"
 
 
 def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:

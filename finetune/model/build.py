@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +19,7 @@ from finetune.layers.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 #: The attention of the package flash-attn, which a forecast doesn't need.
 FLASH = "flash_attention_2"

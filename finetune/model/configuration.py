@@ -87,15 +87,11 @@ def vocabulary_size(settings: Recipe) -> int | None:
 
 def read_text(path: str, name: str, revision: str | None) -> str | None:
     """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, name, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached).read_text(encoding="utf-8", errors="replace")
-    return _fetch(path, revision or "main", name)[0]
+    is_local = Path(path).is_dir()
+    file = Path(path) / name if is_local else hub.cached_file(path, name, revision)
+    if file is not None and file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    return None if is_local else _fetch(path, revision or "main", name)[0]
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
@@ -151,10 +147,8 @@ def _with_floats(values: dict[str, Any]) -> Any:
 
 
 def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    config_path = try_to_load_from_cache(repo, "config.json", revision=revision)
-    return _parsed(Path(config_path).read_bytes(), repo) if isinstance(config_path, str) else None
+    config_path = hub.cached_file(repo, "config.json", revision)
+    return _parsed(config_path.read_bytes(), repo) if config_path else None
 
 
 def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:

@@ -63,7 +63,7 @@ def greedy_answers(
     output_ids = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
         max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=streamer,
-        **_more(more_inputs, ids, model),
+        **inputs_beside(ids, more_inputs),
     )  # fmt: skip
     return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=not with_special_tokens)
 
@@ -106,7 +106,7 @@ def streamed_answer(
     output_ids = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
         pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
-        logits_processor=[constraint] if constraint else None, **sampled, **_more(more_inputs, ids, model),
+        logits_processor=[constraint] if constraint else None, **sampled, **inputs_beside(ids, more_inputs),
     )  # fmt: skip
     new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)
@@ -114,10 +114,10 @@ def streamed_answer(
     return Streamed(text, len(new), time.perf_counter() - began, stop_requested[0] and not ended, ended)
 
 
-def _more(more_inputs: MoreInputs | None, ids: torch.Tensor, model: Any) -> dict[str, Any]:
-    """What the model gets beside the tokens, on its device."""
+def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
+    """What a model gets beside a batch's tokens, on their device."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
-    return {name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,22 +16,13 @@ from transformers.utils import ModelOutput
 
 from finetune.compat.transformers import causal_class, image_text_class
 
-__all__ = [
-    "attention_by_part",
-    "is_multimodal",
-    "loads_vision",
-    "mark_vision",
-    "model_class",
-    "outside_language_model",
-    "text_config",
-]
-
+#: Names of projectors in transformers' models: those beside the tower, and those at its end.
+_PROJECTORS = (
+    "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
+    "patch_merger",
+)  # fmt: skip
 #: Arguments of the whole model that text has too, though a language model may take them only among its keywords.
 _OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache", "inputs_embeds", "use_cache", "output_router_logits"}
-
-
-class NoLanguageModelError(ValueError):
-    """The model has no language model that can be trained alone."""
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -81,33 +73,61 @@ def outside_language_model(model: Any) -> str | None:
     return path and rf"(?!({'|'.join(map(re.escape, _kept_modules(model)))})(\.|$)).*"
 
 
+def untrained_vision(model: Any, trained: str) -> str | None:
+    """PEFT's `exclude_modules` for what of the vision part is not trained: all with `none`, all but the projector with
+    `projector`, nothing with `all`. None for a model of text."""
+    path = getattr(model, "decoder_path", "")
+    if not path:
+        return None
+    if trained == "all":
+        return _unread_layers(model)
+    adapted = rf"{re.escape(path)}(\.|$)|lm_head(\.|$)"
+    if trained == "projector":
+        names = "|".join(_PROJECTORS)
+        adapted += rf"|(.*\.)?({names})(\.|$)"
+    return rf"(?!({adapted})).*"
+
+
+def _unread_layers(model: Any) -> str | None:
+    """A pattern of the tower's last layers, where the model reads an earlier one's output, as LLaVA does: they would get no
+    gradient."""
+    read = getattr(model.config, "vision_feature_layer", None)
+    count = getattr(getattr(model.config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or not count:
+        return None
+    indices = read if isinstance(read, (list, tuple)) else [read]
+    end = max(index if index >= 0 else count + 1 + index for index in indices)  # the embeddings' output is number 0
+    numbers = "|".join(map(str, range(end, count)))
+    return rf"(.*\.)?vision_tower\.(.*\.)?layers\.({numbers})\..*" if numbers else None
+
+
 @cache
 def _with_vision(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass of the same name that says where its language model is."""
-
-    def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
-        whole.__init__(self, config, *arguments, **named)
-        self.decoder_path, _ = _find_decoder(self)
-
-    return type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__})
+    """A subclass that says where its language model is."""
+    return _subclass(whole, _name_decoder)
 
 
 @cache
 def _text_only(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass of the same name: transformers looks up by it how a checkpoint's tensors are renamed."""
+    """A subclass without the parts for images, video and sound."""
+    return _subclass(whole, _keep_language_model, base_model=property(_body), get_output_embeddings=_head)
+
+
+def _subclass(whole: type[PreTrainedModel], finish: Callable[[Any], None], **members: Any) -> type[PreTrainedModel]:
+    """A subclass of the same name, by which transformers looks up how a checkpoint's tensors are renamed; `finish` changes
+    each new model."""
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
         whole.__init__(self, config, *arguments, **named)
-        _keep_language_model(self)
+        finish(self)
 
-    members = {
-        "__init__": init,
-        "__module__": whole.__module__,
-        "__doc__": whole.__doc__,
-        "base_model": property(_body),
-        "get_output_embeddings": _head,
-    }
-    return type(whole.__name__, (whole,), members)
+    return type(
+        whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__, **members}
+    )
+
+
+def _name_decoder(model: Any) -> None:
+    model.decoder_path, _ = _find_decoder(model)
 
 
 def _decoder(model: Any) -> Any:
@@ -143,7 +163,7 @@ def _keep_language_model(model: Any) -> None:
     parent = decoder_path.rpartition(".")[0]
     own_head = bool(decoder_path) and _has_head(decoder)
     if not decoder_path or not isinstance(decoder, PreTrainedModel) or not (own_head or (parent and hasattr(model, "lm_head"))):
-        raise NoLanguageModelError("its language model can't be separated from its other parts")
+        raise ValueError("its language model can't be separated from its other parts")
     model.language_model_path = decoder_path
     kept_names = _kept_modules(model)
     for path in {"", parent}:

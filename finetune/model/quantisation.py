@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
@@ -11,12 +11,9 @@ from finetune.errors import RecipeError
 from finetune.layers.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_format, stored_quantisation
+from finetune.settings import Settings
 from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.compatibility import shards_weights
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
-
 
 #: Linear layers whose weights other modules read or change, by type of the language model: they stay 16-bit.
 _MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code reads the second, its kernels all three

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull, FinetuneError
@@ -39,14 +40,10 @@ from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.quantisation import quantization_config
 from finetune.model.weights import weights_fingerprint
+from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.system import return_freed_memory, take_lock
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from finetune.settings import Settings
 
 #: Called with messages for the user.
 Log = Callable[[str], None]

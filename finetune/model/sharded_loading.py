@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
 from finetune.layers.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import as_loaded, code_books, open_store, parameter_uses, set_value
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from finetune.model.quantised_cache import Log
-    from finetune.settings import Settings
+from finetune.model.quantised_cache import Log, as_loaded, code_books, open_store, parameter_uses, set_value
+from finetune.settings import Settings
 
 
 def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:

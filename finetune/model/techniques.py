@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from finetune.layers.lean_layers import make_lean, tile_mlps, undo_lean
 from finetune.layers.offload import offload_beside
 from finetune.layers.saved_activations import SavedActivations
 from finetune.model.cpu_adamw import CpuAdamW
+from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 #: This project's optimizers, by their names in a recipe; all others are transformers' names.
 _OWN = {"adamw_cpu_offload": CpuAdamW}
@@ -67,7 +65,9 @@ def step_context(settings: Settings, device: torch.device | str) -> contextlib.A
 
     `device` is the batch's; for CUDA the host copies are pinned, and copied beside the computation.
     """
-    offload = settings.activation_offloading or _offloads_compiled_layer_inputs(settings)
+    # compiled layers offload their inputs by hooks around the whole step: hooks inside would break a layer's graph
+    offloads_layer_inputs = settings.torch_compile and settings.activation_checkpointing == "offload"
+    offload = settings.activation_offloading or offloads_layer_inputs
     if not (offload or settings.int8_activations):
         return contextlib.nullcontext()
     beside = offload_beside(torch.device(device)) if offload else None
@@ -89,8 +89,3 @@ def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], di
     if settings.optim not in _OWN:
         return None
     return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-
-
-def _offloads_compiled_layer_inputs(settings: Settings) -> bool:
-    """Whether hooks around the whole step offload layer inputs: hooks inside a compiled layer would break its graph."""
-    return settings.torch_compile and settings.activation_checkpointing == "offload"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
@@ -12,9 +12,7 @@ from finetune.compat.transformers import without_session_id
 from finetune.errors import RecipeError
 from finetune.model.configuration import read_config, resolve_model_path
 from finetune.model.language_model import mark_vision, model_class, text_config
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
+from finetune.settings import Recipe
 
 #: Without these a configuration class would use another model's dimensions. `attribute_map` has their other names.
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from finetune.checksum import with_checksum
 from finetune.errors import ModelError
 from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
+from finetune.hub import cached_file
 from finetune.model.configuration import resolve_model_path
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of
 
 def check_weights(folder: Path) -> None:
     """Raise RecipeError naming every weight file that is missing, truncated or no safetensors file."""
-    names = _files(folder)
+    names = weight_files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
     problems = [f"{folder / name}: {problem}" for name in names if (problem := file_problem(folder / name))]
@@ -46,7 +47,7 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
     folder = _folder_on_disk(settings)
     if folder is None:
         return None
-    names = _files(folder)
+    names = weight_files(folder)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
     hashes = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
@@ -75,13 +76,11 @@ def generation_fingerprint(settings: Settings) -> str | None:
 
 def _folder_on_disk(settings: Settings) -> Path | None:
     """The base model's folder, or that of the hub's cache; None when it is in neither."""
-    from huggingface_hub import try_to_load_from_cache
-
     folder = Path(path := resolve_model_path(settings))
     if folder.is_dir():
         return folder
-    cached_config = try_to_load_from_cache(path, CONFIG, revision=settings.model_revision)
-    return Path(cached_config).parent if isinstance(cached_config, str) else None
+    cached_config = cached_file(path, CONFIG, settings.model_revision)
+    return cached_config.parent if cached_config else None
 
 
 def _hash(path: Path, reread: bool) -> str:
@@ -107,7 +106,8 @@ def _hash(path: Path, reread: bool) -> str:
     return digest
 
 
-def _files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Names of a model folder's weight files, by its index if it has one. Raises ModelError for one that can't be read."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
@@ -135,4 +135,5 @@ def file_problem(path: Path) -> str:
         return "is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"can't be read as safetensors: {error}"
-    return f"is truncated: {size:,} of {8 + length + data:,} bytes" if size < 8 + length + data else ""
+    end = 8 + length + data
+    return "" if size == end else f"is {'truncated' if size < end else 'damaged'}: {size:,} of {end:,} bytes"

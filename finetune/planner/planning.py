@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from finetune.card.card import Card
-    from finetune.data import EncodedRows, SelectedRows
+    from finetune.data.preparation import EncodedRows, SelectedRows
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan
     from finetune.planner.planner import Progress
@@ -234,19 +234,19 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
 def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
     """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
-    from finetune import data
     from finetune.data.row_progress import RowProgress
 
     say("reading the data")
-    from finetune.data.preparation import file_infos
+    from finetune.data.preparation import encode, file_infos
+    from finetune.data.tokenizer import load_tokenizer
 
     recipe, _ = with_method(recipe)
 
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
         infos_future = pool.submit(file_infos, recipe.dataset)
-        tokenizer = data.load_tokenizer(recipe)
+        tokenizer = load_tokenizer(recipe)
         infos = infos_future.result()
-    rows = data.encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
+    rows = encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
     rows.trained_embedding_rows = _new_token_rows(rows, recipe)
     return rows
 

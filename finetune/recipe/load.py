@@ -231,9 +231,9 @@ def _validated(
     values: dict[str, Any], locations: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()
 ) -> Recipe:
     problems = list(problems)
-    # a value refused as YAML is None here: that is not a second problem
+    # a value refused as YAML is None here, but it was meant to be set: that is not a second problem
     refused_locations = {problem.split(": ")[0] for problem in problems}
-    values = _with_canonical_names(values, locations, problems)
+    values = _with_canonical_names(values, locations, problems, refused_locations)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -246,11 +246,11 @@ def _validated(
     return recipe
 
 
-def _with_canonical_names(values: dict[str, Any], locations: dict[str, str], problems: list[str]) -> dict[str, Any]:
+def _with_canonical_names(
+    values: dict[str, Any], locations: dict[str, str], problems: list[str], refused: set[str]
+) -> dict[str, Any]:
     """Values with canonical keys; secrets and unknown keys become problems. A dataset may be just a path."""
     renamed: dict[str, Any] = {}
-    # a value refused as YAML is None, too, but it was meant to be set
-    refused = {problem.split(": ")[0] for problem in problems}
     for key, value in values.items():
         location, canonical = locations.get(key, key), ALIASES.get(key, key)
         if secret_key := _secret_in(key, value):
@@ -289,11 +289,6 @@ def _secret_in(key: str, value: Any) -> str | None:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_secrets = (_secret_in(str(name), item) for name, item in items)
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
-
-
-def find_secret(text: str) -> bool:
-    """Whether a text has something that looks like a token."""
-    return bool(SECRET.search(text))
 
 
 def _holds_secret(value: Any) -> bool:

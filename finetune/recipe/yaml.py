@@ -19,6 +19,8 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _CONSTRUCTED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null")}
+#: Tags that a scalar gets without writing one.
+_IMPLICIT = {*_CONSTRUCTED, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "timestamp", "merge", "value"))}
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -142,9 +144,7 @@ def _scalar(node: yaml.ScalarNode, problems: list[str], location: str) -> Any:
     text = node.value
     if node.style is not None:  # quoted or a block: text is meant
         return text
-    if node.tag not in {
-        f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-    }:
+    if node.tag not in _IMPLICIT:
         problems.append(f"{location}: tags ({node.tag}) are not used in recipes")
         return None
     if text in ("", "~", "null", "Null", "NULL"):

@@ -31,7 +31,7 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.card import Card
-    from finetune.data import PreparedData, SelectedRows
+    from finetune.data.preparation import PreparedData, SelectedRows
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.settings import Recipe, Settings
@@ -127,7 +127,7 @@ def create_run(prepared: Prepared) -> RunDirectory:
 
 
 def _fill(run: RunDirectory, prepared: Prepared) -> None:
-    from finetune.data import pack
+    from finetune.data.packing import pack
     from finetune.data.questions import questions_of
     from finetune.data.tokenizer import ModelPictures
     from finetune.model.library_warnings import quiet_libraries

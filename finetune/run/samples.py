@@ -37,7 +37,7 @@ class Samples:
         """Emit a `sample` event per prompt. `model` is in evaluation mode. Out of memory ends sampling, not the run."""
         if not self._rows:
             return
-        from finetune.data import Encoder
+        from finetune.data.tokens import Encoder
         from finetune.model.generate import greedy_answers
 
         stops = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None).stops

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,12 +23,10 @@ from openai.types.chat.chat_completion_message_tool_call import ChatCompletionMe
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from finetune.data.tool_calls import Call
 from finetune.files import parse_json
 from finetune.serve.engine import AnswerEnd, AnswerPart, Engine
 from finetune.serve.requests import ChatRequest, RequestError, read_request
-
-if TYPE_CHECKING:
-    from finetune.data.tool_calls import Call
 
 _T = TypeVar("_T")
 #: Characters of a call's arguments in one event.
@@ -59,7 +57,8 @@ def build(engine: Engine, token: str) -> FastAPI:
         return JSONResponse(refusal.as_json(), error.status_code, error.headers)
 
     async def check(request: Request) -> None:
-        if not _is_authorised(token, request.headers.get("authorization", "")):
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), token.encode()):
             raise RequestError("Incorrect API key: give the token that `finetune serve` printed.", status=401,
                                code="invalid_api_key")  # fmt: skip
 
@@ -89,11 +88,6 @@ def build(engine: Engine, token: str) -> FastAPI:
 
     api.include_router(guarded)
     return api
-
-
-def _is_authorised(token: str, header: str) -> bool:
-    scheme, _, credentials = header.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
 
 
 def _model(name: str, created: int) -> dict[str, Any]:

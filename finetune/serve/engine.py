@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.pictures.source import PictureSource, checked_picture
 from finetune.errors import CommandError, DataError, PackagesError
-from finetune.evaluate.call_stream import CallStream
+from finetune.evaluate.call_stream import CallStream, longest_partial_match
 from finetune.serve.requests import ChatRequest, RequestError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class StopFilter:
             self.is_stopped = True
             self._emit(min(positions))
             return
-        self._emit(len(self._pending) - max((_partial_match(stop, self._pending) for stop in self._stops), default=0))
+        self._emit(len(self._pending) - longest_partial_match(self._stops, self._pending))
 
     def finish(self) -> None:
         """There are no more pieces: emit the delayed text."""
@@ -246,8 +246,3 @@ class StopFilter:
         if length > 0:
             self._on_text(self._pending[:length])
         self._pending = self._pending[max(0, length) :]
-
-
-def _partial_match(stop: str, text: str) -> int:
-    """How many characters at the end of the text are the start of `stop`."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

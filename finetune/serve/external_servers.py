@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.files import read_json
 from finetune.model.configuration import ADAPTER_CONFIG, resolve_model_path
 from finetune.planner.plan import read_plan
+from finetune.run.directory import RunDirectory
 from finetune.system import shell_join
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: The values that vLLM accepts: MaxLoRARanks in https://github.com/vllm-project/vllm/blob/main/vllm/config/lora.py
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

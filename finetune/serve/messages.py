@@ -43,8 +43,6 @@ class _CallFunction(BaseModel):
 
 
 class _Call(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: _CallFunction
@@ -52,8 +50,6 @@ class _Call(BaseModel):
 
 class Message(BaseModel):
     """One message of the conversation."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Annotated[_Part | _PicturePart, Field(discriminator="type")]] | None = None

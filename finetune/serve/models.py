@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from finetune.data.answer_reader import AnswerReader
+from finetune.data.pictures.source import PictureSource
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import Answerer, require_shared_base
-from finetune.model.generate import Sampling, Streamed
-
-if TYPE_CHECKING:
-    from finetune.data.answer_reader import AnswerReader
-    from finetune.data.pictures.source import PictureSource
-    from finetune.run.directory import RunDirectory
+from finetune.model.generate import Streamed
+from finetune.run.directory import RunDirectory
 
 BASE = "base"
 
@@ -81,14 +79,8 @@ class Models:
         """Reads the answers of that model with their calls; None if its chat template writes none."""
         return self._answerers[name].reader
 
-    def stream(
-        self, name: str, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool], with_calls: bool = False, constraint: Any = None, pictures: Sequence[PictureSource] = (),
-    ) -> Streamed:  # fmt: skip
-        """The answer of that model to a tokenised prompt with its pictures."""
+    def stream(self, name: str, question: list[int], **options: Any) -> Streamed:
+        """The answer of that model to a tokenised prompt; `options`: those of `Answerer.stream`."""
         answerer = self._answerers[name]
         with answerer.using(name):
-            return answerer.stream(
-                question, max_new_tokens=max_new_tokens, sampling=sampling, say=say, stopped=stopped, with_calls=with_calls,
-                constraint=constraint, pictures=pictures,
-            )  # fmt: skip
+            return answerer.stream(question, **options)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from finetune.data.pictures.references import PictureReference
 from finetune.model.generate import Sampling
 from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, as_conversation, pictures_of
-
-if TYPE_CHECKING:
-    from finetune.data.pictures.references import PictureReference
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
@@ -131,17 +129,15 @@ def read_request(body: Any) -> ChatRequest:
     try:
         request = ChatRequest.model_validate(body)
     except ValidationError as error:
-        first_error = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first_error["loc"]) or None
-        message = first_error["msg"].removeprefix("Value error, ")
-        if first_error["loc"][:1] == ("messages",) and first_error["loc"][2:3] == ("content",):
-            name = ".".join(str(part) for part in first_error["loc"][:3])
+        errors = error.errors(include_url=False)
+        location, message = errors[0]["loc"], errors[0]["msg"]
+        if location[:1] == ("messages",) and location[2:3] == ("content",):
+            location = location[:3]
+            of_pictures = (other for other in errors if other["loc"][:3] == location and "image_url" in other["loc"])
             forms = "only text and pictures, as a string or as parts of type text and image_url"
-            of_content = (other for other in error.errors() if other["loc"][:3] == first_error["loc"][:3])
-            reason = next((f"{other['msg']}" for other in of_content if "image_url" in other["loc"]), forms)
-            message = reason.removeprefix("Value error, ")
-            raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
-        raise RequestError(f"{name}: {message}", param=name, code="invalid_value") from None
+            message = next((other["msg"] for other in of_pictures), forms)
+        name = ".".join(map(str, location)) or None
+        raise RequestError(f"{name}: {message.removeprefix('Value error, ')}", param=name, code="invalid_value") from None
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED or value in _NEUTRAL_VALUES.get(name, ()):
             continue

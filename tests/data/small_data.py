@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.examples import SourceReader, sources_of
+from finetune.data.preparation import encode
 from finetune.recipe import recipe_from
 
 CHATML = (
@@ -77,6 +80,37 @@ def recipe(path, **settings):
         if name in settings:
             dataset[name] = settings.pop(name)
     return recipe_from({"model_name_or_path": "tiny", "dataset": dataset, **settings})
+
+
+def read_examples(dataset):
+    """`train` and `eval` (None without held-out files): the rows as they are read, before they are tokenised."""
+    train, held_out = sources_of(dataset)
+    return SimpleNamespace(train=_rows(train, dataset), eval=_rows(held_out, dataset) if held_out else None)
+
+
+def _rows(sources, dataset):
+    rows = SimpleNamespace(files=(), format="", rows_read=0, examples=[], refused=[], unused_columns=(), columns={})
+    for source in sources:
+        if rows.rows_read == dataset.max_rows:
+            break
+        reader = SourceReader(source, dataset, dataset.max_rows and dataset.max_rows - rows.rows_read)
+        for parsed in reader.parsed():
+            rows.examples += parsed.examples
+            rows.refused += parsed.refused
+        rows.files = (*rows.files, source.name)
+        rows.format = ", ".join(dict.fromkeys(filter(None, (*rows.format.split(", "), reader.parser.format))))
+        rows.rows_read += reader.rows_read
+        rows.unused_columns += reader.unused_columns
+        rows.columns |= reader.parser.columns
+    return rows
+
+
+def prepare(recipe, tokenizer, *, max_length, progress=None, report_only=False):
+    """A recipe's rows, read, checked and tokenised; with `report_only` also those that can't be trained on."""
+    selected = encode(recipe, tokenizer, progress=progress).select(recipe, max_length)
+    if not report_only:
+        selected.raise_problems()
+    return selected.prepared()
 
 
 def talk(*turns: str, system: str | None = None) -> dict:

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from picture_data import encoded, picture, png_of_size
 from PIL import Image
-from small_data import recipe
+from small_data import read_examples, recipe
 
-from finetune.data import read_examples
 from finetune.data.pictures.source import BadPicture, PictureSource, checked_size, digest_of, open_picture
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

@@ -1,9 +1,10 @@
 """The bundled dataset is tokenised by the bundled model's tokenizer without a warning."""
 
-from small_data import recipe
+from small_data import prepare, read_examples, recipe
 
-from finetune.data import example_spans, load_tokenizer, prepare, read_examples
+from finetune.data.tokenizer import load_tokenizer
 from finetune.data.tokens import Encoder
+from finetune.data.trained_spans import example_spans
 
 
 def test_support_is_read_with_its_held_out_rows_and_nothing_is_refused():

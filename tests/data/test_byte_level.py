@@ -7,9 +7,9 @@ from small_data import CHATML, build_tokenizer, talk
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from finetune.bundled import model_path
-from finetune.data import Encoder
 from finetune.data.byte_level import ByteLevel
 from finetune.data.formats import parse
+from finetune.data.tokens import Encoder
 
 WORDS = ["Hi", " ", "  ", "\n", "\t", "\xa0", "é", "e\u0301", "🙂", "👩‍👩‍👧", "日本", "4", "</s>", "<|im_end|>", "don't", "?"]
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}

@@ -1,9 +1,8 @@
 """Long texts in chunks, and several files with weights: no token is missing, and a seed repeats the choice of rows."""
 
 import pytest
-from small_data import build_tokenizer, recipe, talk
+from small_data import build_tokenizer, prepare, recipe, talk
 
-from finetune.data import prepare
 from finetune.errors import DataError, RecipeError
 
 TOKENIZER = build_tokenizer()

@@ -1,9 +1,8 @@
 """A column that isn't read is harmless by its name and its values, or asked about; all are named."""
 
 import pytest
-from small_data import advised, build_tokenizer, recipe, talk
+from small_data import advised, build_tokenizer, prepare, read_examples, recipe, talk
 
-from finetune.data import prepare, read_examples
 from finetune.errors import DataError
 
 SOURCES = ("airoboros 2.2", "EvolInstruct_70k", "cot_alpaca_gpt4")

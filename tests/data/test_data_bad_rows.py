@@ -1,9 +1,9 @@
 """Every row that can't be trained on is named with file, row, field and reason; none is dropped silently."""
 
 import pytest
-from small_data import build_tokenizer, recipe, talk
+from small_data import build_tokenizer, prepare, read_examples, recipe, talk
 
-from finetune.data import prepare, read_examples, template
+from finetune.data import template
 from finetune.errors import DataError, RecipeError
 
 GOOD = talk("Hi", "Hello")
@@ -22,7 +22,7 @@ def refused(path, **settings):
         ("[1, 2]", None, "is a list, not an object"),
         ('{"messages": [], "messages": []}', None, "has the key messages more than once"),
         ('{"messages": [{"role": "user", "role": "assistant", "content": "Hi"}]}', None, "has the key role more than once"),
-        ("12", None, "is a number, not an object"),
+        ("12", None, "is the number 12, not an object"),
         ("null", None, "is null, not an object"),
         ('{"other": 1}', "messages", "is missing; the row has other and the file is read as messages"),
         ('{"messages": null}', "messages", "is missing"),

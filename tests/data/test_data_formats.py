@@ -5,9 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-from small_data import advised, recipe, talk
+from small_data import advised, read_examples, recipe, talk
 
-from finetune.data import read_examples
 from finetune.errors import DataError
 
 MESSAGES = ({"role": "user", "content": "Where is my tea?"}, {"role": "assistant", "content": "On its way."})

@@ -5,9 +5,8 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import CHATML, CHATML_MARKED, build_tokenizer, recipe, talk
+from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, read_examples, recipe, talk
 
-from finetune.data import prepare, read_examples
 from finetune.errors import DataError, RecipeError
 
 
@@ -89,7 +88,7 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
         left_out = report.rows_too_long - report.rows_truncated
         assert report.rows_read == report.rows_used + len(report.rows_refused) + report.rows_held_out + left_out
     assert prepared.report.rows_read == len(kinds)
-    assert max([*prepared.lengths, *prepared.eval_lengths, 0]) <= 40
+    assert max([0, *(length for split in prepared.splits for length in split.lengths)]) <= 40
     for row in prepared.train:
         assert any(label != -100 for label in row["labels"])
 

@@ -6,9 +6,8 @@ import random
 import shlex
 
 import pytest
-from small_data import advised, build_tokenizer, recipe
+from small_data import advised, build_tokenizer, prepare, read_examples, recipe
 
-from finetune.data import prepare, read_examples
 from finetune.errors import DataError
 
 NAMES = ("train", "validation", "valid", "dev", "eval", "test")

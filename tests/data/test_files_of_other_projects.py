@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from small_data import build_tokenizer, recipe
+from small_data import build_tokenizer, prepare, read_examples, recipe
 
-from finetune.data import prepare, read_examples
 from finetune.errors import DataError
 
 QA = ("Where is it?", "In Lyon.")

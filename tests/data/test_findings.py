@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
-from small_data import CHATML_MARKED, build_tokenizer, recipe, talk
+from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
-from finetune.data import load_tokenizer, prepare
 from finetune.data.report import Refused, refusal_lines
+from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import DataError
 
 CLEAN = [talk(f"Question {n}?", f"Answer {n}, à la carte.") for n in range(30)]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import recipe, talk
+from small_data import read_examples, recipe, talk
 
-from finetune.data import read_examples
 from finetune.data.data_files import DataFiles
 from finetune.data.readers import read_file
 from finetune.data.report import refusal_lines
@@ -210,9 +209,9 @@ def test_a_dataset_that_is_not_local_is_looked_for_on_the_hub_and_the_error_says
     import sys
 
     code = (
-        "from finetune.data import read_examples\nfrom finetune.settings import DatasetRecipe\n"
+        "from finetune.data.sources import Source\n"
         "from finetune.errors import DataError\n"
-        "try: read_examples(DatasetRecipe(path='nobody/nothing'))\n"
+        "try: list(Source('nobody/nothing').rows())\n"
         "except DataError as error: print(error.problems[0], error.exit_code)"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from small_data import talk
+from small_data import prepare, talk
 
-from finetune.data import prepare
 from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError

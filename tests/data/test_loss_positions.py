@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer, recipe, talk, trained_text
+from small_data import CHATML, CHATML_MARKED, FORGETFUL, build_tokenizer, prepare, recipe, talk, trained_text
 
-from finetune.data import Encoder, example_spans, prepare
 from finetune.data.checks import BadRow
 from finetune.data.formats import parse
 from finetune.data.tokenizer import PLAIN_TEMPLATE
+from finetune.data.tokens import Encoder
+from finetune.data.trained_spans import example_spans
 
 THINK = "<think>2 and 2</think>It is 4."
 

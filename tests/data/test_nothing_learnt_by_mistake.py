@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from small_data import advised, build_tokenizer, recipe, talk, trained_text
+from small_data import advised, build_tokenizer, prepare, read_examples, recipe, talk, trained_text
 
-from finetune.data import Encoder, prepare, read_examples
+from finetune.data.tokens import Encoder
 from finetune.errors import DataError
 
 U, A = {"role": "user", "content": "Is <image> a tag?"}, {"role": "assistant", "content": "Yes."}

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
-from small_data import build_tokenizer, recipe
+from small_data import build_tokenizer, prepare, recipe
 
-from finetune.data import prepare, token_cache, workers
+from finetune.data import token_cache, workers
 from finetune.data.pictures import reader, sizes, source
 
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
-from small_data import build_tokenizer, recipe
+from small_data import build_tokenizer, prepare, read_examples, recipe
 
 from app.views.data import marked
-from finetune.data import hub_datasets, prepare, read_examples
+from finetune.data import hub_datasets
 from finetune.data.pictures.display import small_pictures, with_counts
-from finetune.data.pictures.placement import PICTURE_MARK, conversation, with_parts
+from finetune.data.pictures.placement import PICTURE_MARK, with_parts
 from finetune.data.pictures.source import open_picture
 from finetune.data.trained_spans import example_spans
 from finetune.errors import PackagesError, RecipeError
@@ -86,7 +86,7 @@ def _read(path, **settings):
 @pytest.mark.parametrize("form", ROWS)
 def test_rows_of_other_tools_become_trls_conversations(form, cats, write):
     (example,) = _read(write("rows.jsonl", [ROWS[form]]))
-    row = conversation(example)
+    row = {"messages": with_parts(list(example.messages)), "images": list(example.pictures)}
     parts = [part["type"] for message in row["messages"] for part in message["content"]]
     assert parts.count("image") == len(row["images"]) == 1
     assert (row["images"][0].width, row["images"][0].height) == (8, 6)
@@ -98,7 +98,7 @@ def test_a_part_stands_where_the_row_has_it(cats, write):
     row = _asks(TEXT, IMAGE, {"type": "text", "text": "And "}, {"type": "image", "path": "cats/2.png"}, images=["cats/1.png"])
     (cats / "cats" / "2.png").write_bytes(encoded(picture(20, 10)))
     example = _read(write("rows.jsonl", [row]))[0]
-    question = conversation(example)["messages"][0]["content"]
+    question = with_parts(list(example.messages))[0]["content"]
     assert question == [TEXT, IMAGE, {"type": "text", "text": "And "}, IMAGE]
     assert [source.width for source in example.pictures] == [8, 20]
 
@@ -189,10 +189,9 @@ def test_without_pillow_the_message_has_the_command(cats, write, monkeypatch):
 
 
 def test_rows_of_text_never_import_pillow():
-    code = "import sys; from finetune.data import prepare, read_examples; from finetune.recipe import recipe_from as r\n"
-    code += (
-        "read_examples(r({'model_name_or_path': 'tiny', 'dataset': {'path': 'support'}}).dataset); print('PIL' in sys.modules)"
-    )
+    code = "import sys; from finetune.data.examples import SourceReader, sources_of; from finetune.recipe import load_recipe\n"
+    code += "dataset = load_recipe('tiny-cpu').dataset; [source] = sources_of(dataset)[0]\n"
+    code += "list(SourceReader(source, dataset, None).parsed()); print('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -4,12 +4,11 @@ import json
 import random
 
 import pytest
-from small_data import recipe, talk
+from small_data import prepare, read_examples, recipe, talk
 from test_labels import SHAPES as LABELLED_SHAPES
 from test_labels import labelled
 from test_nothing_learnt_by_mistake import DPO
 
-from finetune.data import prepare, read_examples
 from finetune.data.formats import parse
 from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError

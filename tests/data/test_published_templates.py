@@ -8,9 +8,9 @@ import pytest
 import trl
 from small_data import build_tokenizer, talk, trained_text
 
-from finetune.data import Encoder
 from finetune.data.checks import BadRow
 from finetune.data.formats import parse
+from finetune.data.tokens import Encoder
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

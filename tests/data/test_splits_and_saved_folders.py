@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from small_data import recipe, talk
+from small_data import read_examples, recipe, talk
 
-from finetune.data import read_examples
 from finetune.errors import DataError, RecipeError
 
 ROWS = [{"prompt": f"Question {n}", "completion": f"Answer {n}"} for n in range(7)]

@@ -5,8 +5,7 @@ import json
 import pytest
 from small_data import CHATML, build_tokenizer, recipe
 
-from finetune.data import load_tokenizer
-from finetune.data.tokenizer import choose_pad, run_tokenizer
+from finetune.data.tokenizer import choose_pad, load_tokenizer, run_tokenizer
 from finetune.errors import DataError, RecipeError
 from finetune.planner.planning import encode_rows
 
@@ -57,7 +56,7 @@ def test_a_hub_model_that_is_not_in_the_cache_says_so_when_offline(tmp_path):
 
     code = (
         "from finetune.recipe import recipe_from\n"
-        "from finetune.data import load_tokenizer\n"
+        "from finetune.data.tokenizer import load_tokenizer\n"
         "from finetune.errors import RecipeError\n"
         "try: load_tokenizer(recipe_from({'model_name_or_path': 'nobody/nothing', 'dataset': 'a.jsonl'}))\n"
         "except RecipeError as error: print(error.problems[0])"

@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from small_data import build_tokenizer, recipe, trained_text
+from small_data import build_tokenizer, read_examples, recipe, trained_text
 from test_published_templates import FOLDER, tokenizer_of_all
 
-from finetune.data import Encoder, read_examples
+from finetune.data.tokens import Encoder
 from finetune.data.tool_calls import has_call
 
 ARGUMENTS = {"city": 'Zürich "HB"', "days": 3, "exact": True, "at": {"lat": 47.4, "tags": ["a", "b"]}}

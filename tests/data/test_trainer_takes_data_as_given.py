@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from small_data import CHATML, build_tokenizer, recipe, talk
+from small_data import CHATML, build_tokenizer, prepare, recipe, talk
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from finetune.data import pack, prepare
+from finetune.data.packing import pack
 
 pytestmark = pytest.mark.slow  # imports TRL and runs a model
 

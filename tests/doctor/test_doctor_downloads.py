@@ -97,7 +97,7 @@ def test_a_missing_file_of_a_cached_model_is_named(cached, file):
 def test_truncated_weights_are_found(cached):
     weights = cached / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "bytes of" in check_model(recipe(model_name_or_path="owner/name")).what
+    assert "is truncated" in check_model(recipe(model_name_or_path="owner/name")).what
     weights.write_bytes(b"")
     assert "truncated" in check_model(recipe(model_name_or_path="owner/name")).what
 

@@ -65,7 +65,7 @@ def test_the_bundled_questions_are_thirty_and_each_has_tools():
 @pytest.mark.slow
 def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path):
     from app.report import page
-    from finetune.evaluate.no_call import measure_no_call
+    from finetune.evaluate.forgetting import measure_no_call
     from finetune.evaluate.results import read_evaluations
     from finetune.evaluate.score import compare
     from finetune.run.directory import RunDirectory

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -44,7 +45,7 @@ def write_evaluation(path, scores):
     score = Score(sum(scores) / rows, 1.0, ["a"] * rows, row_losses=[1.0] * rows, row_tokens=[1] * rows, scores=scores)
     comparison = Comparison(rows, score, score, ["q"] * rows, ["a"] * rows, 1.0, None, None, "exact", None)
     (path / "evaluations").mkdir(exist_ok=True)
-    write_json(path / "evaluations" / "scores-exact.json", comparison.as_json(), checksum=True)
+    write_json(path / "evaluations" / "scores-exact.json", asdict(comparison), checksum=True)
 
 
 def effects_of(advice):

@@ -47,7 +47,7 @@ def test_the_model_answers_with_a_token_that_it_did_not_have(learnt):
     answerer = Answerer(learnt)
     prompt = answerer.prompt_ids(QUESTION)
     assert answerer.answer([prompt], max_new_tokens=8) == [TICKET]
-    with answerer.as_base():
+    with answerer.using("base"):
         assert TICKET not in answerer.answer([prompt], max_new_tokens=8)[0]
 
 

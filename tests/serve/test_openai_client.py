@@ -71,7 +71,7 @@ def test_base_and_two_adapters_answer_as_each_does_alone(served, client):
     for name in ("finished", "other"):
         answerer = Answerer(RunDirectory(served[2] / name))
         alone[name] = answerer.answer([answerer.prompt_ids(ASK)], max_new_tokens=20)[0]
-    with answerer.as_base():
+    with answerer.using("base"):
         alone["base"] = answerer.answer([answerer.prompt_ids(ASK)], max_new_tokens=20)[0]
     assert answers == [(name, alone[name]) for name, _ in answers] and alone["other"] not in (alone["base"], alone["finished"])
 

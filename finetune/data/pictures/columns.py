@@ -1,21 +1,19 @@
-"""The pictures of stored rows as a column of an Arrow table, which only tables of rows with pictures have."""
+"""The pictures of stored rows as a column of an Arrow table, which only tables of rows with pictures have, and their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from finetune.data.pictures.source import PictureSource
+from finetune.data.pictures.tensors import source_of, stored
 
 #: The column's name, and that of the field of an Example.
 PICTURES = "pictures"
-_PICTURE = pa.struct([
-    ("path", pa.string()), ("data", pa.large_binary()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32()),
-])  # fmt: skip
+_PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 LIST_OF_PICTURES = pa.list_(_PICTURE)
 
 
@@ -35,24 +33,12 @@ class PictureSizes:
 
 def picture_array(rows: Sequence[tuple[PictureSource, ...]]) -> pa.Array:
     """A column with the pictures of each row."""
-    values = [
-        [
-            {"path": None if picture.path is None else str(picture.path), "data": picture.data, "digest": picture.digest,
-             "width": picture.width, "height": picture.height}
-            for picture in pictures
-        ]
-        for pictures in rows
-    ]  # fmt: skip
-    return pa.array(values, LIST_OF_PICTURES)
+    return pa.array([list(map(stored, pictures)) for pictures in rows], LIST_OF_PICTURES)
 
 
 def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
     """The pictures of one row."""
-    return tuple(
-        PictureSource(None if value["path"] is None else Path(value["path"]), value["data"], value["digest"], value["width"],
-                      value["height"])
-        for value in table[PICTURES][row].as_py()
-    )  # fmt: skip
+    return tuple(map(source_of, table[PICTURES][row].as_py()))
 
 
 def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
@@ -76,3 +62,45 @@ def sizes_of(tables: Sequence[pa.Table]) -> PictureSizes:
         start += table.num_rows
     empty = np.array([], np.int64)
     return PictureSizes(*(np.concatenate([empty, *arrays]) for arrays in (rows, widths, heights)))
+
+
+@dataclass(frozen=True)
+class PictureSummary:
+    """Pictures of the rows used. Sizes are (width, height) in pixels, ordered by their area."""
+
+    pictures: int
+    rows: int  # with at least one
+    most_in_a_row: int
+    smallest: tuple[int, int]
+    median: tuple[int, int]
+    largest: tuple[int, int]
+    megapixels: float  # of all together
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Labels and values, for a table."""
+        most = f", at most {self.most_in_a_row} in one" if self.most_in_a_row > 1 else ""
+        sizes = (("smallest", self.smallest), ("median", self.median), ("largest", self.largest))
+        return [
+            ("pictures", f"{self.pictures:,} in {self.rows:,} row(s){most}"),
+            *((f"picture, {name}", _size(*size)) for name, size in sizes),
+            ("pictures together", f"{self.megapixels:,.1f} megapixels"),
+        ]
+
+
+def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSummary | None:
+    """Those of the rows in a mask; None without any."""
+    used = sizes.of_rows(row_mask)
+    if not len(used.rows):
+        return None
+    areas = used.widths * used.heights
+    order = np.argsort(areas, kind="stable")
+    counts = np.unique(used.rows, return_counts=True)[1]
+    smallest, median, largest = (
+        (int(used.widths[index]), int(used.heights[index])) for index in order[[0, (len(order) - 1) // 2, -1]]
+    )
+    megapixels = round(float(areas.sum()) / 1e6, 3)
+    return PictureSummary(len(areas), len(counts), int(counts.max()), smallest, median, largest, megapixels)
+
+
+def _size(width: int, height: int) -> str:
+    return f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels"

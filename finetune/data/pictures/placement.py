@@ -2,7 +2,7 @@
 
 Inside an Example a picture is the character U+FFFC in a message's text, which Unicode has for embedded objects. The message
 says in `pictures` how many it has, and the Example has them in order. So all that reads texts works on rows with pictures, too.
-`conversation` gives TRL's and transformers' form.
+`with_parts` gives TRL's and transformers' form.
 """
 
 from __future__ import annotations
@@ -168,19 +168,6 @@ def _as_conversation(example: Example) -> Example:
     return replace(example, messages=messages, answers=(1,), prompt=None, completion=None, text=None)
 
 
-def content_parts(text: str) -> list[dict[str, Any]]:
-    """A message's text with marks as content parts of TRL and transformers."""
-    parts: list[dict[str, Any]] = []
-    for index, piece in enumerate(text.split(PICTURE_MARK)):
-        parts += ([{"type": "image"}] if index else []) + ([{"type": "text", "text": piece}] if piece else [])
-    return parts
-
-
-def conversation(example: Example) -> dict[str, Any]:
-    """A row with pictures in TRL's form: `messages` with content parts, and `images`, one for each image part, in order."""
-    return {"messages": with_parts(list(example.messages)), "images": list(example.pictures)}
-
-
 def with_parts(messages: list[Message]) -> list[Message]:
     """The messages as a chat template takes them: with content parts if one of them has a picture."""
     if not any("pictures" in message for message in messages):
@@ -193,9 +180,11 @@ def with_parts(messages: list[Message]) -> list[Message]:
 
 def _parts_of(message: Message) -> list[dict[str, Any]]:
     """A message's content parts; in one without pictures the mark is a character like others."""
-    if "pictures" in message:
-        return content_parts(message["content"])
-    return [{"type": "text", "text": message["content"]}] if message["content"] else []
+    pieces = message["content"].split(PICTURE_MARK) if "pictures" in message else [message["content"]]
+    parts: list[dict[str, Any]] = []
+    for index, piece in enumerate(pieces):
+        parts += ([{"type": "image"}] if index else []) + ([{"type": "text", "text": piece}] if piece else [])
+    return parts
 
 
 def text_pieces(message: Message) -> list[str]:

@@ -25,7 +25,7 @@ from finetune.compat.processors import (
 from finetune.data.checks import BadRow
 from finetune.data.pictures.limits import MIN_SIDE
 from finetune.data.pictures.source import require_pillow
-from finetune.data.report import printable
+from finetune.data.report import first_line
 from finetune.errors import ModelError
 from finetune.settings.vision import pixel_limit
 
@@ -88,8 +88,8 @@ class PictureProcessor:
         if count != len(texts):
             raise BadRow("messages", f"the chat template writes {count} picture tokens for {len(texts)} picture(s)")
         text, moves = with_picture_texts(self.processor, rendered.text, texts)
-        move = _Moved(moves)
-        return replace(rendered, text=text, spans=move.spans(rendered.spans), escaped_spans=move.spans(rendered.escaped_spans))
+        spans, escaped_spans = _moved(rendered.spans, moves), _moved(rendered.escaped_spans, moves)
+        return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
 
     def text_of(self, width: int, height: int) -> str:
         """The text for a picture of this size, by its patches or by processing an empty one: it depends on nothing else."""
@@ -133,19 +133,14 @@ class PictureProcessor:
         return np.bincount(sizes.rows, counts, rows).astype(np.int64)
 
 
-class _Moved:
-    """Positions of a text after its pictures' tokens were replaced: (start, end) before, and (start, end) after, of each."""
+def _moved(spans: Sequence[Span], moves: Sequence[tuple[Span, Span]]) -> list[Span]:
+    """Spans of a text whose pictures' tokens were replaced. `moves`: (start, end) before, and (start, end) after, of each."""
+    growths = [(before[1], after[1] - after[0] - (before[1] - before[0])) for before, after in moves]
 
-    def __init__(self, moves: Sequence[tuple[Span, Span]]) -> None:
-        self._moves = moves
+    def position(old: int) -> int:
+        return old + sum(growth for end, growth in growths if end <= old)
 
-    def spans(self, spans: Sequence[Span]) -> list[Span]:
-        return [(self._position(start), self._position(end)) for start, end in spans]
-
-    def _position(self, position: int) -> int:
-        return position + sum(
-            after[1] - after[0] - (before[1] - before[0]) for before, after in self._moves if before[1] <= position
-        )
+    return [(position(start), position(end)) for start, end in spans]
 
 
 def blank(width: int, height: int) -> Image:
@@ -163,9 +158,8 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
     try:
         processor = load_processor(str(folder), tokenizer, revision=revision)
     except Exception as error:  # noqa: BLE001 - transformers raises whatever its code meets
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"the rows have pictures, and the processor of {name} can't be used: {printable(reason, 200)}",
+            f"the rows have pictures, and the processor of {name} can't be used: {first_line(error)}",
             "Give a model of images and text with its preprocessor_config.json or processor_config.json.",
         ) from None
     return PictureProcessor(processor, pixel_limit(recipe))

@@ -72,14 +72,7 @@ class PictureReader:
         if not allowed:
             problem = f"is outside of the data's folder; if it is meant:  dataset.image_folder={candidates[0].parent}"
             raise BadRow(reference.field, f"{problem}{reference.label}")
-        return next((path for path in allowed if _exists(path)), allowed[0])
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+        return next((path for path in allowed if file_stat(path)), allowed[0])
 
 
 def file_stat(path: Path) -> FileStat:

@@ -72,10 +72,6 @@ def _plain(value: Any, field: str) -> PictureReference:
     return _from_text(value, field)
 
 
-#: Keys of an object that is a picture, in the order in which they are looked for -> how their value is read.
-_OBJECT_KEYS: dict[str, Callable[[Any, str], PictureReference]] = {}
-
-
 def part_reference(part: dict[str, Any], path: str) -> PictureReference | None:
     """The picture of a content part; None for a part that takes the next picture of the row's column. Raises BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
@@ -126,7 +122,8 @@ def _from_bytes(value: Any, field: str) -> PictureReference:
     return PictureReference(field, content=value) if isinstance(value, bytes) else _from_base64(value, field)
 
 
-_OBJECT_KEYS |= {
+#: Keys of an object that is a picture, in the order in which they are looked for -> how their value is read.
+_OBJECT_KEYS: dict[str, Callable[[Any, str], PictureReference]] = {
     "bytes": _from_bytes, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
     "source": _plain,
 }  # fmt: skip

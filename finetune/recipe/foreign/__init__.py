@@ -104,7 +104,7 @@ def convert(
         if value is None:
             config.ignore_empty(key)
     reports = sorted(config.entries.values(), key=lambda entry: entry.line or 0)
-    locations = {setting: _location(name, config.line_of(key)) for setting, key in config.keys_by_setting.items()}
+    locations = {setting: _location(name, lines.get(key)) for setting, key in config.keys_by_setting.items()}
     return Conversion(tool.name, _nested(config.settings), locations, tuple(reports), config.assumed, tuple(config.notes))
 
 

@@ -15,6 +15,7 @@ from finetune.recipe.foreign.shared import (
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     assume_peft_targets,
+    for_model,
     merge_datasets,
     own_template_note,
     read_batch,
@@ -146,7 +147,7 @@ _HARMLESS_PLUGINS = ("Liger", "CutCrossEntropy", "KernelsPlugin", "SwanLab", "Ex
 _CHATML = ("<|im_end|>", "<|startoftext|>", "<|endoftext|>", "<|end_of_text|>")
 #: Models -> the special tokens of their own tokenizer and the tokens that end a turn in their template, by their publishers'
 #: tokenizer_config.json and generation_config.json, 2026-08.
-_OWN_TOKENS = {
+_OWN_TOKENS: dict[str, tuple[str, ...]] = {
     r"gemma-?4": ("<bos>", "<eos>", "<turn|>"), r"gemma": ("<bos>", "<eos>", "<end_of_turn>"),
     r"llama-?4": ("<|begin_of_text|>", "<|eot|>", "<|end_of_text|>"),
     r"llama-?3": ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"),
@@ -214,11 +215,8 @@ def _batch(config: ConfigReader) -> None:
 
 
 def _adapter(config: ConfigReader, model: str) -> None:
-    adapter = config.value("adapter")
-    if adapter in ("lora", "qlora"):
-        config.ignore("adapter", "is what finetune does")
-    elif adapter is not None:
-        config.refuse("adapter", "finetune trains LoRA adapters")
+    if "adapter" in config.values:
+        config.require_lora("adapter", "lora", "qlora")
     else:
         config.refuse("adapter", "is not set, which trains all parameters; finetune trains LoRA adapters")
     all_linear = config.is_on("lora_target_linear")
@@ -244,8 +242,7 @@ def _modules(value: Any) -> Any:
 
 def _tokens(config: ConfigReader, model: str) -> None:
     """Special tokens and ends of turns, accepted where they are what the model's tokenizer and template have anyway."""
-    name = model.rstrip("/").split("/")[-1]
-    own_tokens = next((tokens for pattern, tokens in _OWN_TOKENS.items() if re.search(pattern, name, re.I)), ())
+    own_tokens = for_model(_OWN_TOKENS, model, ())
     usual = {"bos_token": ("<s>", "<|begin_of_text|>"), "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>")}
     tokens = config.value("special_tokens")
     for key, value in tokens.items() if isinstance(tokens, dict) else ():

@@ -33,7 +33,6 @@ _LABELLED_TYPES: dict[str, dict[str, str]] = {
     "argilla": {}, "argilla_chat": {"messages": "completion"},
 }  # fmt: skip
 _TEMPLATES = {"chatml": "ChatML", "llama3": "Llama 3's template"}
-_FORMATS = ("prompt_format", "chosen_format", "rejected_format")
 
 
 def read_rl(config: ConfigReader) -> str:
@@ -67,46 +66,45 @@ def columns_of_pairs(kind: Any, entry: dict[str, Any], model: str) -> tuple[dict
     for field in columns:
         entry.pop(f"field_{field}", None)
     template, _, name = str(kind).partition(".")
+    reason = ""
     if kind is None or own_format or kind in ("passthrough", "passthrough.default", "user_defined", "user_defined.default"):
-        formats = [key for key in _FORMATS if own_format.get(key) not in (None, "", f"{{{key.removesuffix('_format')}}}")]
-        if formats:
-            return {}, "", f"{formats[0]} is text around the rows, which is not written here: write it into the rows"
+        reason = _text_around(own_format, ("prompt", "chosen", "rejected"))
         columns["prompt"] = str(own_format.get("field_prompt") or "prompt")
     elif template in _TEMPLATES and name in _TEXT_TYPES:
         columns |= _TEXT_TYPES[name]
     elif template in _TEMPLATES and name in ("", "default"):
-        return (
-            {},
-            "",
-            f"type {kind} takes prompts from prompt, input, question or instruction; name it: {template}.intel is question",
-        )
+        alternative = f"name it: {template}.intel is question"
+        reason = f"type {kind} takes prompts from prompt, input, question or instruction; {alternative}"
     elif kind not in ("chat_template", "chat_template.default", "chat_template.argilla_chat"):
-        return {}, "", f"type {kind} is unknown for pairs, and decides what rows look like"
-    has_template = template not in _TEMPLATES or own_template_note(template, model) == ""
-    note = (
-        ""
-        if has_template
-        else f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"
-    )
-    return {field: column for field, column in columns.items() if field != column}, note, ""
+        reason = f"type {kind} is unknown for pairs, and decides what rows look like"
+    renamed = {field: column for field, column in columns.items() if field != column}
+    return renamed, _template_note(template, model), reason
 
 
 def columns_of_labels(kind: Any, entry: dict[str, Any], model: str) -> tuple[dict[str, str], str, str]:
     """Columns of a dataset of answers marked good or bad, a note, and the reason why it can't be read."""
     template, _, name = str(kind).partition(".")
     if isinstance(kind, dict):
-        if formats := [
-            key for key in ("prompt_format", "completion_format") if kind.get(key) not in (None, "", f"{{{key[:-7]}}}")
-        ]:
-            return {}, "", f"{formats[0]} is text around the rows, which is not written here: write it into the rows"
-        fields = {"prompt": "field_prompt", "completion": "field_completion", "label": "field_label"}
-        columns = {field: str(kind.get(key) or field) for field, key in fields.items()}
-        return {field: column for field, column in columns.items() if field != column}, "", ""
+        columns = {field: str(kind.get(f"field_{field}") or field) for field in ("prompt", "completion", "label")}
+        renamed = {field: column for field, column in columns.items() if field != column}
+        return renamed, "", _text_around(kind, ("prompt", "completion"))
     if template not in _TEMPLATES or name not in _LABELLED_TYPES:
         return {}, "", f"type {kind} is unknown for method kto, and decides what rows look like"
     columns = dict(_LABELLED_TYPES[name])
     columns |= {} if "messages" in columns else {"output": "completion"}
-    note = ""
-    if own_template_note(template, model) != "":
-        note = f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"
-    return columns, note, ""
+    return columns, _template_note(template, model), ""
+
+
+def _text_around(own_format: dict[str, Any], fields: tuple[str, ...]) -> str:
+    """Why a prompt of one's own can't be used: it writes text around a field. Empty for one that doesn't."""
+    for field in fields:
+        if own_format.get(f"{field}_format") not in (None, "", f"{{{field}}}"):
+            return f"{field}_format is text around the rows, which is not written here: write it into the rows"
+    return ""
+
+
+def _template_note(template: str, model: str) -> str:
+    """What to say of rows that Axolotl writes in a template that is not the model's own."""
+    if template not in _TEMPLATES or own_template_note(template, model) == "":
+        return ""
+    return f"Axolotl writes {_TEMPLATES[template]} around these rows; here the model's own template is used"

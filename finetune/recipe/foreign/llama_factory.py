@@ -18,12 +18,11 @@ from finetune.recipe.foreign.preferences import (
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
 from finetune.recipe.foreign.shared import (
-    DIFFERENT_DATASETS,
     LARGEST_FILE,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     first_columns,
-    merge_datasets,
+    merged_or_refused,
     paths_of,
     read_targets,
     read_template,
@@ -34,16 +33,6 @@ from finetune.settings.base_formats import BITS_16, switches
 _IMAGES = Ignore("for images, video or sound")
 _EXPORT = Refuse("is for exporting: `finetune merge RUN` writes the merged model")
 
-_OTHER_METHODS_KEYS = (
-    "oft_block_size", "oft_rank", "oft_target", "module_dropout", "galore_target", "galore_rank", "galore_scale",
-    "galore_layerwise", "galore_update_interval", "galore_proj_type", "apollo_target", "apollo_rank", "apollo_scale",
-    "apollo_layerwise", "apollo_scale_type", "badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose",
-    "badam_update_ratio", "badam_mask_mode", "badam_start_block", "asft_alpha", "eaft_alpha", "muon_lr", "kt_config",
-    "kt_cpu_activation", "kt_optimize_rule", "ppo_epochs", "simpo_gamma",
-    "ppo_buffer_size", "ppo_score_norm", "ppo_target", "ppo_whiten_rewards", "reward_model", "reward_model_adapters",
-    "reward_model_quantization_bit", "reward_model_type",
-    "fp8_enable_fsdp_float8_all_gather", "freeze_extra_modules",
-)  # fmt: skip
 
 _OTHER_LOSS = Refuse("another loss is added, which method dpo doesn't have")
 _KTO_ONLY = Ignore("of stage kto")
@@ -88,6 +77,12 @@ KEYS: dict[str, Rule] = {
     **each(common.GPUS, "quantization_device_map ray_num_workers resources_per_worker placement_strategy"),
     **each(common.OTHER_METHOD, """
         fp8_backend loraplus_lr_embedding pissa_iter pissa_convert freeze_trainable_layers freeze_trainable_modules
+        oft_block_size oft_rank oft_target module_dropout galore_target galore_rank galore_scale galore_layerwise
+        galore_update_interval galore_proj_type apollo_target apollo_rank apollo_scale apollo_layerwise apollo_scale_type
+        badam_mode badam_switch_mode badam_switch_interval badam_verbose badam_update_ratio badam_mask_mode badam_start_block
+        asft_alpha eaft_alpha muon_lr kt_config kt_cpu_activation kt_optimize_rule simpo_gamma ppo_epochs ppo_buffer_size
+        ppo_score_norm ppo_target ppo_whiten_rewards reward_model reward_model_adapters reward_model_quantization_bit
+        reward_model_type fp8_enable_fsdp_float8_all_gather freeze_extra_modules
     """),
     **each(_IMAGES, """
         freeze_vision_tower freeze_multi_modal_projector image_resolution video_resolution image_max_pixels image_min_pixels
@@ -107,7 +102,7 @@ KEYS: dict[str, Rule] = {
     "double_quantization": Refuse("4 bits are quantised twice", (True,)), "lora_rank": Keep("lora_r"),
     "additional_target": common.WHOLE_MODULES, "loraplus_lr_ratio": Refuse("one learning rate for all adapters"),
     "pissa_init": Refuse("adapters start from zero, not from PiSSA"),
-    **dict.fromkeys(_OTHER_METHODS_KEYS, common.OTHER_METHOD), **dict.fromkeys(_PAIR_KEYS, Read()),
+    **dict.fromkeys(_PAIR_KEYS, Read()),
     "disable_shuffling": Refuse("rows are shuffled"), "early_stopping_steps": Keep("early_stopping_patience"),
     "compute_accuracy": Ignore("`finetune eval` scores"),
     "include_effective_tokens_per_second": Ignore("tokens per second are always shown"),
@@ -170,10 +165,7 @@ def _method(config: ConfigReader) -> str:
     if method == "dpo":
         read_loss(config, "pref_loss")
     read_preferences(config, _KTO_KEYS if method == "kto" else _PAIR_KEYS, method)
-    if config.value("finetuning_type", "lora") != "lora":
-        config.refuse("finetuning_type", "finetune trains LoRA adapters")
-    else:
-        config.ignore("finetuning_type", "is what finetune does")
+    config.require_lora("finetuning_type", "lora")
     if (bits := config.value("quantization_bit")) in (4, 8):
         config.keep("quantization_bit", f"load_in_{bits}bit", True)
     elif bits is not None:
@@ -203,15 +195,9 @@ def _packing(config: ConfigReader, method: str) -> None:
             config.ignore(key, f"method {method} does not pack its rows")
         return
     neat_packing, packing = config.is_on("neat_packing"), config.is_on("packing")
-    if "neat_packing" in config.values:
-        config.keep("neat_packing", "packing", neat_packing or packing)
-    if "packing" in config.values:
-        note = (
-            "rows of a packed sequence don't see each other here; there they do without neat_packing"
-            if packing and not neat_packing
-            else ""
-        )
-        config.keep("packing", "packing", neat_packing or packing, note)
+    config.keep("neat_packing", "packing", neat_packing or packing)
+    note = "rows of a packed sequence don't see each other here; there they do without neat_packing"
+    config.keep("packing", "packing", neat_packing or packing, note if packing and not neat_packing else "")
 
 
 def _datasets(config: ConfigReader, method: str) -> None:
@@ -226,13 +212,8 @@ def _datasets(config: ConfigReader, method: str) -> None:
     info, folder = _dataset_info(config)
     if not names:
         return
-    datasets = [_dataset_settings(name, info, folder, method) for name in names]
-    if problem := next((dataset for dataset in datasets if isinstance(dataset, str)), None):
-        config.refuse("dataset", problem, "dataset.path")
-        return
-    merged = merge_datasets([dataset for dataset in datasets if isinstance(dataset, dict)])
+    merged = merged_or_refused(config, "dataset", [_dataset_settings(name, info, folder, method) for name in names])
     if not merged:
-        config.refuse("dataset", DIFFERENT_DATASETS, "dataset.path")
         return
     _media_folder(config, merged)
     for name, value in reversed(merged.items()):
@@ -357,18 +338,12 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
         columns_by_field |= {"system": columns["system"]} if columns.get("system") else {}
         if columns and "response" not in columns and not answers:
             return {"format": "text", "columns": {"text": columns.get("prompt", "text")}}
-    elif (role := tags.get("role_tag", "from")) == "role":
-        columns_by_field = {
-            "messages": columns.get("messages", "conversations"),
-            "role": role,
-            "content": tags.get("content_tag", "value"),
-        }
-        columns_by_field |= {field: columns[field] for field in ("system", "tools") if columns.get(field)}
     else:
-        columns_by_field = {"conversations": columns.get("messages", "conversations")}
+        role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+        columns_by_field = {"messages" if role == "role" else "conversations": columns.get("messages", "conversations")}
         columns_by_field |= {field: columns[field] for field in ("system", "tools") if columns.get(field)}
-        if role != "from" or tags.get("content_tag", "value") != "value":
-            columns_by_field |= {"role": role, "content": tags.get("content_tag", "value")}
+        if (role, content) != ("from", "value"):
+            columns_by_field |= {"role": role, "content": content}
     name = "alpaca" if "output" in columns_by_field else "messages" if "messages" in columns_by_field else "sharegpt"
     name, columns_by_field = ("preference", columns_by_field | answers) if answers else (name, columns_by_field)
     if columns.get("kto_tag"):

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.llama_factory import count_rows
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
-from finetune.recipe.foreign.shared import DIFFERENT_DATASETS, merge_datasets, read_dtype, read_steps, read_targets
+from finetune.recipe.foreign.shared import merged_or_refused, read_dtype, read_steps, read_targets
 from finetune.recipe.yaml import parse
 from finetune.settings.base_formats import BITS_16, switches
 
@@ -67,11 +67,10 @@ def finish(config: ConfigReader) -> None:
     _batch(config)
     read_steps(config)
     read_dtype(config)
-    method = config.value(f"{_P}name")
-    if method == "lora":
-        config.ignore(f"{_P}name", "is what finetune does")
+    if f"{_P}name" in config.values:
+        config.require_lora(f"{_P}name", "lora")
     else:
-        config.refuse(f"{_P}name", "trains all parameters" if method is None else "finetune trains LoRA adapters")
+        config.refuse(f"{_P}name", "trains all parameters")
     if f"{_P}target_modules" in config.values:
         read_targets(config, f"{_P}target_modules")
     if any(key.startswith(_Q) for key in config.values):
@@ -115,13 +114,8 @@ def _datasets(config: ConfigReader) -> None:
         return
     entries = parse(file.read_text(encoding="utf-8"), str(file), yaml_1_1=True).values
     datasets = [_dataset_settings(name, entry, file.parent) for name, entry in entries.items()]
-    if problem := next((dataset for dataset in datasets if isinstance(dataset, str)), None):
-        config.refuse("train_dataset", problem, "dataset.path")
-    elif not (merged := merge_datasets([dataset for dataset in datasets if isinstance(dataset, dict)])):
-        config.refuse("train_dataset", DIFFERENT_DATASETS, "dataset.path")
-    else:
-        for setting, value in reversed(merged.items()):
-            config.keep("train_dataset", f"dataset.{setting}", value, _SEVERAL_ANSWERS)
+    for setting, value in reversed(merged_or_refused(config, "train_dataset", datasets).items()):
+        config.keep("train_dataset", f"dataset.{setting}", value, _SEVERAL_ANSWERS)
 
 
 def _dataset_settings(name: str, entry: Any, folder: Path) -> dict[str, Any] | str:

@@ -64,29 +64,24 @@ def finish(config: ConfigReader) -> None:
     config.ignore("train", "`finetune run` trains")
     read_batch(config, "batch_size", "grad_accumulation_steps", 4)
     _steps(config)
-    method = config.value("fine_tune_type", "lora")
-    if method == "dora":
+    if config.value("fine_tune_type") == "dora":
         config.keep("fine_tune_type", "use_dora", True)
-    elif method != "lora":
-        config.refuse("fine_tune_type", "finetune trains LoRA adapters")
     else:
-        config.ignore("fine_tune_type", "is what finetune does")
+        config.require_lora("fine_tune_type", "lora")
     _optimizer(config)
     _layers(config)
     if (names := config.value("lora_parameters.keys")) is not None:
         config.keep("lora_parameters.keys", "target_modules", sorted({name.split(".")[-1] for name in as_list(names)}))
     scale, rank = config.value("lora_parameters.scale", _SCALE), config.settings.get("lora_r", DEFAULTS["lora_r"])
-    if "lora_parameters.scale" in config.values:
-        config.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
+    config.keep("lora_parameters.scale", "lora_alpha", float(scale) * rank)
     config.assume("lora_alpha", float(scale) * rank)
     alpha_note = (
         "" if "lora_parameters.scale" in config.values else f"mlx-lm reads scale, which is not set: {_SCALE:g} there and here"
     )
     config.ignore("lora_parameters.alpha", "mlx-lm reads scale", alpha_note)
     _schedule(config)
-    if "mask_prompt" in config.values:
-        masks = config.is_on("mask_prompt")
-        config.keep("mask_prompt", "train_on_inputs", not masks, _LAST_ANSWER_NOTE if masks else "")
+    masks = config.is_on("mask_prompt")
+    config.keep("mask_prompt", "train_on_inputs", not masks, _LAST_ANSWER_NOTE if masks else "")
     _data(config)
 
 
@@ -149,8 +144,7 @@ def _schedule(config: ConfigReader) -> None:
     note = f"there the cosine would end {late_steps:g} steps after the run; here it ends with the run" if late_steps else ""
     config.keep("lr_schedule.name", "lr_scheduler_type", "cosine", note)
     config.keep("lr_schedule.arguments", "learning_rate", float(arguments[0]))
-    if "lr_schedule.warmup" in config.values:
-        config.keep("lr_schedule.warmup", "warmup_steps", warmup)
+    config.keep("lr_schedule.warmup", "warmup_steps", warmup)
     config.ignore("lr_schedule.warmup_init", "the warmup starts at zero")
 
 

@@ -110,10 +110,11 @@ class ConfigReader:
         return not is_off(self.value(key))
 
     def keep(self, key: str, setting: str, value: Any, note: str = "") -> None:
-        """Carry `key` over as `setting`."""
-        self.settings[setting] = value
-        self.keys_by_setting[setting] = key
-        self._report(key, "carried over", f"{setting}: {short_value(value)}", note)
+        """Carry `key`, if set, over as `setting`."""
+        if key in self.values:
+            self.settings[setting] = value
+            self.keys_by_setting[setting] = key
+            self._report(key, "carried over", f"{setting}: {short_value(value)}", note)
 
     def share(self, key: str, setting: str, note: str = "") -> None:
         """Report that `key`, if set, is part of `setting`, which another key sets."""
@@ -153,14 +154,17 @@ class ConfigReader:
             if note:
                 self.notes.append(note)
 
-    def line_of(self, key: str) -> int | None:
-        """The line of a key in the file, from 1."""
-        return self.lines.get(key)
+    def require_lora(self, key: str, *names: str) -> None:
+        """Refuse `key`, which says what is trained, unless it is one of `names`, or not set."""
+        if self.value(key, names[0]) in names:
+            self.ignore(key, "is what finetune does")
+        else:
+            self.refuse(key, "finetune trains LoRA adapters")
 
     def _report(self, key: str, outcome: Outcome, text: str, note: str = "") -> None:
         previous = self.entries.get(key)
         if previous is None or previous.outcome != "refused":
-            self.entries[key] = KeyReport(key, self.line_of(key), outcome, text, note)
+            self.entries[key] = KeyReport(key, self.lines.get(key), outcome, text, note)
 
     def apply(self, key: str, rule: Rule | None = None) -> None:
         """Apply `rule`, by default the table's, to one key."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from finetune.files import parse_json
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Read, Refuse, Rule, as_list, each, is_off, kept
 
+_T = TypeVar("_T")
 #: transformers' TrainingArguments that mean the same in every tool that has them.
 TRAINING_ARGUMENTS: dict[str, Rule] = {
     **kept("output_dir seed lr_scheduler_type per_device_eval_batch_size dataloader_num_workers save_total_limit"),
@@ -101,12 +103,12 @@ def read_batch(config: ConfigReader, micro_key: str, steps_key: str, micro_batch
     config.share(steps_key, f"effective_batch_size {micro_batch} x {accumulation} x {world_size} = {batch_size}")
 
 
-def read_steps(config: ConfigReader) -> None:
+def read_steps(config: ConfigReader, key: str = "max_steps") -> None:
     """`max_steps`; -1 and 0 mean that it is not set."""
-    if config.value("max_steps", 0) > 0:
-        config.keep("max_steps", "max_steps", config.value("max_steps"))
+    if config.value(key, 0) > 0:
+        config.keep(key, "max_steps", config.value(key))
     else:
-        config.ignore("max_steps", "is not set")
+        config.ignore(key, "is not set")
 
 
 def read_warmup(config: ConfigReader) -> None:
@@ -120,37 +122,28 @@ def read_warmup(config: ConfigReader) -> None:
         config.ignore("warmup_steps", "is not set: warmup_ratio counts")
     if steps:
         config.ignore("warmup_ratio", "warmup_steps is set")
-    elif "warmup_ratio" in config.values:
+    else:
         config.keep("warmup_ratio", "warmup_ratio", config.value("warmup_ratio"))
 
 
 def read_intervals(config: ConfigReader) -> None:
     """How often to evaluate and to save: whole numbers of steps are carried over, the plan replaces shares of a run."""
     for event, strategy_keys in (("eval", ("eval_strategy", "evaluation_strategy")), ("save", ("save_strategy",))):
-        interval, strategy = (
-            config.value(f"{event}_steps"),
-            next((config.value(name) for name in strategy_keys if name in config.values), None),
-        )
-        if f"{event}_steps" in config.values:
-            if isinstance(interval, int) and strategy in (None, "steps"):
-                config.keep(f"{event}_steps", f"{event}_steps", interval)
-            else:
-                config.ignore(f"{event}_steps", common.STEPS.reason)
+        interval = config.value(f"{event}_steps")
+        strategy = next((config.value(name) for name in strategy_keys if name in config.values), None)
+        if isinstance(interval, int) and strategy in (None, "steps"):
+            config.keep(f"{event}_steps", f"{event}_steps", interval)
+        else:
+            config.ignore(f"{event}_steps", common.STEPS.reason)
         for name in strategy_keys:
             config.ignore(name, f"{event}_steps counts" if strategy == "steps" else common.STEPS.reason)
 
 
 def read_dtype(config: ConfigReader) -> None:
     """`bf16` and `fp16`, with `auto` for the GPU's best."""
-    for key, dtype in (
-        ("bf16", "bfloat16"),
-        ("pure_bf16", "bfloat16"),
-        ("fp16", "float16"),
-        ("bfloat16", "bfloat16"),
-        ("float16", "float16"),
-    ):
+    for key in ("bf16", "pure_bf16", "fp16", "bfloat16", "float16"):
         if config.value(key) is True:
-            config.keep(key, "dtype", dtype)
+            config.keep(key, "dtype", "float16" if key in ("fp16", "float16") else "bfloat16")
         else:
             config.ignore(key, "the plan chooses the GPU's dtype" if config.value(key) == "auto" else "is off")
 
@@ -175,13 +168,15 @@ _PEFT_TARGETS = {
 }  # fmt: skip
 
 
+def for_model(table: Mapping[str, _T], model: str, default: _T) -> _T:
+    """The value of the first pattern that a model's name, without its account, has."""
+    name = model.rstrip("/").split("/")[-1]
+    return next((value for pattern, value in table.items() if re.search(pattern, name, re.I)), default)
+
+
 def assume_peft_targets(config: ConfigReader, model: str) -> None:
     """PEFT's default layers for the model."""
-    name = model.rstrip("/").split("/")[-1]
-    targets = next(
-        (layers for pattern, layers in _PEFT_TARGETS.items() if re.search(pattern, name, re.I)), ["q_proj", "v_proj"]
-    )
-    config.assume("target_modules", targets)
+    config.assume("target_modules", for_model(_PEFT_TARGETS, model, ["q_proj", "v_proj"]))
 
 
 def read_targets(config: ConfigReader, key: str) -> None:
@@ -210,6 +205,15 @@ def merge_datasets(datasets: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     merged = {"path": paths[0] if len(paths) == 1 else paths, **options[0]}
     return {**merged, "weights": weights} if set(weights) != {1.0} else merged
+
+
+def merged_or_refused(config: ConfigReader, key: str, datasets: list[dict[str, Any] | str]) -> dict[str, Any]:
+    """Datasets as one, empty where `key` is refused: for a reason in the place of a dataset, or as they differ."""
+    problem = next((dataset for dataset in datasets if isinstance(dataset, str)), None)
+    merged = {} if problem else merge_datasets([dataset for dataset in datasets if isinstance(dataset, dict)])
+    if not merged:
+        config.refuse(key, problem or DIFFERENT_DATASETS, "dataset.path")
+    return merged
 
 
 def first_columns(path: Path) -> set[str]:
@@ -254,14 +258,11 @@ _PLAIN_NOTE = "there nothing is written around prompts and answers; plain writes
 
 def own_template_note(name: str, model: str) -> str | None:
     """None if the chat template `name` is not the model's own, else what to say of it: mostly nothing."""
-    model_name = model.rstrip("/").split("/")[-1]
     if re.fullmatch(r"tokenizer_default(_fallback_.*)?", name):
         return ""
-    families = [pattern for template, pattern in _TEMPLATES.items() if re.fullmatch(template, name)]
-    instruct = next((instruct for family, instruct in families if re.search(family, model_name, re.I)), None)
-    if instruct is None:
-        return None
-    return "" if re.search(instruct, model_name, re.I) else _BASE_NOTE.format(model=model)
+    families = dict(patterns for template, patterns in _TEMPLATES.items() if re.fullmatch(template, name))
+    instruct = for_model(families, model, None)
+    return None if instruct is None else for_model({instruct: ""}, model, _BASE_NOTE.format(model=model))
 
 
 def read_template(config: ConfigReader, key: str, model: str) -> None:

@@ -125,8 +125,7 @@ def _model(config: ConfigReader) -> None:
     targets = [_MODULES[module] for module in as_list(config.value("model.lora_attn_modules", [])) if module in _MODULES]
     targets += _MLP if config.is_on("model.apply_lora_to_mlp") else []
     for key in ("model.lora_attn_modules", "model.apply_lora_to_mlp"):
-        if key in config.values:
-            config.keep(key, "target_modules", targets)
+        config.keep(key, "target_modules", targets)
 
 
 def _dataset(config: ConfigReader) -> None:
@@ -156,11 +155,8 @@ def _dataset(config: ConfigReader) -> None:
         columns = {field: column for field, column in columns.items() if field != column}
     columns |= {"text": config.value("dataset.column")} if "dataset.column" in config.values else {}
     field = "conversations" if row_format == "sharegpt" else "messages"
-    columns |= (
-        {field: config.value("dataset.conversation_column")}
-        if config.value("dataset.conversation_column", field) != field
-        else {}
-    )
+    conversations = config.value("dataset.conversation_column", field)
+    columns |= {field: conversations} if conversations != field else {}
     if columns:
         config.settings["dataset.columns"] = columns
     for key in keys:

@@ -15,11 +15,10 @@ from finetune.recipe.foreign.preferences import (
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import (
-    DIFFERENT_DATASETS,
     TRAINING_ARGUMENTS,
     TRAINING_DEFAULTS,
     assume_peft_targets,
-    merge_datasets,
+    merged_or_refused,
     read_targets,
     read_training_arguments,
 )
@@ -118,13 +117,11 @@ def finish(config: ConfigReader) -> None:
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
         config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
-    if _trains_on_labels(config):
-        _preferences(config, "kto")
-    elif _trains_on_pairs(config):
-        _preferences(config, "dpo")
+    if (method := _method(config)) in ("dpo", "kto"):
+        _preferences(config, method)
     else:
         _loss(config)
-    if not config.is_replaced("dataset.path", ["dataset_name"]) and "dataset_name" in config.values:
+    if not config.is_replaced("dataset.path", ["dataset_name"]):
         config.keep("dataset_name", "dataset.path", config.value("dataset_name"))
     _mixture(config)
     if "dataset_text_field" in config.values and "dataset_text_field" not in config.entries:
@@ -133,11 +130,10 @@ def finish(config: ConfigReader) -> None:
             config.ignore("dataset_text_field", "is found by its name")
         else:
             config.keep("dataset_text_field", "dataset.columns", {"text": field})
-    if "dataset_test_split" in config.values:
-        if config.value("eval_strategy", "no") == "no":
-            config.ignore("dataset_test_split", "eval_strategy is no")
-        else:
-            config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
+    if config.value("eval_strategy", "no") == "no":
+        config.ignore("dataset_test_split", "eval_strategy is no")
+    else:
+        config.keep("dataset_test_split", "dataset.eval_split", config.value("dataset_test_split"))
 
 
 def _mixture(config: ConfigReader) -> None:
@@ -156,9 +152,8 @@ def _mixture(config: ConfigReader) -> None:
         for key in keys:
             config.refuse(key, "is a mixture of datasets that finetune doesn't read", "dataset.path")
         return
-    merged = merge_datasets(_joined_splits(entries))
+    merged = merged_or_refused(config, "dataset_mixture", [*_joined_splits(entries)])
     if not merged:
-        config.refuse("dataset_mixture", DIFFERENT_DATASETS, "dataset.path")
         return
     held_out = {"test_split_size": mixture["test_split_size"]} if mixture.get("test_split_size") else {}
     for setting, value in reversed({**merged, **held_out}.items()):
@@ -191,20 +186,15 @@ def _joined_splits(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(datasets.values())
 
 
-def _trains_on_pairs(config: ConfigReader) -> bool:
-    """Whether the file is one of `trl dpo`, which it doesn't say: by its keys, and not by those of other methods."""
+def _method(config: ConfigReader) -> str:
+    """Whether the file is one of `trl kto` or `trl dpo`, which it doesn't say: by its keys, and not by those of others."""
+    loss, keys = config.value("loss_type"), config.values.keys()
     if "method" in config.overrides:
-        return config.overrides["method"] == "dpo"
-    loss = config.value("loss_type")
-    others = any(key in _OTHER_METHODS_KEYS for key in config.values)
-    return not others and (isinstance(loss, list) or loss in _PAIR_LOSSES or any(key in _PAIR_KEYS for key in config.values))
-
-
-def _trains_on_labels(config: ConfigReader) -> bool:
-    """Whether the file is one of `trl kto`."""
-    if "method" in config.overrides:
-        return config.overrides["method"] == "kto"
-    return config.value("loss_type") in METHODS["kto"].losses or any(key in _KTO_KEYS for key in config.values)
+        return str(config.overrides["method"])
+    if loss in METHODS["kto"].losses or keys & _KTO_KEYS.keys():
+        return "kto"
+    has_pairs = isinstance(loss, list) or loss in _PAIR_LOSSES or keys & _PAIR_KEYS.keys()
+    return "dpo" if has_pairs and not keys & _OTHER_METHODS_KEYS else "sft"
 
 
 def _preferences(config: ConfigReader, method: str) -> None:
@@ -231,12 +221,11 @@ def _loss(config: ConfigReader) -> None:
         config.apply("loss_type", Refuse("the loss is the cross entropy", ("nll", "chunked_nll")))
     answer_only_keys = [key for key in ("assistant_only_loss", "completion_only_loss") if config.is_on(key)]
     for key in ("assistant_only_loss", "completion_only_loss"):
-        if key in config.values:
-            config.keep(key, "train_on_inputs", not answer_only_keys)
+        config.keep(key, "train_on_inputs", not answer_only_keys)
     config.assume("train_on_inputs", True, _LOSS_NOTE if "dataset_text_field" not in config.values else "")
 
 
-_OTHER_METHODS_KEYS = (*_REWARDS, "simpo_gamma", "cpo_alpha")
+_OTHER_METHODS_KEYS = {*_REWARDS, "simpo_gamma", "cpo_alpha"}
 
 
 def has_only_its_keys(values: dict[str, Any]) -> bool:

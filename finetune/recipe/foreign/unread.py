@@ -105,7 +105,6 @@ def advice(tool: UnreadTool, flat: dict[str, Any]) -> str:
     renamed = [f"{key} is {setting}" for key, setting in settings.items() if key != setting]
     same_names = [key for key, setting in settings.items() if key == setting]
     sentences = [f"In a recipe {', '.join(renamed)}"] if renamed else []
-    sentences += (
-        [f"{', '.join(same_names)} {'keeps its name' if len(same_names) == 1 else 'keep their names'}"] if same_names else []
-    )
+    if same_names:
+        sentences.append(f"{', '.join(same_names)} {'keeps its name' if len(same_names) == 1 else 'keep their names'}")
     return "; ".join([*sentences, "`finetune recipes keys` lists the settings."])

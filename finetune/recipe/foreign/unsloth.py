@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each
-from finetune.recipe.foreign.shared import TRAINING_DEFAULTS, read_batch, read_optimizer, read_targets
+from finetune.recipe.foreign.shared import TRAINING_DEFAULTS, read_batch, read_optimizer, read_steps, read_targets
 from finetune.settings.base_formats import NF4, switches
 
 _TEXT = Ignore("for images or sound; rows are text here")
@@ -70,11 +70,7 @@ def finish(config: ConfigReader) -> None:
             config.notes.append(
                 f"{key} is not set: {DEFAULTS[setting]}, as in `unsloth train`; the Studio's page takes {value}"
             )
-    method = config.value(f"{_T}training_type", "lora")
-    if method not in ("lora", "qlora", "LoRA/QLoRA"):
-        config.refuse(f"{_T}training_type", "finetune trains LoRA adapters")
-    else:
-        config.ignore(f"{_T}training_type", "is what finetune does")
+    config.require_lora(f"{_T}training_type", "lora", "qlora", "LoRA/QLoRA")
     if f"{_L}target_modules" in config.values:
         if not as_list(config.value(f"{_L}target_modules")):
             config.keep(f"{_L}target_modules", "target_modules", _LINEAR)
@@ -94,18 +90,15 @@ def finish(config: ConfigReader) -> None:
 
 def _steps(config: ConfigReader) -> None:
     """Steps over epochs, which are 0 beside them, the share of warmup over its steps, and evaluations as a share of steps."""
-    epochs, steps = config.value(f"{_T}num_epochs"), config.value(f"{_T}max_steps", 0)
-    if steps > 0:
-        config.keep(f"{_T}max_steps", "max_steps", steps)
+    read_steps(config, f"{_T}max_steps")
+    if "max_steps" in config.settings:
         config.ignore(f"{_T}num_epochs", "max_steps is set")
-    else:
-        config.ignore(f"{_T}max_steps", "is not set")
-        if epochs is not None:
-            config.keep(f"{_T}num_epochs", "num_train_epochs", float(epochs))
-    if f"{_T}warmup_ratio" in config.values:
-        config.keep(f"{_T}warmup_ratio", "warmup_ratio", config.value(f"{_T}warmup_ratio"))
+    elif (epochs := config.value(f"{_T}num_epochs")) is not None:
+        config.keep(f"{_T}num_epochs", "num_train_epochs", float(epochs))
+    config.keep(f"{_T}warmup_ratio", "warmup_ratio", config.value(f"{_T}warmup_ratio"))
+    if "warmup_ratio" in config.settings:
         config.ignore(f"{_T}warmup_steps", "warmup_ratio is set")
-    elif f"{_T}warmup_steps" in config.values:
+    else:
         config.keep(f"{_T}warmup_steps", "warmup_steps", config.value(f"{_T}warmup_steps"))
     config.ignore(f"{_T}eval_steps", common.STEPS.reason)
 
