@@ -56,8 +56,8 @@ def chat_with(
         return
     chat.answering = chat.answering[:1]
     if len(runs) > 1 and not as_json:
-        first, *others = map(escape, answerers)
-        err.print(f"[dim]{first} answers; /use {' or /use '.join(others)} changes that[/]")
+        first, *silent = map(escape, answerers)
+        err.print(f"[dim]{first} answers; /use {' or /use '.join(silent)} changes that[/]")
     for line in _questions():
         chat.obey(line)
 
