@@ -196,11 +196,11 @@ def write_job(cell: Cell, model: Path, folder: Path) -> Path:
 def planned_tokens(cell: Cell) -> int:
     """Tokens of a long row that this project's planner accepts on the GPU: where its search begins."""
     from benchmarks.card_peer_run import assume_host_memory
-    from benchmarks.longest_rows import FOUND, longest, plan_for
+    from benchmarks.longest_rows import LAST_LENGTHS, longest, plan_for
     from finetune.planner.plan import Verdict
 
     assume_host_memory()
-    changes, tokens = {"lora_r": 16, **cell.settings}, min(FOUND[cell.gpu], MOST_TOKENS)
+    changes, tokens = {"lora_r": 16, **cell.settings}, min(LAST_LENGTHS[cell.gpu], MOST_TOKENS)
     if plan_for(cell.gpu, tokens, changes).verdict == Verdict.FITS:
         return tokens
     plan = longest(cell.gpu, changes)

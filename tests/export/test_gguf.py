@@ -16,7 +16,7 @@ import pytest
 
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
-from finetune.export import gguf
+from finetune.export import gguf, merge
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.parity import LlamaCpp, ParityError
 from finetune.run.directory import RunDirectory
@@ -127,7 +127,7 @@ def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported,
                     os._exit(9)
 
             if moment == "end":
-                gguf.rename = lambda *_: os._exit(9)
+                merge.rename = lambda *_: os._exit(9)
             gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=progress)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

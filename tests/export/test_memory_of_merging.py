@@ -55,12 +55,13 @@ def measure(folder):
     (folder / "merged" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
     sizes = [path.stat().st_size for path in (folder / "base").glob("*.safetensors")]
     report = {
+        "changed": sum(stored.name in changes for stored in tensors),
         "above_bytes": peak_bytes() - bytes_before,
         "largest_bytes": max(sizes),
         "model_bytes": sum(sizes),
         "files": len(sizes),
     }
-    sys.stdout.write(json.dumps({**report, "seconds": round(time.monotonic() - started, 1), "changed": len(changes)}))
+    sys.stdout.write(json.dumps({**report, "seconds": round(time.monotonic() - started, 1)}))
 
 
 def current_bytes():

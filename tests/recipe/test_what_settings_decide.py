@@ -172,14 +172,15 @@ OTHER_TOKEN_SETTINGS = {
 
 def tokens_of(values, folder, monkeypatch):
     """The trainer's input: ids and labels of both splits; a refusal is a result, too."""
-    from finetune import data
+    from finetune.data.tokenizer import load_tokenizer
     from finetune.errors import DataError
+    from tests.data.small_data import prepare
 
     monkeypatch.chdir(folder)
     recipe = recipe_from(values)
     try:
         limit = None if recipe.max_length == AUTO else recipe.max_length
-        prepared = data.prepare(recipe, data.load_tokenizer(recipe), max_length=limit)
+        prepared = prepare(recipe, load_tokenizer(recipe), max_length=limit)
     except DataError as error:
         return error.problems
     datasets = [dataset for dataset in (prepared.train, prepared.eval) if dataset is not None]
