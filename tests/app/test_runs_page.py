@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ def acted(context, **wish):
 def scored(run, base=0.0, tuned=0.97):
     (run.path / "evaluations").mkdir(exist_ok=True)
     models = [Score(share, 1.0, ["a"], scores=[share], score=share) for share in (base, tuned)]
-    write_json(run.path / "evaluations" / "scores-exact.json", Comparison(1, *models, ["p"], ["r"], 1.0).as_json())
+    write_json(run.path / "evaluations" / "scores-exact.json", asdict(Comparison(1, *models, ["p"], ["r"], 1.0)))
 
 
 def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
