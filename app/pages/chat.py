@@ -25,8 +25,9 @@ from ..chat.pictures import keep_picture, kept_pictures
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.engine_texts import of_engine
-from ..views.markup import inert, note, problem
+from ..views.markup import inert, note
 from ..views.pictures import small_pictures
+from ..views.problems import problem
 
 if TYPE_CHECKING:
     from ..context import Context

@@ -6,13 +6,16 @@ The engine writes English. A text that is one of these, with its values, has a t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 
-from ..language import current, mark, tr
+from ..language import catalogue, current, mark, tr
 from .markup import as_in_recipe
 
-#: Characters of a text that is translated, and texts within texts.
-_LONGEST, _DEEPEST = 500, 3
+#: Characters of a text that is translated with more than one value.
+_LONGEST = 500
+_NAMES = re.compile(r"(\S+(?:, \S+)*) (and|or) (\S+)")
+_VALUE = re.compile(r"\{(\w+)\}")
 _TEXTS = (
     # states of a run
     mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
@@ -76,24 +79,50 @@ def of_engine(text: str) -> str:
 
 
 def translated(text: str, templates: tuple[str, ...]) -> str:
-    """A text that is one of these templates, in this request's language, and those of its values that are such texts.
-
-    A longer text stays as it is: it has an exception's message, and takes long to match.
-    """
+    """A text that is one of these templates, in this request's language, and those of its values that are such texts."""
     text = as_in_recipe(text)
-    return text if current() == "en" or len(text) > _LONGEST else _translated(text, templates, _DEEPEST)
+    return text if current() == "en" else matched(text, templates, catalogue(current()))
 
 
-def _translated(text: str, templates: tuple[str, ...], depth: int) -> str:
-    for template, pattern in _patterns(templates):
-        if depth and (match := pattern.fullmatch(text)):
-            values = {name: _translated(value, templates, depth - 1) for name, value in match.groupdict().items()}
-            return tr(template, **values)
-    return text
+def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, str], depth: int = 3) -> str:
+    """The translation of the first template that the text is, and of those of its values that are such texts.
+
+    `depth`: of texts within texts.
+    """
+    trimmed = text.strip()
+    match = first_match(trimmed, templates) if depth and trimmed else None
+    if match is None:
+        return _listed(text)
+    template, values = match
+    own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
+    return text.replace(trimmed, _VALUE.sub(lambda name: own[name[1]], translations.get(template, template)), 1)
+
+
+def first_match(text: str, templates: tuple[str, ...]) -> tuple[str, dict[str, str]] | None:
+    """The first template that the whole text is, and its values by name.
+
+    A long text has an exception's message; with several values it takes long to match.
+    """
+    is_long = len(text) > _LONGEST
+    for template, part in _by_part(templates):
+        if part in text and not (is_long and template.count("{") > 1) and (match := _pattern(template).fullmatch(text)):
+            return template, match.groupdict()
+    return None
+
+
+def _listed(text: str) -> str:
+    """A list of names, such as `sft, dpo or kto`; any other text as it is."""
+    match = _NAMES.fullmatch(text)
+    return f"{match[1]}{tr(' and ') if match[2] == 'and' else tr(' or ')}{match[3]}" if match else text
 
 
 @cache
-def _patterns(templates: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """Each text with what matches it; those without values first."""
+def _by_part(templates: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each text with its longest part without a value; texts without values first."""
     ordered = sorted(templates, key=lambda template: "{" in template)
-    return [(template, re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template)), re.S)) for template in ordered]
+    return [(template, max(_VALUE.split(template)[::2], key=len)) for template in ordered]
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.*?)", re.escape(template)), re.S)

@@ -12,7 +12,8 @@ from finetune.units import format_bytes, format_count, format_seconds
 from ..language import tr
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .markup import Safe, action, inert, note, problem, table
+from .markup import Safe, action, inert, note, table
+from .problems import problem
 from .refusals import refusal_in_words
 from .verdicts import verdict_in_words
 from .words import rows

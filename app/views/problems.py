@@ -1,0 +1,27 @@
+"""Boxes of HTML with the problems and the fix of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..language import current, tr, tr_n
+from .error_texts import of_error
+from .markup import as_in_recipe, inert
+from .refusals import refusal_in_words
+
+
+def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
+    """A box with the problems and the fix, which screen readers announce, in this request's language."""
+    lines = "".join(f"<li>{inert(error_in_words(line))}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(error_in_words(fix))}</p>' if fix else ""
+    return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
+
+
+def settings_problem(problems: Sequence[str], fix: str = "") -> str:
+    """A box with the settings that can't be used, counted."""
+    return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
+
+
+def error_in_words(text: str) -> str:
+    """A problem or a fix with its settings as in a recipe, in this request's language."""
+    return as_in_recipe(text if current() == "en" else of_error(refusal_in_words(text)))
