@@ -6,7 +6,7 @@ The engine writes English. A text that is one of these, with its values, has a t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ..language import catalogue, current, mark, tr
@@ -15,6 +15,7 @@ from .markup import as_in_recipe
 #: Characters of a text that is translated with more than one value.
 _LONGEST = 500
 _NAMES = re.compile(r"(\S+(?:, \S+)*) (and|or) (\S+)")
+_LETTER, _MARK = re.compile("[A-Za-z]"), re.compile("[:;] ")
 _VALUE = re.compile(r"\{(\w+)\}")
 _TEXTS = (
     # states of a run
@@ -85,29 +86,38 @@ def translated(text: str, templates: tuple[str, ...]) -> str:
 
 
 def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, str], depth: int = 3) -> str:
-    """The translation of the first template that the text is, and of those of its values that are such texts.
+    """A text that is one of these templates, translated with those of its values that are such texts.
 
-    `depth`: of texts within texts.
+    Of several that match, the one that leaves least in English. `depth`: of texts within texts.
     """
     trimmed = text.strip()
-    match = first_match(trimmed, templates) if depth and trimmed else None
-    if match is None:
-        return _listed(text)
-    template, values = match
-    own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
-    return text.replace(trimmed, _VALUE.sub(lambda name: own[name[1]], translations.get(template, template)), 1)
+    best, english = _listed(trimmed), _english(trimmed)
+    for template, values in _matches(trimmed, templates) if depth else ():
+        own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
+        translation = _filled(translations.get(template, template), own)
+        if (left := _english(translation)) < english and left[0] < _english(trimmed)[0]:
+            best, english = translation, left
+    return text.replace(trimmed, best, 1)
 
 
-def first_match(text: str, templates: tuple[str, ...]) -> tuple[str, dict[str, str]] | None:
-    """The first template that the whole text is, and its values by name.
+def _matches(text: str, templates: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The templates that the whole text is, each with its values by name.
 
-    A long text has an exception's message; with several values it takes long to match.
+    A long text has an exception's message: with several values it takes long to match.
     """
     is_long = len(text) > _LONGEST
     for template, part in _by_part(templates):
         if part in text and not (is_long and template.count("{") > 1) and (match := _pattern(template).fullmatch(text)):
-            return template, match.groupdict()
-    return None
+            yield template, match.groupdict()
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return _VALUE.sub(lambda match: values[match[1]], template)
+
+
+def _english(text: str) -> tuple[int, int]:
+    """Letters, and marks that Chinese writes otherwise."""
+    return len(_LETTER.findall(text)), len(_MARK.findall(text))
 
 
 def _listed(text: str) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from ..language import catalogue, current, tr
-from .engine_texts import first_match, matched
+from ..language import catalogue, current
+from .engine_texts import matched
 
-_VALUE = re.compile(r"\{\w+\}")
-#: Where a problem is: a file and its line, a setting, a folder.
-_LOCATION = re.compile(r"(\s*\S+): (.+)")
 _SENTENCES = re.compile(r"(?<=[.?;]) (?=[A-Z`])")
+_NO_SPACE = re.compile(r"(?<=[。；？]) |(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
 
 
 def of_error(text: str) -> str:
@@ -24,22 +22,15 @@ def of_error(text: str) -> str:
 
 
 def _line(line: str) -> str:
-    templates, translations = _templates(current()), catalogue(current(), "error")
-    whole, location = first_match(line.strip(), templates), _LOCATION.fullmatch(line)
-    what = first_match(location[2], templates) if location else None
-    if location and what and (whole is None or templates.index(what[0]) <= templates.index(whole[0])):
-        return tr("{change}: {result}", change=location[1], result=matched(location[2], templates, translations))
-    if whole:
-        return matched(line, templates, translations)
-    sentences = [matched(sentence, templates, translations) for sentence in _SENTENCES.split(line)]
-    return re.sub(r"(?<=[。；？]) ", "", " ".join(sentences))
+    whole = _translated(line)
+    return _NO_SPACE.sub("", whole if whole != line else " ".join(map(_translated, _SENTENCES.split(line))))
+
+
+def _translated(text: str) -> str:
+    return matched(text, _templates(current()), catalogue(current(), "error"), depth=4)
 
 
 @cache
 def _templates(code: str) -> tuple[str, ...]:
-    """The texts: those that begin with a value last, which may match another one's, then by the letters of their own."""
-    return tuple(sorted(catalogue(code, "error"), key=lambda text: (text.startswith("{"), -_letters(text))))
-
-
-def _letters(template: str) -> int:
-    return len(_VALUE.sub("", template))
+    """The texts, those with the most letters of their own first."""
+    return tuple(sorted(catalogue(code, "error"), key=lambda text: -len(re.sub(r"\{\w+\}", "", text))))

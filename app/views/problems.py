@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..language import current, tr, tr_n
+from ..language import tr, tr_n
 from .error_texts import of_error
 from .markup import as_in_recipe, inert
-from .refusals import refusal_in_words
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
@@ -24,4 +23,4 @@ def settings_problem(problems: Sequence[str], fix: str = "") -> str:
 
 def error_in_words(text: str) -> str:
     """A problem or a fix with its settings as in a recipe, in this request's language."""
-    return as_in_recipe(text if current() == "en" else of_error(refusal_in_words(text)))
+    return as_in_recipe(of_error(text))

@@ -33,6 +33,8 @@ NOT_ON_A_PAGE = {
 NOT_SHOWN = {"RequestError", "OutOfMemory", "_TaskError"}
 #: Functions whose texts become problems or fixes in another module.
 OF_ERRORS = re.compile(r"problem|_fix\b|hint|advice|why_not|^refusal_lines$|^_explain$")
+#: Tables of them that other modules read.
+TABLES = {"TOKENISED", "MEANINGS", "FIXES"}
 #: Lists of them.
 COLLECTED = re.compile(r"(problem|fix)(s|es)?$")
 #: Pydantic's own errors of settings, with what its messages must be given.
@@ -65,22 +67,36 @@ def error_templates():
         templates[message.replace("Input should", "it should")].add("pydantic")
     for path, tree in modules.items():
         texts = _Texts(tree)
+        texts.add([ast.Name(name) for name in TABLES], None)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (OF_ERRORS.search(node.name) or _is_rule(node, path)):
                 texts.add_results(node)
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                supers = [call for call in ast.walk(node) if isinstance(call, ast.Call) and _name(call.func) == "__init__"]
+                for call in supers:
+                    texts.add(call.args, texts.scopes.get(call))
             if isinstance(node, ast.Call):
                 is_collected = _name(node.func) in ("append", "extend") and COLLECTED.search(_name(node.func.value))
                 is_setting = _name(node.func) == "ValueError" and (path.parent.name == "settings" or path.name == "units.py")
                 if _name(node.func) in names or is_collected or is_setting:
                     texts.add([*node.args, *(keyword.value for keyword in node.keywords)], texts.scopes.get(node))
         for template in texts.templates:
+            if path.name == "column_semantics.py":  # which writes its values' names in capitals
+                parts = re.split(r"\b(NAME|FILE|SPLIT)\b", template)
+                template = _template([ast.Name(part) if number % 2 else part for number, part in enumerate(parts)])
             templates[template].add(path.name)
     return templates
 
 
 def _error_names(trees):
-    """FinetuneError and what derives from it, the error of a row, and a draft that is wrong, by name."""
-    names = {"BadRow", "Edited", *(name for name, value in vars(errors).items() if isinstance(value, type))}
+    """FinetuneError and what derives from it, the errors of rows, and a draft that is wrong, by name."""
+    names = {
+        "BadRow",
+        "BadPicture",
+        "Refused",
+        "Edited",
+        *(name for name, value in vars(errors).items() if isinstance(value, type)),
+    }
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and names.intersection(map(_name, node.bases)):
@@ -89,8 +105,10 @@ def _error_names(trees):
 
 
 def _is_rule(function, path):
-    """Whether it yields what can't go together in a recipe."""
-    return path.parent.name == "settings" and function.returns is not None and ast.unparse(function.returns) == "Iterator[str]"
+    """Whether it yields what can't go together in a recipe, or what to do about columns, or is the text of a refused row."""
+    returned = ast.unparse(function.returns) if function.returns else ""
+    is_text = path.parent.name == "data" and function.name == "__str__"
+    return returned == "Iterator[Suggestion]" or is_text or (path.parent.name == "settings" and returned == "Iterator[str]")
 
 
 def _name(node):
@@ -149,7 +167,9 @@ class _Texts:
                     self.add_results(function)
             is_table = any(_name(argument) in self._constants for argument in node.args)
             owner = [node.func.value] if called in ("replace", "strip", "pop", "get") else []
-            is_passed = called in ("str", "list", "sorted", "next", "pop", "get") or (called == "join" and not is_table)
+            is_passed = called in ("str", "list", "sorted", "next", "pop", "get", "fromkeys") or (
+                called == "join" and not is_table
+            )
             return owner + (node.args if is_passed else [])
         if isinstance(node, ast.IfExp):
             return [node.body, node.orelse]
@@ -166,8 +186,10 @@ class _Texts:
     def _keep(self, template):
         for line in map(str.strip, template.split("\n")):
             words = _NO_WORDS.sub("", line)
-            is_frame = line.count("{") > 1 and re.search(r"\w \{", line)
-            if is_frame or (_PROSE.search(words) and not re.fullmatch(r"[\w./-]+", line)):
+            is_frame = line.count("{") > 1 and re.search(r"[\w:] +\{", line)
+            is_prose = _PROSE.search(words) and not re.fullmatch(r"[\w./-]+", line)
+            matches_anything = line.count("{") < 3 and len(re.findall("[A-Za-z]", words)) in (1, 2)
+            if (is_frame or is_prose) and not matches_anything:
                 self.templates.add(line)
 
 
