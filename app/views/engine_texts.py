@@ -91,12 +91,12 @@ def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, st
     Of several that match, the one that leaves least in English. `depth`: of texts within texts.
     """
     trimmed = text.strip()
-    best, english = _listed(trimmed), _english(trimmed)
+    best, least = _listed(trimmed), english(trimmed)
     for template, values in _matches(trimmed, templates) if depth else ():
         own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
         translation = _filled(translations.get(template, template), own)
-        if (left := _english(translation)) < english and left[0] < _english(trimmed)[0]:
-            best, english = translation, left
+        if (left := english(translation)) < least and left[0] < english(trimmed)[0]:
+            best, least = translation, left
     return text.replace(trimmed, best, 1)
 
 
@@ -115,8 +115,8 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
     return _VALUE.sub(lambda match: values[match[1]], template)
 
 
-def _english(text: str) -> tuple[int, int]:
-    """Letters, and marks that Chinese writes otherwise."""
+def english(text: str) -> tuple[int, int]:
+    """How much of a text is English: its letters, and its marks that Chinese writes otherwise."""
     return len(_LETTER.findall(text)), len(_MARK.findall(text))
 
 

@@ -1,7 +1,7 @@
 """The engine's errors in the language of the page.
 
 Their texts, with named values, are the entries of the catalogue that have the context `error`. A line that is none of them is
-translated by its sentences; what is still none stays in English, as commands do.
+translated by its sentences, and what is no text stays in English, as commands do.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import re
 from functools import cache
 
 from ..language import catalogue, current
-from .engine_texts import matched
+from .engine_texts import matched, of_engine
+from .markup import as_in_recipe
 
-_SENTENCES = re.compile(r"(?<=[.?;]) (?=[A-Z`])")
+#: Where a sentence may begin: a fix after its problem, or another fix.
+_BEGINNING = re.compile(r" +(?=[A-Z`])")
 _NO_SPACE = re.compile(r"(?<=[。；？]) |(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
 
 
@@ -21,9 +23,21 @@ def of_error(text: str) -> str:
     return text if current() == "en" else "\n".join(map(_line, text.split("\n")))
 
 
+def of_message(text: str) -> str:
+    """The message of an event, in this request's language: the engine's own, or an error's problems and fix."""
+    own = of_engine(text)
+    return as_in_recipe(of_error(text)) if own == as_in_recipe(text) else own
+
+
 def _line(line: str) -> str:
-    whole = _translated(line)
-    return _NO_SPACE.sub("", whole if whole != line else " ".join(map(_translated, _SENTENCES.split(line))))
+    """A line, else its first sentence that is a text, and what follows it."""
+    translation = _translated(line)
+    for beginning in _BEGINNING.finditer(line) if translation == line else ():
+        first, others = line[: beginning.start()], line[beginning.end() :]
+        if (sentence := _translated(first)) != first:
+            translation = f"{sentence}{'' if sentence.endswith('。') else ' '}{_line(others)}"
+            break
+    return _NO_SPACE.sub("", translation)
 
 
 def _translated(text: str) -> str:

@@ -11,16 +11,11 @@ from .markup import as_in_recipe, inert
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
     """A box with the problems and the fix, which screen readers announce, in this request's language."""
-    lines = "".join(f"<li>{inert(error_in_words(line))}</li>" for line in problems[:20])
-    remedy = f'<p class="ft-fix">{inert(error_in_words(fix))}</p>' if fix else ""
+    lines = "".join(f"<li>{inert(as_in_recipe(of_error(line)))}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(as_in_recipe(of_error(fix)))}</p>' if fix else ""
     return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
 
 
 def settings_problem(problems: Sequence[str], fix: str = "") -> str:
     """A box with the settings that can't be used, counted."""
     return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
-
-
-def error_in_words(text: str) -> str:
-    """A problem or a fix with its settings as in a recipe, in this request's language."""
-    return as_in_recipe(of_error(text))

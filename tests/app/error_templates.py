@@ -188,7 +188,8 @@ class _Texts:
             words = _NO_WORDS.sub("", line)
             is_frame = line.count("{") > 1 and re.search(r"[\w:] +\{", line)
             is_prose = _PROSE.search(words) and not re.fullmatch(r"[\w./-]+", line)
-            matches_anything = line.count("{") < 3 and len(re.findall("[A-Za-z]", words)) in (1, 2)
+            letters, values = len(re.findall("[A-Za-z]", words)), line.count("{")
+            matches_anything = values > 2 if letters == 0 else values < 3 and letters < 3
             if (is_frame or is_prose) and not matches_anything:
                 self.templates.add(line)
 
