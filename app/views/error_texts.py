@@ -10,11 +10,12 @@ import re
 from functools import cache
 
 from ..language import catalogue, current
-from .engine_texts import matched, of_engine
+from .engine_texts import english, matched, of_engine
 from .markup import as_in_recipe
 
 #: Where a sentence may begin: a fix after its problem, or another fix.
 _BEGINNING = re.compile(r" +(?=[A-Z`])")
+_SENTENCE = re.compile("[A-Za-z]+ [a-z]+ [a-z]+")
 _NO_SPACE = re.compile(r"(?<=[。；？]) |(?<=[\u4e00-\u9fff]) (?=[\u4e00-\u9fff])")
 
 
@@ -30,12 +31,13 @@ def of_message(text: str) -> str:
 
 
 def _line(line: str) -> str:
-    """A line, else its first sentence that is a text, and what follows it."""
+    """A line as one text; where that leaves English sentences, as two, cut where one may begin."""
     translation = _translated(line)
-    for beginning in _BEGINNING.finditer(line) if translation == line else ():
-        first, others = line[: beginning.start()], line[beginning.end() :]
-        if (sentence := _translated(first)) != first:
-            translation = f"{sentence}{'' if sentence.endswith('。') else ' '}{_line(others)}"
+    for beginning in _BEGINNING.finditer(line) if translation == line or _SENTENCE.search(translation) else ():
+        parts = line[: beginning.start()], line[beginning.end() :]
+        first, others = map(_translated, parts)
+        if first != parts[0] or others != parts[1]:
+            translation = min(translation, f"{first} {_line(parts[1])}", key=english)
             break
     return _NO_SPACE.sub("", translation)
 

@@ -33,8 +33,10 @@ NOT_ON_A_PAGE = {
 NOT_SHOWN = {"RequestError", "OutOfMemory", "_TaskError"}
 #: Functions whose texts become problems or fixes in another module.
 OF_ERRORS = re.compile(r"problem|_fix\b|hint|advice|why_not|^refusal_lines$|^_explain$")
+#: What makes a finding about rows, or a suggestion with its price -> how many arguments come before its text.
+FINDINGS = {"Finding": 1, "finding": 1, "_finding": 2, "offer": 1}
 #: Tables of them that other modules read.
-TABLES = {"TOKENISED", "MEANINGS", "FIXES"}
+TABLES = {"TOKENISED", "MEANINGS", "FIXES", "_DAMAGE", "_NOTES"}
 #: Lists of them.
 COLLECTED = re.compile(r"(problem|fix)(s|es)?$")
 #: Pydantic's own errors of settings, with what its messages must be given.
@@ -43,6 +45,12 @@ PYDANTIC = {
     "int_type": {}, "float_type": {}, "finite_number": {}, "bool_type": {}, "string_type": {}, "list_type": {}, "dict_type": {},
     "literal_error": {"expected": ""}, "model_type": {"class_name": ""}, "string_too_short": {"min_length": 1},
 }  # fmt: skip
+#: The system's own, inside of others.
+OF_THE_SYSTEM = (
+    "[Errno {number}] {error}: {path}", "[Errno {number}] {error}", "No space left on device", "Permission denied",
+    "No such file or directory", "Read-only file system", "Is a directory", "Not a directory", "File exists",
+    "File name too long", "Disk quota exceeded", "Input/output error", "Connection refused",
+)  # fmt: skip
 #: What is no word: values, settings, names in quotes.
 _NO_WORDS = re.compile(r"\{\w+\}|\S*[a-z][_.]\w\S*|[`'].*?[`']")
 _PROSE = re.compile(r"[A-Za-z]{2,}.*[ ,.;:].*[A-Za-z]|[a-z]+ |\S [a-z]{2,}")
@@ -62,6 +70,7 @@ def error_templates():
         if path.relative_to(root).parts[0] not in NOT_ON_A_PAGE
     }
     names, templates = _error_names(modules.values()), defaultdict(set)
+    templates.update({text: {"system"} for text in OF_THE_SYSTEM})
     for kind, values in PYDANTIC.items():
         message = PydanticKnownError(kind, values or None).message_template
         templates[message.replace("Input should", "it should")].add("pydantic")
@@ -78,6 +87,8 @@ def error_templates():
             if isinstance(node, ast.Call):
                 is_collected = _name(node.func) in ("append", "extend") and COLLECTED.search(_name(node.func.value))
                 is_setting = _name(node.func) == "ValueError" and (path.parent.name == "settings" or path.name == "units.py")
+                if _name(node.func) in FINDINGS:
+                    texts.add(node.args[FINDINGS[_name(node.func)] :], texts.scopes.get(node))
                 if _name(node.func) in names or is_collected or is_setting:
                     texts.add([*node.args, *(keyword.value for keyword in node.keywords)], texts.scopes.get(node))
         for template in texts.templates:
@@ -166,7 +177,8 @@ class _Texts:
                 if function.name == called:
                     self.add_results(function)
             is_table = any(_name(argument) in self._constants for argument in node.args)
-            owner = [node.func.value] if called in ("replace", "strip", "pop", "get") else []
+            owner = [node.func.value] if called in ("replace", "strip", "pop", "get", "format") else []
+            owner += [keyword.value for keyword in node.keywords] if called == "format" else []
             is_passed = called in ("str", "list", "sorted", "next", "pop", "get", "fromkeys") or (
                 called == "join" and not is_table
             )
@@ -186,7 +198,7 @@ class _Texts:
     def _keep(self, template):
         for line in map(str.strip, template.split("\n")):
             words = _NO_WORDS.sub("", line)
-            is_frame = line.count("{") > 1 and re.search(r"[\w:] +\{", line)
+            is_frame = line.count("{") > 1 and re.search(r"[\w:.] +\{", line)
             is_prose = _PROSE.search(words) and not re.fullmatch(r"[\w./-]+", line)
             letters, values = len(re.findall("[A-Za-z]", words)), line.count("{")
             matches_anything = values > 2 if letters == 0 else values < 3 and letters < 3
