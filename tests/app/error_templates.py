@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 from pydantic_core import PydanticKnownError
@@ -61,6 +62,7 @@ def shape(template):
     return re.sub(r"\{\w+\}", "{}", template)
 
 
+@cache
 def error_templates():
     """Template -> the modules that have it."""
     modules = {
@@ -197,10 +199,10 @@ class _Texts:
 
     def _keep(self, template):
         for line in map(str.strip, template.split("\n")):
-            words = _NO_WORDS.sub("", line)
+            prose = _NO_WORDS.sub("", line)
             is_frame = line.count("{") > 1 and re.search(r"[\w:.] +\{", line)
-            is_prose = _PROSE.search(words) and not re.fullmatch(r"[\w./-]+", line)
-            letters, values = len(re.findall("[A-Za-z]", words)), line.count("{")
+            is_prose = _PROSE.search(prose) and not re.fullmatch(r"[\w./-]+", line)
+            letters, values = len(re.findall("[A-Za-z]", prose)), line.count("{")
             matches_anything = values > 2 if letters == 0 else values < 3 and letters < 3
             if (is_frame or is_prose) and not matches_anything:
                 self.templates.add(line)
