@@ -54,7 +54,7 @@ OF_THE_SYSTEM = (
 )  # fmt: skip
 #: What is no word: values, settings, names in quotes.
 _NO_WORDS = re.compile(r"\{\w+\}|\S*[a-z][_.]\w\S*|[`'].*?[`']")
-_PROSE = re.compile(r"[A-Za-z]{2,}.*[ ,.;:].*[A-Za-z]|[a-z]+ |\S [a-z]{2,}")
+_PROSE = re.compile(r"[A-Za-z]{2,}.*[ ,.;:].*[A-Za-z]|[a-z]+ |(^|\S) [a-z]{2,}")
 
 
 def shape(template):
@@ -203,7 +203,8 @@ class _Texts:
             is_frame = line.count("{") > 1 and re.search(r"[\w:.] +\{", line)
             is_prose = _PROSE.search(prose) and not re.fullmatch(r"[\w./-]+", line)
             letters, values = len(re.findall("[A-Za-z]", prose)), line.count("{")
-            matches_anything = values > 2 if letters == 0 else values < 3 and letters < 3
+            is_short = values < 3 and letters < 3 and len(re.sub(r"\{\w+\}|\W", "", line)) < 6
+            matches_anything = values > 2 if letters == 0 else is_short
             if (is_frame or is_prose) and not matches_anything:
                 self.templates.add(line)
 
