@@ -12,8 +12,8 @@ from functools import cache
 from ..language import catalogue, current, mark, tr
 from .markup import as_in_recipe
 
-#: Characters of a text that is translated with more than one value.
-_LONGEST = 500
+#: Characters of a text that is translated with more than one value; with more than two, for each letter of the longest part.
+_LONGEST, _PER_LETTER = 500, 50
 _NAMES = re.compile(r"(\S+(?:, \S+)*) (and|or) (\S+)")
 _LETTER, _MARK = re.compile("[A-Za-z]"), re.compile("[:;] ")
 _VALUE = re.compile(r"\{(\w+)\}")
@@ -95,6 +95,8 @@ def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, st
     for template, values in _matches(trimmed, templates) if depth else ():
         own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
         translation = _filled(translations.get(template, template), own)
+        if template == trimmed:
+            return text.replace(trimmed, translation, 1)
         if (left := english(translation)) < least and left[0] < english(trimmed)[0]:
             best, least = translation, left
     return text.replace(trimmed, best, 1)
@@ -103,11 +105,13 @@ def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, st
 def _matches(text: str, templates: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
     """The templates that the whole text is, each with its values by name.
 
-    A long text has an exception's message: with several values it takes long to match.
+    A long text has an exception's message: there a template with several values, and little beside them, takes long to match.
     """
-    is_long = len(text) > _LONGEST
     for template, part in _by_part(templates):
-        if part in text and not (is_long and template.count("{") > 1) and (match := _pattern(template).fullmatch(text)):
+        values = template.count("{")
+        if values > 1 and len(text) > _LONGEST or values > 2 and len(text) > _PER_LETTER * len(part):
+            continue
+        if part in text and (match := _pattern(template).fullmatch(text)):
             yield template, match.groupdict()
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import islice
 
 from ..language import catalogue, current
 from .engine_texts import english, matched, of_engine
 from .markup import as_in_recipe
 
+#: Characters of a line that is translated, as the page shows no more; beginnings of sentences that are tried.
+_LONGEST, _MOST_CUTS = 2000, 12
 #: Where a sentence may begin: a fix after its problem, or another fix.
 _BEGINNING = re.compile(r" +(?=[A-Z`])")
 _SENTENCE = re.compile("[A-Za-z]+ [a-z]+ [a-z]+")
@@ -32,8 +35,11 @@ def of_message(text: str) -> str:
 
 def _line(line: str) -> str:
     """A line as one text; where that leaves English sentences, as two, cut where one may begin."""
+    if len(line) > _LONGEST:
+        return line
     translation = _translated(line)
-    for beginning in _BEGINNING.finditer(line) if translation == line or _SENTENCE.search(translation) else ():
+    has_english = translation == line or _SENTENCE.search(translation)
+    for beginning in islice(_BEGINNING.finditer(line), _MOST_CUTS) if has_english else ():
         parts = line[: beginning.start()], line[beginning.end() :]
         first, others = map(_translated, parts)
         if first != parts[0] or others != parts[1]:

@@ -11,6 +11,7 @@ from written_runs import make_run
 from app.language import catalogue, spoken
 from app.planning.blocker import blocker_of
 from app.planning.draft import Draft, parse_draft
+from app.views.engine_texts import english
 from app.views.error_texts import of_error, of_message
 from app.views.plan import blocker_note
 from app.views.problems import problem, settings_problem
@@ -93,6 +94,14 @@ def test_the_catalogue_has_no_error_that_is_in_no_text_of_the_source():
     texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     shapes = {shape(text) for text in error_templates()}
     assert [text for text in catalogue("zh", "error") if shape(text) not in shapes and text not in texts] == []
+
+
+def test_each_text_with_its_values_is_translated_as_its_own_entry():
+    def filled(text):
+        return re.sub(r"\{(\w+)\}", lambda value: f"Q{len(value[1])}", text)
+
+    entries = catalogue("zh", "error").items()
+    assert [text for text, chinese in entries if english(of_error(filled(text)))[0] > english(filled(chinese))[0]] == []
 
 
 @pytest.mark.parametrize("text", DRAFTS.values(), ids=list(DRAFTS))
