@@ -25,8 +25,10 @@ from ..chat.pictures import keep_picture, kept_pictures
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.engine_texts import of_engine
-from ..views.markup import inert, note, problem
+from ..views.error_texts import of_error
+from ..views.markup import inert, note
 from ..views.pictures import small_pictures
+from ..views.problems import problem
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -323,7 +325,7 @@ def _conversation(
     shown = []
     for turn in turns:
         sides = "".join(_answer_column(turn, model, names.get(model, model)) for model in turn.models)
-        error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
+        error = f'<p class="ft-note bad" role="alert">{inert(of_error(turn.error))}</p>' if turn.error else ""
         question = f"<b>{tr('you')}</b>{pictures(turn.pictures)}<p>{inert(turn.question, 10_000)}</p>"
         shown.append(f'<li><div class="ft-turn user">{question}</div><div class="ft-sides">{sides}</div>{error}</li>')
     busy = "true" if not turns[-1].done else "false"

@@ -18,7 +18,8 @@ from ..planning.own_data import choose_data, take_upload
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as view_of
 from ..views.binding import BUTTON, QUIET, change_trigger, show
-from ..views.markup import page_title, problem, settings_problem
+from ..views.markup import page_title
+from ..views.problems import problem, settings_problem
 
 _TICK_S = 1.0
 

@@ -32,7 +32,7 @@ from ..views import plan as plan_view
 from ..views import recipe_form
 from ..views import what_if as what_if_view
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint
-from ..views.markup import problem, settings_problem
+from ..views.problems import problem, settings_problem
 from ..views.words import plan_in_languages
 from . import fit_largest, fit_measured
 from .fit_layout import NUMBERS, RANGES, lay_out

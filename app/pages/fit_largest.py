@@ -16,7 +16,8 @@ from finetune.recipe import write_recipe
 from ..language import mark, tr
 from ..planning.planner import SupersededError
 from ..views.binding import BUTTON, QUIET
-from ..views.markup import action, inert, note, problem
+from ..views.markup import action, inert, note
+from ..views.problems import problem
 from ..views.words import setting_name
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from finetune.units import format_seconds
 
 from ..language import tr
 from ..views.binding import BUTTON, QUIET
-from ..views.markup import interval_text, note, problem, table
+from ..views.markup import interval_text, note, table
+from ..views.problems import problem
 from ..views.words import rows
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from ..planning.draft import FIRST, Edited
 from ..planning.own_data import choose_data, take_upload
 from ..views import home as view_of
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from ..views.markup import note, problem, settings_problem
+from ..views.markup import note
+from ..views.problems import problem, settings_problem
 from ..views.run_row import row_of
 from .starting import progress_of
 

@@ -16,7 +16,8 @@ from ..planning.badges import Badges
 from ..planning.catalogue import Model, local_models, search_models
 from ..views import models as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
-from ..views.markup import note, problem, settings_problem
+from ..views.markup import note
+from ..views.problems import problem, settings_problem
 
 _TICK_S = 1.0
 _LISTED = 24

@@ -22,7 +22,8 @@ from ..background.tasks import Task
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from ..views.markup import inert, note, problem, table
+from ..views.markup import inert, note, table
+from ..views.problems import problem
 from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from ..context import Context
 from ..language import tr
 from ..views import sweep as sweep_view
 from ..views.binding import QUIET, change_trigger, fingerprint, show
-from ..views.markup import note, problem, to_fit
+from ..views.markup import note, to_fit
+from ..views.problems import problem
 from ..views.run_head import TABS
 
 #: Tabs with controls, which a timer keeps up to date while one of them is open.

@@ -16,7 +16,8 @@ from ..language import tr
 from ..views import runs as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
-from ..views.markup import note, problem, to_fit
+from ..views.markup import note, to_fit
+from ..views.problems import problem
 from ..views.run_row import row_of
 from ..views.sweep import listed
 

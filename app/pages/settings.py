@@ -16,7 +16,8 @@ from ..context import Context
 from ..language import tr
 from ..views import settings as view_of
 from ..views.binding import QUIET, change_trigger, fingerprint, show
-from ..views.markup import note, problem, settings_problem
+from ..views.markup import note
+from ..views.problems import problem, settings_problem
 from ..views.recipe_form import as_settings, fields
 
 _TICK_S = 1.0

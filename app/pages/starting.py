@@ -6,7 +6,8 @@ from urllib.parse import quote
 
 from ..background.queue import Queue
 from ..language import mark, tr
-from ..views.markup import inert, problem
+from ..views.markup import inert
+from ..views.problems import problem
 
 #: The queue's states as they are shown.
 _STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting")}

@@ -16,7 +16,8 @@ from finetune.settings import AUTO, Recipe
 from ..language import mark, tr_n
 from ..views.words import in_words
 
-_SETTING = re.compile(r"dataset\.\w+=\S+")
+#: A setting that a fix names, with the quotes that a shell needs.
+_SETTING = re.compile(r"'dataset\.\w+=[^']*'|\bdataset\.\w+=[^\s']+")
 
 
 @dataclass(frozen=True)

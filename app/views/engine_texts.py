@@ -6,13 +6,17 @@ The engine writes English. A text that is one of these, with its values, has a t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 
-from ..language import current, mark, tr
+from ..language import catalogue, current, mark, tr
 from .markup import as_in_recipe
 
-#: Characters of a text that is translated, and texts within texts.
-_LONGEST, _DEEPEST = 500, 3
+#: Characters of a text that is translated with more than one value; with more than two, for each letter of the longest part.
+_LONGEST, _PER_LETTER = 500, 50
+_NAMES = re.compile(r"(\S+(?:, \S+)*) (and|or) (\S+)")
+_LETTER, _MARK = re.compile("[A-Za-z]"), re.compile("[:;] ")
+_VALUE = re.compile(r"\{(\w+)\}")
 _TEXTS = (
     # states of a run
     mark("not started yet"), mark("waiting for {run}; {n} ahead in the queue"), mark("its process is gone"),
@@ -76,24 +80,63 @@ def of_engine(text: str) -> str:
 
 
 def translated(text: str, templates: tuple[str, ...]) -> str:
-    """A text that is one of these templates, in this request's language, and those of its values that are such texts.
-
-    A longer text stays as it is: it has an exception's message, and takes long to match.
-    """
+    """A text that is one of these templates, in this request's language, and those of its values that are such texts."""
     text = as_in_recipe(text)
-    return text if current() == "en" or len(text) > _LONGEST else _translated(text, templates, _DEEPEST)
+    return text if current() == "en" else matched(text, templates, catalogue(current()))
 
 
-def _translated(text: str, templates: tuple[str, ...], depth: int) -> str:
-    for template, pattern in _patterns(templates):
-        if depth and (match := pattern.fullmatch(text)):
-            values = {name: _translated(value, templates, depth - 1) for name, value in match.groupdict().items()}
-            return tr(template, **values)
-    return text
+def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, str], depth: int = 3) -> str:
+    """A text that is one of these templates, translated with those of its values that are such texts.
+
+    Of several that match, the one that leaves least in English. `depth`: of texts within texts.
+    """
+    trimmed = text.strip()
+    best, least = _listed(trimmed), english(trimmed)
+    for template, values in _matches(trimmed, templates) if depth else ():
+        own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
+        translation = _filled(translations.get(template, template), own)
+        if template == trimmed:
+            return text.replace(trimmed, translation, 1)
+        if (left := english(translation)) < least and left[0] < english(trimmed)[0]:
+            best, least = translation, left
+    return text.replace(trimmed, best, 1)
+
+
+def _matches(text: str, templates: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The templates that the whole text is, each with its values by name.
+
+    A long text has an exception's message: there a template with several values, and little beside them, takes long to match.
+    """
+    for template, part in _by_part(templates):
+        values = template.count("{")
+        if values > 1 and len(text) > _LONGEST or values > 2 and len(text) > _PER_LETTER * len(part):
+            continue
+        if part in text and (match := _pattern(template).fullmatch(text)):
+            yield template, match.groupdict()
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return _VALUE.sub(lambda match: values[match[1]], template)
+
+
+def english(text: str) -> tuple[int, int]:
+    """How much of a text is English: its letters, and its marks that Chinese writes otherwise."""
+    return len(_LETTER.findall(text)), len(_MARK.findall(text))
+
+
+def _listed(text: str) -> str:
+    """A list of names, such as `sft, dpo or kto`; any other text as it is."""
+    match = _NAMES.fullmatch(text)
+    return f"{match[1]}{tr(' and ') if match[2] == 'and' else tr(' or ')}{match[3]}" if match else text
 
 
 @cache
-def _patterns(templates: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """Each text with what matches it; those without values first."""
+def _by_part(templates: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each text with its longest part without a value; texts without values first."""
     ordered = sorted(templates, key=lambda template: "{" in template)
-    return [(template, re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template)), re.S)) for template in ordered]
+    return [(template, max(_VALUE.split(template)[::2], key=len)) for template in ordered]
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.*?)", re.escape(template)), re.S)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from ..language import tr, tr_n
+from ..language import tr
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
 #: A command stays as it is typed, to the end of its line.
@@ -67,13 +67,6 @@ class Safe(str):
     """HTML made by this app, not escaped again."""
 
 
-def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
-    """A box with the problems and the fix, which screen readers announce. The titles of errors are translated."""
-    lines = "".join(f"<li>{inert(as_in_recipe(line))}</li>" for line in problems[:20])
-    remedy = f'<p class="ft-fix">{inert(as_in_recipe(fix))}</p>' if fix else ""
-    return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
-
-
 def as_in_recipe(text: str) -> str:
     """A message of the engine with its settings as a recipe has them, `key: value`, and not as on the command line."""
     return "".join(part if is_command else _without_options(part) for is_command, part in _parts(text))
@@ -94,11 +87,6 @@ def setting_names() -> frozenset[str]:
     from finetune.settings.reference import settings_reference
 
     return frozenset(row.name for row in settings_reference())
-
-
-def settings_problem(problems: Sequence[str], fix: str = "") -> str:
-    """A box with the settings that can't be used, counted."""
-    return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
 
 
 def page_title(name: str) -> str:

@@ -11,6 +11,7 @@ from finetune.units import format_count, gib
 
 from ..language import tr
 from ..planning.catalogue import Model
+from .error_texts import of_error
 from .markup import as_in_recipe, inert, page_title
 from .verdicts import SHORT_VERDICTS
 
@@ -56,7 +57,7 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
         return f'<span class="ft-badge" aria-label="{tr("being checked")}">…</span>'
     verdict = Verdict(badge["verdict"])
     if badge.get("because"):
-        why, unknown = inert(as_in_recipe(badge["because"]), 300), tr("Can't say yet")
+        why, unknown = inert(as_in_recipe(of_error(badge["because"])), 300), tr("Can't say yet")
         return f'<span class="ft-badge {verdict.level}" title="{why}">{unknown}</span>'
     needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
     needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 
-from ..language import mark, tr
+from ..language import tr
+from .error_texts import of_error
 from .words import rows
 
 #: Reasons of `finetune.data` without values of the row.
 REASONS = (
-    mark("the answer is empty"), mark("is empty"), mark("has no token to train on"),
-    mark("has only a system prompt; there is no assistant turn to train on"),
-    mark("has no assistant turn; there is nothing to train on"),
-    mark("has weight 0 or train: false on every assistant turn; there is nothing to train on"),
-    mark("the assistant speaks first; a conversation begins with the user"),
-    mark("a tool speaks first; a conversation begins with the user"),
-    mark("has no answer: the columns are prompt and completion, messages, or instruction and output"),
-    mark("and rejected are equal; there is nothing to prefer"),
-    mark("the chat template leaves this answer out"),
+    "the answer is empty", "is empty", "has no token to train on",
+    "has only a system prompt; there is no assistant turn to train on",
+    "has no assistant turn; there is nothing to train on",
+    "has weight 0 or train: false on every assistant turn; there is nothing to train on",
+    "the assistant speaks first; a conversation begins with the user",
+    "a tool speaks first; a conversation begins with the user",
+    "has no answer: the columns are prompt and completion, messages, or instruction and output",
+    "and rejected are equal; there is nothing to prefer",
+    "the chat template leaves this answer out",
 )  # fmt: skip
 _COUNT = re.compile(r"([\d,]+) of ([\d,]+) row\(s\) can't be trained on:?")
 _KIND = re.compile(r"\s*([\d,]+) x (?:(\S+): )?(.+) \((.+), row ([\d, .]+)\)")
@@ -29,7 +30,7 @@ def reason_in_words(reason: str) -> str:
     """A reason, or what it is without the details of a row."""
     if match := _ROLE.fullmatch(reason):
         return tr("role '{wrong}', {meant} meant?", wrong=match[1], meant=match[2])
-    return tr(next((full for full in REASONS if full == reason or full.startswith((f"{reason};", f"{reason}:"))), reason))
+    return of_error(next((full for full in REASONS if full == reason or full.startswith((f"{reason};", f"{reason}:"))), reason))
 
 
 def refusal_in_words(line: str) -> str:

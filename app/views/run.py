@@ -14,6 +14,7 @@ from finetune.units import GIB, format_bytes, format_count
 from ..language import mark, tr
 from .charts import Level, Line, Mark, Panel, chart
 from .engine_texts import of_engine
+from .error_texts import of_message
 from .markup import inert, note, table
 from .series import smoothed
 
@@ -121,7 +122,7 @@ def messages(digest: Digest) -> str:
     for event in reversed(digest.messages):
         match event:
             case State():
-                message = of_engine(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
+                message = of_message(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
             case Start():
                 message = tr("training from the beginning")
                 if event.resumed_from:

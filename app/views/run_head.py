@@ -15,6 +15,7 @@ from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
 from .engine_texts import of_engine
+from .error_texts import of_message
 from .markup import action, inert
 from .words import day, loss_text, minutes, precision
 
@@ -126,7 +127,7 @@ def progress(live: LiveRun, state: RunState) -> str:
         epochs = f"<span>{tr('epoch {epoch} of {all}', epoch=f'{epoch:.2f}', all=f'{settings.num_train_epochs:g}')}</span>"
     age = "" if state.ended else _age(digest)
     if not digest.step and not state.ended:
-        steps = inert(of_engine(state.message).capitalize() or tr("Waiting for the first step"))
+        steps = inert(of_message(state.message).capitalize() or tr("Waiting for the first step"))
     bar = (
         f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-valuemin="0" '
         f'aria-label="{tr("Steps")}" aria-valuemax="{total or 0}" aria-valuenow="{digest.step}">'
@@ -242,7 +243,7 @@ def _address(live: LiveRun, tab: str) -> str:
 
 def _reason(message: str) -> str:
     """A state's message without the command that the terminal is told to type."""
-    text = of_engine(_TYPED.split(message)[0].strip())
+    text = of_message(_TYPED.split(message)[0].strip())
     if not text:
         return tr("It left no message.")
     sentence = f"{text[:1].upper()}{text[1:]}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..language import mark, tr
 from .engine_texts import of_engine
+from .error_texts import of_error
 from .markup import action, inert, note
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
@@ -106,7 +107,7 @@ def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _entry(name: str, status: Mapping[str, Any]) -> str:
     state = tr(_STATES.get(status["state"], status["state"]))
-    texts = [of_engine(str(status["message"])), *(status.get("problems") or [])[:2]]
+    texts = [of_engine(str(status["message"])), *map(of_error, (status.get("problems") or [])[:2])]
     run = link_to(str(status["run"])) if status.get("run") else ""
     button = ""
     if status["state"] == "waiting":

@@ -84,6 +84,8 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
         return tr(_NUMBERS[name], n=f"{int(value):,}")
     if name in _IMPLIED:
         return ""
+    if name == "dataset.ignore_columns":
+        return tr("Leave out {columns}", columns=value.strip("[]"))
     switch = _SWITCHES.get((name, value))
     return tr(switch) if switch else tr("{setting}: {value}", setting=name.replace("_", " "), value=value)
 

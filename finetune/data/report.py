@@ -48,8 +48,9 @@ class Finding:
     blocks: bool = False
 
     def __str__(self) -> str:
-        locations = f" (first: {'; '.join(self.first)})" if self.first else ""
-        return f"{self.text.format(rows=f'{self.rows:,} row(s)')}{locations}{f'. {self.fix}' if self.fix else ''}"
+        text = self.text.format(rows=f"{self.rows:,} row(s)")
+        text = f"{text} (first: {'; '.join(self.first)})" if self.first else text
+        return f"{text}. {self.fix}" if self.fix else text
 
 
 @dataclass(frozen=True)

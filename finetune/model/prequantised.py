@@ -57,14 +57,13 @@ def trainable_formats(own: dict[str, Any]) -> tuple[BaseFormat, ...]:
     return (BITS_16, NF4) if own["quant_method"] == "mxfp4" else (BITS_16,)
 
 
-def give_original(recipe: Recipe) -> str:
-    """`give Qwen/Qwen3-8B`: the 16-bit model that a quantised one was made from; in general words where nothing says it.
+def original_of(recipe: Recipe) -> str:
+    """The 16-bit model that a quantised one was made from, by name; in general words where nothing says it.
 
     The catalogue knows it by its name, or the checkpoint's README names it as `base_model`.
     """
     name = recipe.model_name_or_path
-    original = _original(name) or _original(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe)
-    return f"give {original}" if original else "give the 16-bit model"
+    return _original(name) or _original(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe) or "the 16-bit model"
 
 
 def _original(name: str) -> str | None:

@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from finetune.errors import RecipeError
 from finetune.layers.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
 from finetune.model.language_model import text_config
-from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, give_original, stored_format, stored_quantisation
+from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
 from finetune.settings import Settings
 from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.compatibility import shards_weights
@@ -91,18 +91,19 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
         bits = f"{stored_in.bits}bit"
         if base_format_of(settings) is not stored_in:
             raise RecipeError(
-                f"model_name_or_path {name} is stored in {bits}", f"Set {stored_in.setting}=true, or {give_original(settings)}."
+                f"model_name_or_path {name} is stored in {bits}",
+                f"Set {stored_in.setting}=true, or give {original_of(settings)}.",
             )
         if fused_experts:
             raise RecipeError(
                 f"model_name_or_path {name} is a mixture stored in {bits}: each expert by itself, which can't be loaded "
                 "into transformers 5's fused experts",
-                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises its experts, too, while loading.",
+                f"Give {original_of(settings)}; load_in_4bit=true quantises its experts, too, while loading.",
             )
         if stored_in is NF4 and shards_weights(settings.launch) and own.get("bnb_4bit_quant_storage", "uint8") == "uint8":
             raise RecipeError(
                 f"model_name_or_path {name} is stored as 4-bit weights in uint8, which {settings.launch.strategy} can't shard",
-                f"G{give_original(settings)[1:]}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
+                f"Give {original_of(settings)}; load_in_4bit=true quantises it while loading, in a form that can be sharded.",
             )
         compute = {"bnb_4bit_compute_dtype": model_dtype(settings)} if stored_in is NF4 else {}
         return BitsAndBytesConfig(**{**{key: value for key, value in own.items() if not key.startswith("_")}, **compute})
@@ -113,9 +114,14 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
 
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
-    dequantised = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or " if method in DEQUANTISED else ""
-    advice = f"{dequantised}{give_original(settings)}; load_in_4bit=true quantises it while loading."
+    original = original_of(settings)
+    fix = f"Give {original}; load_in_4bit=true quantises it while loading."
+    if method in DEQUANTISED:
+        fix = (
+            f"Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give {original}; load_in_4bit=true quantises "
+            "it while loading."
+        )
     raise RecipeError(
         f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
-        advice[0].upper() + advice[1:],
+        fix,
     )

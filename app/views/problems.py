@@ -1,0 +1,21 @@
+"""Boxes of HTML with the problems and the fix of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..language import tr, tr_n
+from .error_texts import of_error
+from .markup import as_in_recipe, inert
+
+
+def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
+    """A box with the problems and the fix, which screen readers announce, in this request's language."""
+    lines = "".join(f"<li>{inert(as_in_recipe(of_error(line)))}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(as_in_recipe(of_error(fix)))}</p>' if fix else ""
+    return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
+
+
+def settings_problem(problems: Sequence[str], fix: str = "") -> str:
+    """A box with the settings that can't be used, counted."""
+    return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
