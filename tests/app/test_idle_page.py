@@ -8,6 +8,8 @@ import pytest
 from finetune.events import EventWriter, Step
 from finetune.run.directory import RunDirectory
 
+pytestmark = pytest.mark.slow  # the page plans its recipe
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
