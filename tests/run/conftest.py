@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import traceback
 from pathlib import Path
 
@@ -90,6 +91,12 @@ def train():
 
     run_to_end.start, run_to_end.wait = start, wait
     return run_to_end
+
+
+@pytest.fixture
+def warm_starts(warm_python, monkeypatch):
+    """Runs that are started as a command starts them: their processes are without seconds of imports."""
+    monkeypatch.setattr(sys, "executable", warm_python)
 
 
 @pytest.fixture
