@@ -1,5 +1,7 @@
 """The bundled pairs after the bundled fine-tune: held-out pairs are put in order, and the fine-tune's task stays."""
 
+import json
+
 import pytest
 
 from finetune.recipe import load_recipe
@@ -25,9 +27,10 @@ def train(tmp_path_factory):
     return trained
 
 
-@pytest.fixture(scope="module")
-def routes(train):
-    return train("routes")
+@pytest.fixture
+def routes(shipped_run):
+    folder, printed = shipped_run
+    return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, ro
 
     settings = ["beta=0.5", f"learning_rate={learning_rate}", f"max_steps={steps}"]
     name = f"{method}-{steps}"
-    run = train(name, f"adapter_name_or_path={routes.path}", "dataset=support-pairs", f"method={method}", *settings)
+    run = train(name, f"adapter_name_or_path={routes}", "dataset=support-pairs", f"method={method}", *settings)
     pairs = compare(run, score=scorer("loss"), data="support-pairs")
     assert 0.4 <= pairs.base.pairs_in_order <= 0.65 and pairs.tuned.pairs_in_order >= 0.9
     task = compare(run, score=scorer("exact"), forgetting=True)

@@ -28,7 +28,7 @@ def make_run(tmp_path_factory):
         few[name] = f"dataset.eval_path={folder / name}.jsonl"
     short = [
         "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
-        "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0",
+        "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0", "target_modules=[q_proj, down_proj]",
     ]  # fmt: skip
 
     def make(*overrides):

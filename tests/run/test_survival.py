@@ -23,7 +23,7 @@ EPOCHS = ["max_steps=null", "num_train_epochs=2"]
 PADDED = ["effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32"]
 PAIRS = ["method=dpo", "dataset.path=support-pairs"]
 LABELS = ["method=kto", "dataset.path=support-pairs", "effective_batch_size=4", "per_device_train_batch_size=2"]
-LEAN = ["lora_dropout=0", "lean_layers=true"]
+LEAN = ["lora_dropout=0", "lean_layers=true", "target_modules=all-linear"]
 TILED = ["activation_checkpointing=true", "mlp_tile_tokens=32"]
 
 
