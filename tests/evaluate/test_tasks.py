@@ -59,6 +59,7 @@ def python(tmp_path_factory):
         str(venv / "bin" / "python"),
         "install",
         "-q",
+        "--no-compile",
         "-c",
         str(ROOT / "constraints.txt"),
         "lm-eval",

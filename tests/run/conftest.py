@@ -33,7 +33,7 @@ def make_run(tmp_path_factory):
 
     def make(*overrides):
         path = tmp_path_factory.mktemp("runs") / "run"
-        data = next((each for each in reversed(overrides) if each.startswith("dataset.path=")), "dataset.path=support")
+        data = next((value for value in reversed(overrides) if value.startswith("dataset.path=")), "dataset.path=support")
         held_out = [few[name] for name in few if data == f"dataset.path={name}"]
         recipe = load_recipe("tiny-cpu", [*short, *held_out, *overrides, f"output_dir={path}"])
         if torch.version.cuda is None:
