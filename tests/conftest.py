@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tarfile
 from collections import Counter
@@ -25,10 +27,33 @@ raise_gc_thresholds()  # each of four processes imports all that a run does
 @pytest.fixture(scope="session")
 def forecasts(tmp_path_factory):
     """Dry runs are the same for every test and kept for the session; tests of the dry run and its speed start without."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "forecasts"
+    folder = of_all_processes(tmp_path_factory) / "forecasts"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def of_all_processes(tmp_path_factory):
+    """The session's folder, which all processes of the session share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def shipped_run(tmp_path_factory):
+    """The folder where `finetune run tiny-cpu --json` was run, and what it printed; once for all tests."""
+    from finetune.system import take_lock
+
+    folder = of_all_processes(tmp_path_factory) / "shipped"
+    folder.mkdir(exist_ok=True)
+    printed, lock = folder / "printed.jsonl", take_lock(folder / "lock", wait_s=1000)
+    if not printed.exists():
+        command = [sys.executable, "-m", "finetune", "run", "tiny-cpu", "--json"]
+        environment = {**os.environ, "FINETUNE_CACHE": str(folder / "cache")}
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+        printed.write_text(ended.stdout, encoding="utf-8")
+    lock.release()
+    return folder, printed.read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +75,7 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
 LONGEST = (
     "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",
-    "test_two_machines", "test_faults", "test_dry_run", "test_mixed_layers", "test_as_on_windows",
+    "test_two_machines", "test_bundled_pairs", "test_faults", "test_dry_run", "test_mixed_layers", "test_as_on_windows",
 )  # fmt: skip
 
 

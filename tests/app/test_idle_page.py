@@ -8,16 +8,32 @@ import pytest
 from finetune.events import EventWriter, Step
 from finetune.run.directory import RunDirectory
 
+pytestmark = pytest.mark.slow  # the page plans its recipe
 
-@pytest.fixture
-def page(tmp_path):
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One page for all tests: it starts two processes, which import torch."""
     from app.context import Context
     from app.page import build_page
     from app.workspace import Workspace
 
-    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
-    yield build_page(context)[0]
+    folder = tmp_path_factory.mktemp("served")
+    context = Context(Workspace(folder, folder / "runs"), folder / "temporary")
+    yield build_page(context)[0], folder / "runs"
     context.close()
+
+
+@pytest.fixture
+def page(served):
+    return served[0]
+
+
+@pytest.fixture
+def runs(served):
+    yield served[1]
+    for run in served[1].glob("[!.]*"):
+        shutil.rmtree(run)
 
 
 class Tab:
@@ -72,8 +88,8 @@ def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
     assert tab.fired - fired == 5 * len(tab.events("tick"))
 
 
-def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path, kept_run):
-    run = RunDirectory(kept_run(tmp_path / "runs"))
+def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, runs, kept_run):
+    run = RunDirectory(kept_run(runs))
     tab = Tab(page)
     writer, components = EventWriter(run.events), []
     for step in range(1001, 1005):
@@ -85,8 +101,8 @@ def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, tmp_path
     assert components[1] == components[3]
 
 
-def test_a_new_run_is_listed_and_one_that_is_gone_is_not(page, tmp_path, kept_run):
-    first = kept_run(tmp_path / "runs")
+def test_a_new_run_is_listed_and_one_that_is_gone_is_not(page, runs, kept_run):
+    first = kept_run(runs)
     tab = Tab(page)
     tab.tick()
     shutil.copytree(first, first.with_name("second"))

@@ -252,8 +252,8 @@ def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served,
     assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
 
 
-def test_two_apps_on_one_folder_start_one_run_once(served, visit):
-    other = Served(served.folder).start()
+def test_two_apps_on_one_folder_start_one_run_once(served, visit, warm_python):
+    other = Served(served.folder).start(warm_python)
     try:
         write_recipe(served, max_steps=2, save_steps=0, eval_steps=0, max_grad_norm=7)
         before = set((served.folder / "runs").glob("*/plan.json"))

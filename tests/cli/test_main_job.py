@@ -18,11 +18,10 @@ def finetune(*arguments, cwd, code=0, python=sys.executable):
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
+def finished_run(shipped_run):
     """A folder where the shipped recipe was run, and the events that --json printed."""
-    folder = tmp_path_factory.mktemp("main-job")
-    events = [json.loads(line) for line in finetune("run", "tiny-cpu", "--json", cwd=folder).splitlines()]
-    return folder, events
+    folder, printed = shipped_run
+    return folder, [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.fixture

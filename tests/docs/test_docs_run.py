@@ -19,10 +19,11 @@ from generate import clean_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 #: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
+#: They don't evaluate, which takes most of the time: tests/cli and tests/methods do.
 FINETUNE = """#!/bin/sh
 case "$*" in
 "run "*--detach*) set -- "$@" max_steps=60 ;;
-"run "*) set -- "$@" max_steps=3 ;;
+"run "*) set -- "$@" max_steps=3 eval_steps=0 ;;
 "eval "*) set -- "$@" --rows 4 ;;
 esac
 exec "$PYTHON" -m finetune "$@"

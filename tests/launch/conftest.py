@@ -61,16 +61,20 @@ def make_launch(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def supervise():
-    """supervise(run, **environment) -> its started supervisor, killed at the end of the session if it is still running."""
+def supervise(warm_python):
+    """supervise(run, **environment) -> its started supervisor, killed at the end of the session if it is still running.
+
+    The launcher is started as by users; its processes have the libraries imported already.
+    """
     started = []
 
     def start(run, prefix=(), **environment):
         command = [*prefix, sys.executable, "-m", "finetune.run.supervise", str(run.path)]
         with run.log.open("ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **environment}
-            )
+                command, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "PYTHON_EXEC": warm_python, **environment},
+            )  # fmt: skip
         started.append(process)
         return Supervised(run, process)
 
@@ -83,7 +87,7 @@ def supervise():
 
 @pytest.fixture
 def warm_processes(warm_python, monkeypatch):
-    """The launcher is started as by users; its processes have the libraries imported already."""
+    """As in `supervise`, for launchers that tests start."""
     monkeypatch.setenv("PYTHON_EXEC", warm_python)
 
 

@@ -13,7 +13,7 @@ from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, facts, last_state, ste
 from finetune.events import Checkpoint, Start, State, Step, read_events
 from finetune.run.seal import write_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.usefixtures("warm_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 #: Two processes add the same gradients in another order; float32 has 7 digits, and four optimizer steps pass them on.
 LOSS_TOLERANCE = 1e-4

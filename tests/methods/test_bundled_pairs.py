@@ -1,5 +1,7 @@
 """The bundled pairs after the bundled fine-tune: held-out pairs are put in order, and the fine-tune's task stays."""
 
+import json
+
 import pytest
 
 from finetune.recipe import load_recipe
@@ -14,25 +16,31 @@ def train(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def trained(name, *overrides):
-        run = create_run(prepare(load_recipe("tiny-cpu", [*overrides, "sample_answers=0", f"output_dir={folder / name}"])))
+        run = create_run(
+            prepare(load_recipe("tiny-cpu", [*overrides, "sample_answers=0", "eval_steps=0", f"output_dir={folder / name}"]))
+        )
         assert Worker(run).main() == 0
         return run
 
     return trained
 
 
-@pytest.fixture(scope="module")
-def routes(train):
-    return train("routes")
+@pytest.fixture
+def routes(shipped_run):
+    folder, printed = shipped_run
+    return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
-@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "1.25e-4", 300)])
+@pytest.mark.parametrize(
+    ("method", "learning_rate", "steps"),
+    [("dpo", "3e-4", 100), pytest.param("kto", "1.25e-4", 300, marks=pytest.mark.exhaustive)],
+)
 def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, learning_rate, steps):
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
 
-    settings = ["beta=0.5", f"learning_rate={learning_rate}", f"max_steps={steps}", f"eval_steps={steps}"]
-    run = train(method, f"adapter_name_or_path={routes.path}", "dataset=support-pairs", f"method={method}", *settings)
+    settings = ["beta=0.5", f"learning_rate={learning_rate}", f"max_steps={steps}"]
+    run = train(method, f"adapter_name_or_path={routes}", "dataset=support-pairs", f"method={method}", *settings)
     pairs = compare(run, score=scorer("loss"), data="support-pairs")
     assert 0.4 <= pairs.base.pairs_in_order <= 0.65 and pairs.tuned.pairs_in_order >= 0.9
     task = compare(run, score=scorer("exact"), forgetting=True)

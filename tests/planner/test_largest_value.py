@@ -51,7 +51,8 @@ def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecast
 
 @pytest.mark.slow
 def test_with_layers_offloaded_the_next_value_does_not_fit():
-    card, open_recipe = find_card("rtx-4090", free_bytes=6 * GIB), recipe(layer_offloading="auto")
+    card, fixed = find_card("rtx-4090", free_bytes=6 * GIB), {"load_in_4bit": True, "lora_r": 8, "optim": "adamw_8bit"}
+    open_recipe = recipe(layer_offloading="auto", activation_checkpointing=True, effective_batch_size=1, **fixed)
     largest = find_largest(open_recipe, card, "max_length")
     verdicts = [
         make_plan(resolved(open_recipe, max_length=tokens), card, None).verdict for tokens in (largest.value, largest.too_large)

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import traceback
 from pathlib import Path
 
@@ -15,18 +16,26 @@ def make_run(tmp_path_factory):
     """make_run(*overrides) -> a run directory that has not been started, of a few quick steps."""
     import torch
 
+    from finetune.bundled import dataset_paths
     from finetune.recipe import load_recipe
     from finetune.run.directory import RunDirectory
     from finetune.run.prepare import create_run, prepare
 
+    folder, few = tmp_path_factory.mktemp("held_out"), {}
+    for name in ("support", "support-pairs"):  # the loss of all 120 rows takes longer than the steps
+        rows = dataset_paths(name)["eval"].read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(rows[:8]), encoding="utf-8")
+        few[name] = f"dataset.eval_path={folder / name}.jsonl"
     short = [
         "max_steps=8", "save_steps=2", "effective_batch_size=2", "per_device_train_batch_size=1", "dataset.max_rows=16",
-        "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0",
+        "save_total_limit=3", "lora_r=4", "lora_alpha=8", "eval_steps=0", "target_modules=[q_proj, down_proj]",
     ]  # fmt: skip
 
     def make(*overrides):
         path = tmp_path_factory.mktemp("runs") / "run"
-        recipe = load_recipe("tiny-cpu", [*short, *overrides, f"output_dir={path}"])
+        data = next((value for value in reversed(overrides) if value.startswith("dataset.path=")), "dataset.path=support")
+        held_out = [few[name] for name in few if data == f"dataset.path={name}"]
+        recipe = load_recipe("tiny-cpu", [*short, *held_out, *overrides, f"output_dir={path}"])
         if torch.version.cuda is None:
             return create_run(prepare(recipe))
         # with a torch for CUDA, a process that has run a step on fake tensors forks no child that can train
@@ -82,6 +91,12 @@ def train():
 
     run_to_end.start, run_to_end.wait = start, wait
     return run_to_end
+
+
+@pytest.fixture
+def warm_starts(warm_python, monkeypatch):
+    """Runs that are started as a command starts them: their processes are without seconds of imports."""
+    monkeypatch.setattr(sys, "executable", warm_python)
 
 
 @pytest.fixture

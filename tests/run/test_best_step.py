@@ -20,7 +20,10 @@ from finetune.run.state import read_state
 #: Eight rows again and again: held-out loss falls while the form is learnt, then rises, as the held-out answer is another one.
 #: The rate is low, so that rounding does not decide which step is the best.
 LENGTHS = ("max_steps=24", "eval_steps=3", "save_steps=3", "effective_batch_size=8", "per_device_train_batch_size=8")
-OVERFITS = (*LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=4e-4", "lr_scheduler_type=constant")
+OVERFITS = (
+    *LENGTHS, "save_total_limit=1", "sample_answers=0", "learning_rate=4e-4", "lr_scheduler_type=constant",
+    "target_modules=all-linear",
+)  # fmt: skip
 
 
 def of(run, kind):

@@ -30,13 +30,9 @@ def manifest(folder):
 
 
 @pytest.fixture(scope="module")
-def make(make_run, tmp_path_factory):
-    """make(*overrides) -> a run whose held-out rows are few."""
-    from finetune.bundled import dataset_paths
-
-    eval_file = tmp_path_factory.mktemp("rows") / "held.jsonl"
-    eval_file.write_text("".join(dataset_paths("support")["eval"].read_text().splitlines(keepends=True)[:8]))
-    return lambda *overrides: make_run("sample_answers=0", "eval_steps=3", f"dataset.eval_path={eval_file}", *overrides)
+def make(make_run):
+    """make(*overrides) -> a run that evaluates."""
+    return lambda *overrides: make_run("sample_answers=0", "eval_steps=3", *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def test_out_of_memory_while_loading_is_not_tried_again_and_the_message_says_wha
     assert "while the model was loaded" in message and "plan again with a smaller model" in message  # 4-bit it is
 
 
-def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run):
+def test_a_killed_worker_is_failed_at_once_and_resumes(unbroken, make_run, warm_starts):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, "step5:kill").wait() == 1
     state = read_state(run)
@@ -130,11 +129,11 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     assert read_state(run).state == "stopped"
 
 
-def test_no_second_training_process_starts_beside_one_that_outlived_its_supervisor(make_run):
+def test_no_second_training_process_starts_beside_one_that_outlived_its_supervisor(make_run, warm_python):
     run = make_run()
     lock = take_lock(run.worker_lock)
     code = "import sys, finetune.run.worker as worker; worker._PREDECESSOR_S = 0; sys.exit(worker.main())"
-    assert is_alive(run) and subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 1
+    assert is_alive(run) and subprocess.run([warm_python, "-c", code, str(run.path)]).returncode == 1
     assert not run.events.exists()
     lock.release()
 

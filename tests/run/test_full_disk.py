@@ -18,7 +18,7 @@ from finetune.run.failures import is_disk_full
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_starts")]
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def learnt(make_run, train, rows):
-    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16")
+    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16", "target_modules=all-linear")
     assert train(run) == 0, run.log.read_text()[-2000:]
     return run
 
@@ -62,7 +62,7 @@ def test_the_merged_model_has_the_token_and_loads_as_any_other(learnt, tmp_path)
 
 
 def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, tmp_path):
-    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16")
+    run = make_run(f"dataset.path={rows}", TOKENS, "max_steps=16", "target_modules=all-linear")
     pid = train.start(run, waiting_after(5, tmp_path / "never"))
     while not any(isinstance(event, Step) and event.step == 5 for event in read_events(run.events)):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
@@ -74,7 +74,7 @@ def test_a_killed_run_continues_to_the_same_rows(learnt, make_run, train, rows, 
 
 
 def test_training_goes_on_from_an_adapter_with_new_tokens(learnt, make_run, train, rows):
-    inherited = [f"adapter_name_or_path={learnt.path}", "lora_r=auto", "lora_alpha=auto"]
+    inherited = [f"adapter_name_or_path={learnt.path}", "lora_r=auto", "lora_alpha=auto", "target_modules=auto"]
     run = make_run(f"dataset.path={rows}", *inherited, "max_steps=1")
     assert train(run) == 0, run.log.read_text()[-2000:]
     [step] = [event for event in read_events(run.events) if isinstance(event, Step)]

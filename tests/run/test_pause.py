@@ -10,7 +10,7 @@ from finetune.events import Step, read_events
 from finetune.run import control
 from finetune.run.state import is_alive, is_recorded_process, read_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_starts")]
 
 
 def steps_of(run):
@@ -42,7 +42,7 @@ def steps_when_asked(monkeypatch):
 
 
 def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(make_run, train, finetune, steps_when_asked):
-    settings = ("lora_dropout=0.1", "max_steps=12", "effective_batch_size=32")  # steps that are long beside a signal's way
+    settings = ("lora_dropout=0.1", "max_steps=8", "effective_batch_size=16")  # steps that are long beside a signal's way
     whole, paused = make_run(*settings), make_run(*settings)
     assert train(whole) == 0, whole.log.read_text()[-2000:]
     control.start(paused)
@@ -51,12 +51,12 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
         time.sleep(0.01)
     code, output = finetune("pause", str(paused.path))
     at = steps_of(paused)[-1]
-    assert code == 0 and f"paused at step {at} of 12; the card is free" in output and "finetune resume" in output
+    assert code == 0 and f"paused at step {at} of 8; the card is free" in output and "finetune resume" in output
     assert at <= steps_when_asked[0] + 2, "the step that ran while it was asked, and at most one more"
     assert not any(is_recorded_process(record) for record in read_processes(paused).values() if record)
     control.resume(paused)
     assert control.wait(paused, 900)
-    assert steps_of(paused) == list(range(1, 13))
+    assert steps_of(paused) == list(range(1, 9))
     assert adapter_hash(paused) == adapter_hash(whole)
     code, output = finetune("pause", str(paused.path))
     assert code == 0 and "finished" in output

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -35,16 +36,21 @@ def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, ma
     assert losses[0][0] == pytest.approx(np.log(2), abs=1e-4)
 
 
-@pytest.fixture
-def killed(make_run, train, tmp_path):
-    """A run that was killed after step 5, with a checkpoint of step 4."""
+@pytest.fixture(scope="module")
+def killed_once(make_run, train, tmp_path_factory):
     run = make_run(*PAIRS, "precompute_ref_log_probs=true")
-    pid = train.start(run, waiting_after(5, tmp_path / "never"))
+    pid = train.start(run, waiting_after(5, tmp_path_factory.getbasetemp() / "never"))
     while not any(step.step == 5 for step in steps_of(run)):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
     os.kill(pid, 9)
     train.wait(pid)
     return run
+
+
+@pytest.fixture
+def killed(killed_once, tmp_path):
+    """A run that was killed after step 5, with a checkpoint of step 4."""
+    return type(killed_once)(shutil.copytree(killed_once.path, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("damage", ["none", "bytes", "missing"])

@@ -14,6 +14,7 @@ BASE = (
     "sample_answers=0",
     "lora_dropout=0",
     "per_device_train_batch_size=2",
+    "target_modules=all-linear",
 )
 #: Another value, after what must be set as well.
 FLIPS = {

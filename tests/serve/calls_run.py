@@ -1,8 +1,6 @@
 """A run of the bundled tiny model that has learnt a few calls of tools by heart."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 #: A template of the tiny model's tokens with tools and calls, in Qwen's and Hermes' form.
@@ -44,8 +42,12 @@ def write_rows(path: Path, conversations):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make(folder: Path, conversations=(ONE, TWO, REPLY, NO_CALL, BROKEN), *overrides: str, python: str = sys.executable) -> Path:
+def make(folder: Path, conversations=(ONE, TWO, REPLY, NO_CALL, BROKEN), *overrides: str) -> Path:
     """The directory of a run that was trained on these conversations until it gives their answers."""
+    from finetune.recipe import load_recipe
+    from finetune.run.prepare import create_run, prepare
+    from finetune.run.worker import Worker
+
     data, template = folder / "rows.jsonl", folder / "calls.jinja"
     write_rows(data, conversations)
     template.write_text(TEMPLATE, encoding="utf-8")
@@ -54,5 +56,6 @@ def make(folder: Path, conversations=(ONE, TWO, REPLY, NO_CALL, BROKEN), *overri
         "lora_r=32", "lora_alpha=64", "max_steps=60", "learning_rate=5e-3", "eval_steps=0", "dataset.test_split_size=0",
         "effective_batch_size=5", "per_device_train_batch_size=5", "max_length=512", *overrides,
     )  # fmt: skip
-    subprocess.run([python, "-m", "finetune", "run", "tiny-cpu", *settings], check=True, capture_output=True)
-    return folder / "calls"
+    run = create_run(prepare(load_recipe("tiny-cpu", settings)))
+    assert Worker(run).main() == 0
+    return run.path

@@ -41,6 +41,7 @@ def engine():
     models.go.set()
     engine = Engine(models, tokens=20)
     yield engine
+    engine.models.go.set()  # or closing waits for what is tokenised
     engine.close()
 
 

@@ -104,8 +104,9 @@ def run(wish, files):
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # on a full disk
+                stream.flush()
         os._exit(code)
 
 
