@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
+from gradio.layouts import Form
 
 from ..language import FIRST_HTML
 
@@ -40,3 +41,12 @@ def change_trigger(elem_id: str | None = None) -> gr.HTML:
 def fingerprint(*shown: Any) -> str:
     """A short text that differs when one of the values does."""
     return f"{hash(repr(shown)):x}"
+
+
+def load_when_shown(block: Any) -> list[Any]:
+    """Hide a column and all in it, so that a browser does not load the scripts that only they need. Returns what was hidden."""
+    inner = [hidden for child in getattr(block, "children", []) for hidden in load_when_shown(child)]
+    if block.visible is not True or isinstance(block, Form):  # a form is a frame of fields and can't be updated
+        return inner
+    block.visible = False
+    return [block, *inner]
