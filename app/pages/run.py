@@ -44,14 +44,15 @@ def build(context: Context, page: gr.Blocks) -> None:
     changed.change(view.arms, sweep, arms, **QUIET)
     tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
     for pane, column in panes.items():
-        hidden = load_when_shown(column)
-        tab.change(functools.partial(_shown_in, pane, len(hidden)), tab, hidden, **QUIET)
+        blocks, opened = load_when_shown(column), gr.Textbox(visible="hidden")
+        shown = functools.partial(_shown_in, pane, [*blocks.values()])
+        tab.change(shown, [tab, opened], [opened, *blocks], **QUIET)
     act.change(view.act, [name, act], status, **QUIET)
 
 
-def _shown_in(pane: str, count: int, tab: str) -> Any:
-    """Shows the components of a tab when it is opened; what was shown once stays, with what was typed."""
-    return [gr.update(visible=True)] * count if tab == pane else gr.skip()
+def _shown_in(pane: str, shown: list[Any], tab: str, opened: str) -> Any:
+    """Shows the components of a tab when it is first opened; later a handler may have hidden some of them."""
+    return gr.skip() if tab != pane or opened else [pane, *(gr.update(visible=visible) for visible in shown)]
 
 
 class _View:

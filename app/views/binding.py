@@ -43,10 +43,13 @@ def fingerprint(*shown: Any) -> str:
     return f"{hash(repr(shown)):x}"
 
 
-def load_when_shown(block: Any) -> list[Any]:
-    """Hide a column and all in it, so that a browser does not load the scripts that only they need. Returns what was hidden."""
-    inner = [hidden for child in getattr(block, "children", []) for hidden in load_when_shown(child)]
-    if block.visible is not True or isinstance(block, Form):  # a form is a frame of fields and can't be updated
-        return inner
-    block.visible = False
-    return [block, *inner]
+def load_when_shown(block: Any) -> dict[Any, Any]:
+    """Hide a column and all in it, so that a browser does not load the scripts that only they need. Returns what to show
+    later: each component, and its `visible`, also "hidden", as Gradio shows all in a column that it has loaded."""
+    blocks = {inner: shown for child in getattr(block, "children", []) for inner, shown in load_when_shown(child).items()}
+    if block.visible is False or isinstance(block, Form):  # a form is a frame of fields and can't be updated
+        return blocks
+    blocks = {block: block.visible, **blocks}
+    if block.visible is True:
+        block.visible = False
+    return blocks
