@@ -44,15 +44,14 @@ def build(context: Context, page: gr.Blocks) -> None:
     changed.change(view.arms, sweep, arms, **QUIET)
     tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
     for pane, column in panes.items():
-        blocks, opened = load_when_shown(column), gr.Textbox(visible="hidden")
-        shown = functools.partial(_shown_in, pane, [*blocks.values()])
-        tab.change(shown, [tab, opened], [opened, *blocks], **QUIET)
+        controls = load_when_shown(column)
+        tab.change(functools.partial(_shown_in, pane, len(controls)), tab, controls, **QUIET)
     act.change(view.act, [name, act], status, **QUIET)
 
 
-def _shown_in(pane: str, shown: list[Any], tab: str, opened: str) -> Any:
-    """Shows the components of a tab when it is first opened; later a handler may have hidden some of them."""
-    return gr.skip() if tab != pane or opened else [pane, *(gr.update(visible=visible) for visible in shown)]
+def _shown_in(pane: str, count: int, tab: str) -> Any:
+    """Shows so many controls of a tab when it is opened; they stay, with what was typed."""
+    return [gr.update(visible=True)] * count if tab == pane else gr.skip()
 
 
 class _View:

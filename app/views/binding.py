@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
-from gradio.layouts import Form
+from gradio.blocks import BlockContext
 
 from ..language import FIRST_HTML
 
@@ -43,13 +43,14 @@ def fingerprint(*shown: Any) -> str:
     return f"{hash(repr(shown)):x}"
 
 
-def load_when_shown(block: Any) -> dict[Any, Any]:
-    """Hide a column and all in it, so that a browser does not load the scripts that only they need. Returns what to show
-    later: each component, and its `visible`, also "hidden", as Gradio shows all in a column that it has loaded."""
-    blocks = {inner: shown for child in getattr(block, "children", []) for inner, shown in load_when_shown(child).items()}
-    if block.visible is False or isinstance(block, Form):  # a form is a frame of fields and can't be updated
-        return blocks
-    blocks = {block: block.visible, **blocks}
-    if block.visible is True:
-        block.visible = False
-    return blocks
+def load_when_shown(column: Any) -> list[Any]:
+    """Hide the controls in a column, so that a browser does not load the scripts that only they need. Returns them, to be shown
+    when the column is. Those in an accordion are loaded with it."""
+    controls = []
+    for block in column.children:
+        if isinstance(block, BlockContext) and not isinstance(block, gr.Accordion):
+            controls += load_when_shown(block)
+        elif block.visible is True and not isinstance(block, gr.HTML):  # the scripts of HTML are loaded anyway
+            block.visible = False
+            controls.append(block)
+    return controls
