@@ -1,10 +1,15 @@
-// The Fit page: which phase and part are shown, its buttons' messages to the server, the drawer, and focus across answers.
-// Gradio replaces the HTML of an answer, so what a person chose here is applied anew and a replaced control has the focus again.
+// The Fit page: which phase and part are shown, its messages to the server, what it answers, the drawer, and focus across answers.
+// An answer replaces HTML, so what a person chose here is applied anew and a replaced control has the focus again.
 import { tr } from "./language.js";
 
 const state = { phase: "train", part: "", focus: "", page: Math.random().toString(36).slice(2), sent: 0, waiting: [], basis: "" };
-// A message that is not acknowledged after this long is sent again.
-const RESENT_MS = 3000;
+// What the server has said: to the last message, the draft, the plan's numbers and how to start; and the stamps of the draft, of
+// the one whose plan is shown, and of those before.
+const fit = { acted: null, draft: null, plan: null, asked: "", answered: "", stamps: new Set() };
+// A message that is not acknowledged after this long is sent again; plans at other values are asked for when nobody edits for this long.
+const RESENT_MS = 3000, LATER_MS = 150;
+const isFit = () => Boolean(document.querySelector("#fit-answered"));
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 const apply = () => {
   for (const panel of document.querySelectorAll(".ft-phase")) panel.hidden = panel.dataset.phase !== state.phase;
@@ -21,24 +26,115 @@ const apply = () => {
   if (state.focus && document.activeElement === document.body) document.querySelector(`[data-key="${state.focus}"]`)?.focus({ preventScroll: true });
 };
 
-// A message to the page's server: its text box is the one whose name ends so. Gradio may report the last of several quick ones
-// only, so each has those before it that Fit's server has not acknowledged; of those for one control the last is enough.
-const values = (name) => JSON.parse(document.querySelector(`#fit-${name} [data-json]`)?.dataset.json ?? "null");
+// A message to the page's server: its text box is the one whose name ends so. Fit's goes to the same handler without Gradio's
+// page, and has those before it that are not acknowledged yet; of those for one control the last is enough.
 const controlOf = ({ set, auto, field, basis }) => set ?? auto ?? field ?? (basis === undefined ? "" : "text");
 export const send = (message) => {
-  const isFit = document.querySelector("#fit-acted"), last = state.waiting.at(-1);
+  const last = state.waiting.at(-1);
   if (last && controlOf(message) && controlOf(last) === controlOf(message)) state.waiting.pop();
   state.sent += 1;
-  state.waiting = [...(isFit ? state.waiting : []), { ...message, sent: state.sent }];
-  submit();
+  state.waiting = [...(isFit() ? state.waiting : []), { ...message, sent: state.sent }];
+  const box = document.querySelector('[id$="-act"] :is(textarea, input)');
+  if (box) write(box, messages());
+  if (isFit()) { fill(); post(); }
 };
-const submit = () => {
-  const box = document.querySelector('[id$="-act"] :is(textarea, input)'), last = state.waiting.at(-1);
-  clearTimeout(state.timer);
-  if (!box || !last) return;
-  write(box, JSON.stringify({ ...last, page: state.page, earlier: state.waiting.slice(0, -1), tick: performance.now() }));
-  if (document.querySelector("#fit-acted")) state.timer = setTimeout(submit, RESENT_MS);
+const messages = () => JSON.stringify({ ...state.waiting.at(-1), page: state.page, earlier: state.waiting.slice(0, -1), tick: performance.now() });
+const post = async () => {
+  if (state.isPosting) return;
+  state.isPosting = true;
+  for (; state.waiting.length; fill()) {
+    try {
+      const { components, dependencies } = window.gradio_config;
+      const { id } = components.find(({ props }) => props.elem_id === "fit-act");
+      const handler = dependencies.find(({ targets }) => targets.some(([target, event]) => target === id && event === "submit"));
+      const request = { method: "POST", headers: { "content-type": "application/json" }, signal: AbortSignal.timeout(RESENT_MS) };
+      const response = await fetch("/gradio_api/run/predict", { ...request, body: JSON.stringify({ data: [messages()], fn_index: handler.id }) });
+      acknowledge(JSON.parse((await response.json()).data[0]));
+    } catch { await pause(RESENT_MS); }
+  }
+  state.isPosting = false;
+};
+const acknowledge = (answer) => {
+  fit.acted = answer;
+  state.waiting = state.waiting.filter(({ sent }) => sent > answer.sent);
+  if (answer.refused !== undefined) show({ refused: answer.refused });
+  if (!state.waiting.length) takeDraft(answer);
+};
+
+// What the server answers about the draft. A plan that is no longer the draft's is asked for again, and the newest question wins.
+const show = (parts) => {
+  for (const [name, html] of Object.entries(parts)) {
+    const part = document.querySelector(`#fit-${name} [data-part]`);
+    if (part && part.shown !== html) [part.shown, part.innerHTML] = [html, html];
+  }
+};
+const answerTo = async (question, signal) => {
+  try {
+    const response = await fetch(`/ft/fit/${question}`, { signal });
+    return response.ok ? await response.json() : null;
+  } catch { return null; }
+};
+const takeDraft = (draft) => {
+  if (draft && (fit.draft?.read ?? 0) < draft.read) {
+    fit.draft = draft;
+    takeStamp(draft.stamp);
+  }
   fill();
+};
+const takeStamp = (stamp) => {
+  if (fit.stamps.has(stamp)) return;
+  fit.stamps.add(stamp);
+  fit.asked = stamp;
+  askForPlan();
+};
+const askForPlan = async () => {
+  fit.asking?.abort();
+  clearTimeout(fit.timer);
+  const asking = fit.asking = new AbortController();
+  let answer = null;
+  while (!(answer = await answerTo("plan", asking.signal))) {
+    if (asking.signal.aborted) return;
+    await pause(1000);
+  }
+  if (asking.signal.aborted) return;
+  fit.stamps.add(answer.stamp);
+  [fit.plan, fit.asked, fit.answered] = [answer, answer.stamp, answer.stamp];
+  show(answer.parts);
+  fill();
+  if (fit.draft?.stamp !== answer.stamp) takeDraft(await answerTo("draft"));
+  fit.timer = setTimeout(async () => {
+    await showBars();
+    if (answer.planned && fit.answered === answer.stamp) showLater("compared");
+  }, LATER_MS);
+};
+const showLater = async (question) => {
+  const answer = await answerTo(question);
+  if (answer?.stamp !== fit.answered) return null;
+  show(answer.parts);
+  return answer;
+};
+const showBars = async () => {
+  const answer = await showLater("bars"), box = document.querySelector("#fit-command textarea");
+  if (answer && box && box.value !== answer.command) write(box, answer.command);
+};
+// What Gradio's controls and its timer bring: the draft's stamp, why a change was refused, and how much was planned ahead.
+const askForBoth = async (stamp) => {
+  takeStamp(stamp);
+  takeDraft(await answerTo("draft"));
+};
+const notice = () => {
+  if (!fit.asking) askForBoth("");
+  const [text, ahead] = ["stamp", "ahead"].map((name) => document.querySelector(`#fit-${name} [data-json]`)?.dataset.json);
+  if (text && fit.noticed !== text) {
+    fit.noticed = text;
+    const { stamp, refused } = JSON.parse(text);
+    if (refused !== undefined) show({ refused });
+    if (!fit.stamps.has(stamp)) askForBoth(stamp);
+  }
+  if (fit.ahead !== ahead) {
+    fit.ahead = ahead;
+    if (fit.answered) showBars();
+  }
 };
 // Gradio is told what its box has, or it would copy or send what it had before.
 const write = (box, text) => {
@@ -50,25 +146,28 @@ const write = (box, text) => {
 
 // The controls that are this script's show the draft: numbers, recipe, and the fields of Advanced, a form that is fetched when it
 // is opened. While a message waits, an answer may be older than it, and then nothing is written; nor is what is being used.
-const controls = () => document.querySelectorAll('[class*="ft-own-"] :is(input[type=number], textarea), [data-field]');
+const controls = () => document.querySelectorAll('[class*="ft-own-"] :is(input[type=number], textarea:not(#fit-command *)), [data-field]');
 const nameOf = (control) => control.dataset.field ?? control.closest?.('[class*="ft-own-"]')?.className.match(/ft-own-(\w+)/)[1];
 const isUsed = (control) => control === document.activeElement && document.hasFocus();
 const fill = () => {
-  const [asked, answered] = ["asked", "answered"].map((name) => document.querySelector(`#fit-${name}`)?.textContent.trim());
-  if (asked === undefined) return;
-  const acted = values("acted"), drafted = values("drafted"), planned = values("planned");
-  state.waiting = state.waiting.filter(({ sent }) => sent > (acted?.sent ?? 0));
-  if (!state.waiting.length) clearTimeout(state.timer);
+  if (!isFit()) return;
+  const { acted, draft, plan } = fit, start = document.querySelector("#fit-start");
+  for (const name of ["asked", "answered"]) {
+    const shown = document.querySelector(`#fit-${name}`);
+    if (shown.textContent !== fit[name]) shown.textContent = fit[name];
+  }
   document.body.toggleAttribute("data-unsaved", state.waiting.length > 0);
-  document.body.toggleAttribute("data-planning", state.waiting.length > 0 || asked === "" || asked !== answered);
-  if (!drafted || state.waiting.length || (acted && drafted.read < acted.read && drafted.stamp !== acted.stamp)) return;
-  const numbers = { ...(planned?.stamp === drafted.stamp ? planned.numbers : {}), ...drafted.numbers };
-  const isRefused = acted?.refused && state.basis !== drafted.stamp;
+  document.body.toggleAttribute("data-planning", state.waiting.length > 0 || !fit.answered || fit.asked !== fit.answered);
+  document.body.toggleAttribute("data-too-big", Boolean(plan?.too_big));
+  if (start) start.disabled = !plan?.start;
+  if (!draft || state.waiting.length) return;
+  const numbers = { ...(plan?.stamp === draft.stamp ? plan.numbers : {}), ...draft.numbers };
+  const isRefused = acted?.text_refused && state.basis !== draft.stamp;
   for (const control of controls()) {
     const name = nameOf(control);
     if (isUsed(control) && !(name === "text" && isRefused)) continue;
-    const text = control.dataset.field ? drafted.values[name] ?? control.dataset.usual : name === "text" ? drafted.text : numbers[name];
-    if (name === "text") state.basis = drafted.stamp;
+    const text = control.dataset.field ? draft.values[name] ?? control.dataset.usual : name === "text" ? draft.text : numbers[name];
+    if (name === "text") state.basis = draft.stamp;
     if (text !== undefined && control.value !== String(text)) write(control, text);
   }
 };
@@ -143,4 +242,4 @@ document.addEventListener("keydown", (event) => {
   bars[next].focus();
   bars[next].click();
 });
-new MutationObserver(() => { apply(); fill(); }).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
+new MutationObserver(() => { apply(); fill(); if (isFit()) notice(); }).observe(document.documentElement, { childList: true, subtree: true, characterData: true });

@@ -223,7 +223,11 @@ def main() -> int:
     parser.add_argument("--edits", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, page_started(Path(folder)) as link, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        page_started(Path(folder)) as link,
+        sync_playwright() as playwright,
+    ):
         draft = Path(folder) / "runs/.app/draft/recipe.yaml"
         draft.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(FIRST)

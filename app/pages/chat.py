@@ -42,10 +42,11 @@ _WHO: dict[str, tuple[Model, ...]] = {
 }  # fmt: skip
 
 
-def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
+def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> gr.Column:
     """The tab for the run called `name`; it is up to date while the timer ticks."""
-    with gr.Column(elem_classes="ft-pane ft-pane-chat"):
+    with gr.Column(elem_classes="ft-pane ft-pane-chat") as pane:
         _lay_out(_View(context), name, timer, _who)
+    return pane
 
 
 def build_page(context: Context, page: gr.Blocks) -> None:

@@ -7,6 +7,7 @@ ends, and write a late answer into a box that is being typed in.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from finetune.recipe import shipped_recipes
 
 from ..language import mark, tr
 from ..planning.catalogue import card_choices
-from ..views.binding import show
+from ..views.binding import change_trigger, show
 from ..views.markup import note, page_title
 from ..views.words import SETTING_NAMES
 
@@ -60,34 +61,18 @@ class Measure:
 
 @dataclass(frozen=True)
 class Layout:
-    """Components by what they are for. `answer`: what a plan fills, in the order of the handler's values."""
+    """Components with a handler, by what they are for."""
 
     card: Any
-    bars: list[Any]
-    refused: Any
-    trouble: Any
-    verdict: Any
-    ledger: Any
-    facts: Any
-    smaller: Any
-    reasons: Any
-    others: Any
     largest: Largest
     measure: Measure
-    ready: Any
     force: Any
     start: Any
     progress: Any
-    command: Any
     load: Any
     shipped: Any
     act: Any
-
-    @property
-    def answer(self) -> list[Any]:
-        """What a plan fills."""
-        shown = [self.trouble, self.verdict, self.ledger, self.facts, self.smaller, self.reasons, self.others]
-        return [*shown, self.ready, self.force, self.start]
+    acted: Any
 
 
 def lay_out() -> Layout:
@@ -96,28 +81,35 @@ def lay_out() -> Layout:
     middle = _middle()
     with gr.Column(elem_classes="ft-box"):
         show(lambda: f"<h2>{tr('What was chosen, and why')}</h2>")
-        reasons = show(elem_id="fit-reasons")
+        _part("reasons")
     show(_advanced)
-    return Layout(**head, **middle, **_bottom(), **_drawer(), reasons=reasons)
+    return Layout(**head, **middle, **_bottom(), **_drawer())
+
+
+def _part(name: str, first: Callable[[], str] = str) -> None:
+    """An element that fit.js fills with what the server answers; `first` makes what it has before."""
+    show(lambda: f"<div data-part>{first()}</div>", elem_id=f"fit-{name}")
 
 
 def _head() -> dict[str, Any]:
     """The verdict, the memory and the facts."""
-    parts: dict[str, Any] = {"refused": show(elem_id="fit-refused"), "trouble": show(elem_id="fit-trouble")}
+    parts: dict[str, Any] = {}
+    _part("refused")
+    _part("trouble")
     with gr.Column(elem_id="fit-answer", elem_classes="ft-box"):
-        show(lambda: f'<p role="status">{tr("planning …")}</p>', elem_id="fit-planning")
+        show(_planning, elem_id="fit-planning")
         with gr.Row(elem_id="fit-top"):
-            parts["verdict"] = show(functools.partial(page_title, "Fit"), elem_id="fit-verdict")
+            _part("verdict", functools.partial(page_title, "Fit"))
             cards: list[Any] = [(mark("This machine"), "auto"), *cards_here(), ("CPU", "cpu"), *card_choices()]
             parts["card"] = gr.Dropdown(cards, label="GPU", allow_custom_value=True, elem_id="fit-card")
-        parts["ledger"], parts["facts"] = show(elem_id="fit-ledger"), show(elem_id="fit-facts")
-    parts["smaller"] = show(elem_id="fit-smaller")
+        _part("ledger")
+        _part("facts")
+    _part("smaller")
     return parts
 
 
 def _middle() -> dict[str, Any]:
     """What if, and other plans."""
-    bars = []
     with gr.Row(elem_id="fit-more"):
         with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
             explained = mark("Each with its own fastest plan; an outline is not planned yet.")
@@ -129,12 +121,12 @@ def _middle() -> dict[str, Any]:
                         label=label, minimum=lowest, maximum=highest, precision=0, elem_id=f"fit-{identity}", min_width=110,
                         elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
-                    bars.append(show(elem_id=f"fit-{identity}-bars"))
+                    _part(f"{identity}-bars")
             largest, measure = _largest(), _measure()
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show(functools.partial(_headed, mark("Other plans"), mark("The same settings, other ways to fit.")))
-            others = show(elem_id="fit-alternatives")
-    return {"bars": bars, "others": others, "largest": largest, "measure": measure}
+            _part("alternatives")
+    return {"largest": largest, "measure": measure}
 
 
 def _largest() -> Largest:
@@ -154,18 +146,24 @@ def _measure() -> Measure:
 def _bottom() -> dict[str, Any]:
     """The bar with the start."""
     with gr.Row(elem_id="fit-go"):
-        parts: dict[str, Any] = {"ready": show(elem_id="fit-ready"), "progress": show(elem_id="fit-progress")}
-        parts["force"] = gr.Checkbox(label=mark("Start anyway"), visible=False, elem_id="fit-force", container=False)
+        _part("ready")
+        parts: dict[str, Any] = {"progress": show(elem_id="fit-progress")}
+        parts["force"] = gr.Checkbox(label=mark("Start anyway"), elem_id="fit-force", container=False)
         opens = 'aria-expanded="false" aria-controls="fit-drawer"'
         show(lambda: f'<button type="button" class="ft-plain" data-drawer {opens}>{tr("Recipe")}</button>')
-        parts["start"] = gr.Button(mark("Start training"), variant="primary", elem_id="fit-start", interactive=False)
-    parts["act"] = gr.Textbox(visible="hidden", elem_id="fit-act")
+        parts["start"] = gr.Button(mark("Start training"), variant="primary", elem_id="fit-start")
+    parts["act"], parts["acted"] = gr.Textbox(visible="hidden", elem_id="fit-act"), change_trigger()
     return parts
 
 
 def _drawer_head() -> str:
     close = f'<button type="button" class="ft-plain" data-drawer>{tr("Close")}</button>'
     return f'<div class="ft-drawer-head"><h2>{tr("Recipe")}</h2>{close}</div>'
+
+
+def _planning() -> str:
+    """What is said while a plan is made; and for fit.js, the stamps of the draft and of the one that the plan shown is of."""
+    return f'<p role="status">{tr("planning …")}</p><i id="fit-asked" hidden></i><i id="fit-answered" hidden></i>'
 
 
 def _headed(title: str, explained: str) -> str:
@@ -185,13 +183,10 @@ def _drawer() -> dict[str, Any]:
             elem_id="fit-yaml",
             elem_classes="ft-mono ft-own-text",
         )
-        parts["command"] = gr.Textbox(
-            label=mark("The same as a command"),
-            interactive=False,
-            buttons=["copy"],
-            elem_id="fit-command",
-            elem_classes="ft-mono",
-        )
+        gr.Textbox(
+            label=mark("The same as a command"), interactive=False, buttons=["copy"], elem_id="fit-command",
+            elem_classes="ft-mono ft-own-command",
+        )  # fmt: skip
         with gr.Row():
             show(lambda: f'<a class="ft-button" href="/ft/recipe.yaml" download="recipe.yaml">{tr("Download")}</a>')
             upload = mark("Upload a recipe")

@@ -46,19 +46,20 @@ _DRY_RUN_FIRST = mark("See the files first: Dry run.")
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 
-def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> None:
+def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> dict[str, gr.Column]:
     """Both tabs for the run called `name`; they are up to date while the timer ticks."""
     view = _View(context)
     changed = change_trigger()
-    with gr.Column(elem_classes="ft-pane ft-pane-evaluate"):
+    with gr.Column(elem_classes="ft-pane ft-pane-evaluate") as evaluate:
         order, rows, others, scores, reported = _evaluate_tab(view, name)
-    with gr.Column(elem_classes="ft-pane ft-pane-export"):
+    with gr.Column(elem_classes="ft-pane ft-pane-export") as export:
         kind, together, merged, pushed, exported, served = _export_tab(view, name)
     name.change(view.depending, name, [rows, others, kind, together], **QUIET)
     name.change(view.tick, [name, order], changed, **QUIET)
     timer.tick(view.tick, [name, order], changed, **QUIET)
     order.input(view.tick, [name, order], changed, **QUIET)
     changed.change(view.show, [name, order], [scores, reported, merged, pushed, exported, served], **QUIET)
+    return {"evaluate": evaluate, "export": export}
 
 
 def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune.run.directory import RunDirectory
 from ..context import Context
 from ..language import tr
 from ..views import sweep as sweep_view
-from ..views.binding import QUIET, change_trigger, fingerprint, show
+from ..views.binding import QUIET, change_trigger, fingerprint, load_when_shown, show
 from ..views.markup import note, to_fit
 from ..views.problems import problem
 from ..views.run_head import TABS
@@ -35,15 +36,22 @@ def build(context: Context, page: gr.Blocks) -> None:
     act = gr.Textbox(visible="hidden", elem_id="run-act")
     head, status, body = show(elem_id="run-head"), show(elem_id="run-status"), show(elem_id="run-body")
     tasks, talk = gr.Timer(result.TICK_S, active=False), gr.Timer(chat.TICK_S, active=False)
-    result.build(context, name, tasks)
-    chat.build(context, name, talk)
+    panes = {**result.build(context, name, tasks), "chat": chat.build(context, name, talk)}
     sweep, arms, changed = gr.Textbox(visible="hidden"), show(elem_id="run-arms"), change_trigger()
     following = gr.Timer(_SWEEP_TICK_S, active=False)
     page.load(view.open, None, [name, tab, head, body, sweep, arms, following], **QUIET)
     following.tick(view.sweep_changes, sweep, changed, **QUIET)
     changed.change(view.arms, sweep, arms, **QUIET)
     tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
+    for pane, column in panes.items():
+        controls = load_when_shown(column)
+        tab.change(functools.partial(_shown_in, pane, len(controls)), tab, controls, **QUIET)
     act.change(view.act, [name, act], status, **QUIET)
+
+
+def _shown_in(pane: str, count: int, tab: str) -> Any:
+    """Shows so many controls of a tab when it is opened; they stay, with what was typed."""
+    return [gr.update(visible=True)] * count if tab == pane else gr.skip()
 
 
 class _View:

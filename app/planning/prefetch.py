@@ -41,10 +41,10 @@ class PlanPrefetcher:
             self._children.append(child)
 
     def end(self) -> None:
-        """End the forks; finished forecasts stay in the cache."""
+        """End the forks; finished forecasts stay in the cache. No question waits until the kernel has freed their memory."""
         for child in self._children:
             os.kill(child, signal.SIGKILL)
-        self.wait()
+        self._children = [child for child in self._children if os.waitpid(child, os.WNOHANG) == (0, 0)]
 
     def wait(self) -> None:
         """Wait until all forks have ended."""

@@ -37,6 +37,7 @@ from finetune.settings.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
 from ..views.words import plan_in_languages
+from .fork import answer_in_fork
 from .planner import SupersededError
 from .prefetch import PlanPrefetcher
 from .what_if import Outcome, Outcomes, outcome_of
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
+#: Nothing is planned ahead while questions follow each other faster than this, as when a slider is moved: forks take time.
+_PAUSE_S = 0.5
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
@@ -85,6 +88,11 @@ class Questions:
 
             traceback.print_exc()
             return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": "", "exit_code": 1}
+
+    def answer_silently(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a question in a fork, which has no standard output to report progress to."""
+        self._report = lambda _: None
+        return self.answer(question)
 
     def _described(self, recipe: Recipe) -> dict[str, Any]:
         """Report, lengths and the first row. Refused rows are listed, not raised; a run still refuses them."""
@@ -223,8 +231,28 @@ class Inbox:
                 self._questions.put(message)
         self._questions.put(None)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._questions.get, None)  # type: ignore[arg-type]
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
+        """Questions, and None when there was none for a while after one."""
+        wait_s: float | None = None
+        while True:
+            try:
+                question = self._questions.get(timeout=wait_s)
+            except queue.Empty:
+                wait_s = None
+                yield None
+                continue
+            if question is None:
+                return
+            yield question
+            wait_s = _PAUSE_S
+
+
+def _answer(questions: Questions, inbox: Inbox, question: dict[str, Any], leave: tuple[int, ...]) -> dict[str, Any]:
+    """The answer; forecasts of other plans take seconds and are made in a fork, which a newer question ends at once."""
+    if question.get("compare") and hasattr(os, "fork"):
+        answer = functools.partial(questions.answer_silently, question)
+        return answer_in_fork(answer, lambda: question["number"] < inbox.newest, leave)
+    return questions.answer(question)
 
 
 def main() -> int:
@@ -253,14 +281,20 @@ def main() -> int:
             values = dataclasses.asdict(Outcome(0, problem=error.problems[0][:200]))
         outcomes.add(recipe, values)
 
-    prefetcher = PlanPrefetcher(plan_ahead, (0, out.fileno()), outcomes.has)
+    leave = (0, out.fileno())
+    prefetcher = PlanPrefetcher(plan_ahead, leave, outcomes.has)
+    start_ahead: Callable[[], None] = prefetcher.end
     for question in inbox:
+        if question is None:
+            start_ahead()
+            continue
         prefetcher.end()
-        answer = questions.answer(question)
+        answer = _answer(questions, inbox, question, leave)
         out.write(json.dumps(answer, default=str) + "\n")
         out.flush()
         if "plan" in answer:
-            prefetcher.start_from(parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"]))
+            recipe, settings = parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"])
+            start_ahead = functools.partial(prefetcher.start_from, recipe, settings)
     prefetcher.end()
     return 0
 

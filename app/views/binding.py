@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
+from gradio.blocks import BlockContext
 
 from ..language import FIRST_HTML
 
@@ -40,3 +41,16 @@ def change_trigger(elem_id: str | None = None) -> gr.HTML:
 def fingerprint(*shown: Any) -> str:
     """A short text that differs when one of the values does."""
     return f"{hash(repr(shown)):x}"
+
+
+def load_when_shown(column: Any) -> list[Any]:
+    """Hide the controls in a column, so that a browser does not load the scripts that only they need. Returns them, to be shown
+    when the column is. Those in an accordion are loaded with it."""
+    controls = []
+    for block in column.children:
+        if isinstance(block, BlockContext) and not isinstance(block, gr.Accordion):
+            controls += load_when_shown(block)
+        elif block.visible is True and not isinstance(block, gr.HTML):  # the scripts of HTML are loaded anyway
+            block.visible = False
+            controls.append(block)
+    return controls

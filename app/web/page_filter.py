@@ -19,10 +19,15 @@ from ..language import FIRST_HTML, tr
 from .guard import Asgi, Message, Receive, Scope, Send
 from .own_files import compressed
 
+#: Gradio's script for a page in a frame of another site, which is refused here.
+_FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
+#: Of Gradio's description of a component, what only its documentation of an API shows; no handler here is part of an API.
+_DOCUMENTATION = ("api_info", "api_info_as_input", "api_info_as_output", "example_inputs")
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
-#: Styles and scripts of every page, and those that Fit, the page with the most controls, does without.
+#: Styles and scripts of every page; beside them those of Fit and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "fit.css", "language.js", "page.js", "fit.js")
-_NOT_OF_FIT = ("run.css", "runs.css", "run.js", "runs.js", "pick.js")
+_OF_PAGE: dict[str, tuple[str, ...]] = {"fit": (), "run": ("run.css", "runs.css", "run.js", "pick.js")}
+_OF_OTHERS = ("run.css", "runs.css", "runs.js", "pick.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.
@@ -63,13 +68,14 @@ class PageFilter:
         body = b""
         sent = {key.lower(): value.decode("latin1") for key, value in scope["headers"]}
         path, accepted = scope["path"], sent.get(b"accept-encoding", "")
+        is_theme = path == "/theme.css" and b"v=" in scope.get("query_string", b"")  # its name has a checksum of its content
         code = language.preferred(sent.get(b"cookie", ""), sent.get(b"accept-language", ""))
 
         async def filtered(message: Message) -> None:
             nonlocal start, body
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"content-security-policy", policy(nonce))]}
-                if path.startswith("/assets/") and message["status"] == 200:
+                if (path.startswith("/assets/") or is_theme) and message["status"] == 200:
                     message["headers"].append((b"cache-control", b"private, max-age=31536000, immutable"))
                 if _is_html(message) or path in _COMPRESSED:
                     start = message
@@ -96,15 +102,14 @@ def rewritten(page: bytes, nonce: str, path: str) -> bytes:
     """The page at `path` in this request's language, without foreign tags, with our styles and scripts, each with the nonce."""
     code = language.current()
     page = re.sub(rb'<html lang="[\w-]*"', f'<html lang="{"zh-CN" if code == "zh" else code}"'.encode(), page, count=1)
-    if code != "en":
-        page = _CONFIG.sub(_translated, page, 1)
+    page = _FRAME_SCRIPT.sub(b"", _CONFIG.sub(_translated, page, 1), 1)
     page = _FOREIGN.sub(b"", page).replace(b"</head>", _head(path), 1)
     return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
 
 
 def _head(path: str) -> bytes:
     """Icon, styles and scripts of the page at `path`, and the end of its head."""
-    names = _SHARED if path.strip("/") == "fit" else (*_SHARED, *_NOT_OF_FIT)
+    names = (*_SHARED, *_OF_PAGE.get(path.strip("/"), _OF_OTHERS))
     styles = "".join(f'<link rel="stylesheet" href="/ft/{name}">' for name in names if name.endswith(".css"))
     scripts = "".join(f'<script type="module" src="/ft/{name}"></script>' for name in names if name.endswith(".js"))
     texts = f'<script type="application/json" id="ft-texts">{_script_texts(language.current())}</script>'
@@ -112,9 +117,11 @@ def _head(path: str) -> bytes:
 
 
 def _translated(match: re.Match[bytes]) -> bytes:
-    """Gradio's description of the page with its texts translated."""
+    """Gradio's description of the page with its texts translated, without what nothing here reads."""
     config = json.loads(match[1])
     for component in config["components"]:
+        for name in _DOCUMENTATION:
+            component.pop(name, None)
         props = component["props"]
         names = (*_TEXTS, "value") if component["type"] in _SHOW_VALUE else _TEXTS
         props.update({name: _translation(props[name]) for name in names if isinstance(props.get(name), str)})
@@ -129,7 +136,7 @@ def _translation(text: str) -> str:
 
 def _in_script(value: Any) -> str:
     """JSON that can't end its script element."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @cache

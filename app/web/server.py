@@ -85,6 +85,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
     from ..context import Context
     from ..page import build_page
+    from ..pages.fit_answers import FitAnswers, route_of
     from ..views.recipe_form import form
     from .own_files import own_file
     from .series import series_of
@@ -95,6 +96,9 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
         api.get(f"/ft/{path.name}")(own_file(path, _KINDS[path.suffix]))
     api.get("/ft/series/{name}")(series_of(context))
+    answers = FitAnswers(context)
+    for make_answer in (answers.draft, answers.plan, answers.bars, answers.compared):
+        api.get(f"/ft/fit/{make_answer.__name__}")(route_of(make_answer))
     api.get("/ft/refused.csv")(lambda: _refused(context))
     api.get("/ft/fields.html")(lambda: HTMLResponse(form()))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}

@@ -13,7 +13,7 @@ import app_ticks
 import finetune.planner.suggest
 from app.context import Context
 from app.language import spoken
-from app.pages.fit import _View
+from app.pages.fit_answers import FitAnswers
 from app.pages.fit_largest import _sentence
 from app.pages.fit_layout import RANGES, lay_out
 from app.planning.blocker import Blocker
@@ -175,11 +175,12 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
     asked = []
     answer = {"plan": plan_of(Verdict.FITS).as_json()}
     monkeypatch.setattr(context.planner, "ask", lambda *_, **__: asked.append(1) or answer)
-    view = _View(context)
-    assert "Fits, with 9.0 GiB to spare" in view.answer()[1] and "32-bit weights" in "".join(view.what_if())
+    answers = FitAnswers(context)
+    assert "Fits, with 9.0 GiB to spare" in answers.plan()["parts"]["verdict"]
+    assert "32-bit weights" in str(answers.bars())
     with spoken("zh"):
-        shown, bars = view.answer(), view.what_if()
-    assert "放得下，还余 9.0 GiB" in shown[1] and len(asked) == 1
+        shown, bars = answers.plan()["parts"], answers.bars()["parts"].values()
+    assert "放得下，还余 9.0 GiB" in shown["verdict"] and len(asked) == 1
     assert len(bars) == len(RANGES) and all("32 比特权重，不重计算" in bar for bar in bars)
     context.close()
 

@@ -1,7 +1,6 @@
 """Fit: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
 
 import dataclasses
-import html
 import itertools
 import json
 import re
@@ -15,6 +14,7 @@ import pytest
 
 from app.context import Context
 from app.pages.fit import _View
+from app.pages.fit_answers import FitAnswers
 from app.planning.blocker import blocker_of
 from app.planning.planner import Planner, SupersededError
 from app.planning.process import Inbox, Questions
@@ -38,27 +38,24 @@ def view(tmp_path, monkeypatch):
     context.close()
 
 
+@pytest.fixture
+def answers(view):
+    return FitAnswers(view.context)
+
+
 def act(view, page="one", **message):
-    """Refusals, stamp and acknowledgement of a message of the page."""
+    """The acknowledgement of a message of the page."""
     act.sent = getattr(act, "sent", 0) + 1
-    refused, stamp, acknowledged = view.act(json.dumps({**message, "sent": act.sent, "page": page}))
-    return refused, stamp, for_script(acknowledged)
-
-
-def for_script(shown):
-    return json.loads(html.unescape(re.search(r'data-json="([^"]*)"', shown)[1]))
-
-
-def follow(view, card=None):
-    return for_script(view.follow(card)[2])
+    return json.loads(view.act(json.dumps({**message, "sent": act.sent, "page": page})))
 
 
 def test_a_text_typed_into_an_older_recipe_is_refused_and_said(view):
     draft = view.context.draft
     basis = draft.stamp
     act(view, "two", set="lora_r", value=64)
-    message, stamp, acknowledged = act(view, text="lora_r: 3", basis=basis)
-    assert "was changed" in message and stamp == draft.stamp and acknowledged["refused"]
+    acknowledged = act(view, text="lora_r: 3", basis=basis)
+    assert "was changed" in acknowledged["refused"] and acknowledged["text_refused"]
+    assert acknowledged["stamp"] == draft.stamp and "lora_r: 64" in acknowledged["text"]
     assert draft.read().recipe.lora_r == 64
 
 
@@ -67,51 +64,44 @@ def test_every_key_that_is_typed_is_taken_though_its_basis_is_the_key_before(vie
     basis, text = draft.stamp, draft.read().text
     for letter in "seed: 7":
         text += letter
-        refused, _, acknowledged = act(view, text=text, basis=basis)
-        assert refused == "" and not acknowledged["refused"]
-    assert draft.read().text == text == follow(view)["text"]
-
-
-def test_a_late_answer_to_the_first_tick_does_not_empty_the_stamp_that_is_asked_for(view):
-    """The browser sent it before the page was filled: with an empty stamp the page would say "planning" for ever."""
-    _, asked, _ = view.tick("")
-    assert asked == view.context.draft.stamp == view.stamp()
+        acknowledged = act(view, text=text, basis=basis)
+        assert acknowledged["refused"] == "" and not acknowledged["text_refused"]
+    assert draft.read().text == text == acknowledged["text"]
 
 
 def test_two_writes_of_one_moment_have_different_stamps(view):
-    stamps = [act(view, set="lora_r", value=rank)[1] for rank in range(1, 30)]
+    stamps = [act(view, set="lora_r", value=rank)["stamp"] for rank in range(1, 30)]
     assert len(set(stamps)) == len(stamps)
 
 
-def test_what_was_read_before_a_message_was_acted_on_can_be_told_from_what_was_read_after(view):
-    before = follow(view)
-    acknowledged = act(view, set="lora_r", value=48)[2]
-    after = follow(view)
+def test_what_was_read_before_a_message_was_acted_on_can_be_told_from_what_was_read_after(view, answers):
+    before = answers.draft()
+    acknowledged = act(view, set="lora_r", value=48)
+    after = answers.draft()
     assert before["read"] < acknowledged["read"] < after["read"]
     assert before["stamp"] != acknowledged["stamp"] == after["stamp"] and after["numbers"]["lora_r"] == 48
 
 
-def test_a_number_left_to_the_planner_is_the_plans(view):
-    act(view, auto="effective_batch_size")
-    assert "effective_batch_size" not in follow(view)["numbers"]
-    planned = for_script(view.answer()[11])
-    assert planned["stamp"] == follow(view)["stamp"] and planned["numbers"]["effective_batch_size"] > 0
+def test_a_number_left_to_the_planner_is_the_plans(view, answers):
+    acknowledged = act(view, auto="effective_batch_size")
+    assert "effective_batch_size" not in acknowledged["numbers"]
+    planned = answers.plan()
+    assert planned["stamp"] == acknowledged["stamp"] and planned["numbers"]["effective_batch_size"] > 0
 
 
 def test_the_card_is_written_only_where_another_one_is_shown(view):
-    assert view.follow("cpu")[0] == SKIPPED and view.follow("rtx-3060")[0] == "cpu"
+    assert view.follow("cpu") == SKIPPED and view.follow("rtx-3060") == "cpu"
 
 
 def test_quick_messages_of_a_page_are_all_acted_on_once_and_in_order(view):
-    """Gradio reports the last of several changes only."""
     first, second, third = ({"set": "lora_r", "value": rank, "sent": rank} for rank in (8, 16, 24))
     view.act(json.dumps({**second, "page": "a", "earlier": [first]}))
     view.context.draft.change(lora_r=48)
     other = {"field": "seed", "text": "7", "sent": 30, "page": "a", "earlier": [first, second]}
-    assert view.act(json.dumps(other))[:2] == ["", view.context.draft.stamp]
+    assert json.loads(view.act(json.dumps(other)))["refused"] == ""
     assert (view.context.draft.read().recipe.lora_r, view.context.draft.read().recipe.seed) == (48, 7)
-    refused, _, acknowledged = view.act(json.dumps(other))
-    assert refused == SKIPPED and for_script(acknowledged)["sent"] == 30
+    acknowledged = json.loads(view.act(json.dumps(other)))
+    assert "refused" not in acknowledged and acknowledged["sent"] == 30
     view.act(json.dumps({**third, "page": "b", "earlier": [first, second]}))  # numbers are each page's own
     assert view.context.draft.read().recipe.lora_r == 24
 
@@ -133,9 +123,9 @@ def test_a_start_takes_the_edits_that_are_still_on_their_way(view, monkeypatch):
 
 
 def test_a_field_refuses_what_is_no_value_of_it_and_says_so(view):
-    message = act(view, field="learning_rate", text="quick")[0]
+    message = act(view, field="learning_rate", text="quick")["refused"]
     assert "learning_rate" in message and view.context.draft.read().recipe.learning_rate == 0.004
-    assert act(view, field="trust_remote_code", text="true")[0] == ""
+    assert act(view, field="trust_remote_code", text="true")["refused"] == ""
     assert view.context.draft.read().recipe.trust_remote_code is False
 
 
@@ -169,13 +159,13 @@ def test_a_draft_that_is_read_while_it_changes_has_the_stamp_of_its_text(view):
 @pytest.mark.parametrize("typed", [5, 99999, 3.7, None, "many"])
 def test_a_number_out_of_range_is_no_error_and_changes_nothing(view, typed):
     before = view.context.draft.read().text
-    assert act(view, set="max_length", value=typed)[0] == ""
+    assert act(view, set="max_length", value=typed)["refused"] == ""
     assert view.context.draft.read().text == before
     act(view, set="max_length", value=512)
     assert view.context.draft.read().recipe.max_length == 512
 
 
-def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(view):
+def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(view, answers):
     asked, newer = threading.Event(), threading.Event()
     ask = view.context.planner.ask
 
@@ -190,28 +180,28 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(v
     view.context.planner.ask = slow
     with ThreadPoolExecutor() as pool:
         act(view, set="lora_r", value=48)
-        first = pool.submit(view.answer)
-        other_tab = pool.submit(view.answer)  # asks nothing of its own
+        first = pool.submit(answers.plan)
+        other_tab = pool.submit(answers.plan)  # asks nothing of its own
         assert asked.wait(60)
         act(view, set="lora_r", value=64)
-        newest = view.answer()
-        assert first.result() == SKIPPED
+        newest = answers.plan()
+        assert first.result() is None
         assert "rank 48" not in str(other_tab.result())  # nothing, or the newest where this thread had its turn late
-    assert view.context.draft.stamp in newest and "rank 64" in newest[5]
+    assert newest["stamp"] == view.context.draft.stamp and "rank 64" in newest["parts"]["reasons"]
 
 
-def test_a_plan_that_its_own_comparison_ended_is_asked_for_again(view):
+def test_a_plan_that_its_own_comparison_ended_is_asked_for_again(view, answers):
     ask, asked = view.context.planner.ask, []
 
     def ended_once(kind, **values):
         asked.append(values["compare"])
         if len(asked) == 1:
-            view._compared = values["recipe"]  # another tab asks for the other plans of the same recipe
+            answers._compared = values["recipe"]  # another tab asks for the other plans of the same recipe
             raise SupersededError
         return ask(kind, **values)
 
     view.context.planner.ask = ended_once
-    assert view.context.draft.stamp in view.answer() and asked == [False, True]
+    assert answers.plan()["stamp"] == view.context.draft.stamp and asked == [False, True]
 
 
 def test_work_on_a_plan_ends_when_a_newer_one_was_asked_for():
@@ -277,12 +267,12 @@ def test_a_card_that_is_not_here_blocks_run(view):
     assert blocker_of(*plan_of(), Path.cwd()) is None
 
 
-def test_run_is_shown_blocked_with_its_remedy(view, tmp_path):
+def test_run_is_shown_blocked_with_its_remedy(view, answers, tmp_path):
     rows = dataset_paths("support")["train"].read_text()
     (tmp_path / "bad.jsonl").write_text(rows + '{"messages": []}\n')
     view.context.draft.change(dataset={"path": "bad.jsonl"})
-    shown = view.answer()
-    assert shown[9].interactive is False and "Leave out 1 row" in shown[0]
+    shown = answers.plan()
+    assert shown["start"] is False and "Leave out 1 row" in shown["parts"]["trouble"]
     act(view, override="dataset.on_bad_rows=skip")
     assert view.context.draft.read().recipe.dataset.on_bad_rows == "skip"
-    assert view.answer()[9].interactive is True
+    assert answers.plan()["start"] is True

@@ -65,6 +65,7 @@ def test_a_question_ends_the_work_at_once(planned):
     began = time.monotonic()
     ahead.end()
     assert time.monotonic() - began < 300 and len(planned()) == len(USUAL)
+    ahead.wait()
     for line in planned():
         with pytest.raises(ProcessLookupError):
             os.kill(int(line.split()[0]), 0)

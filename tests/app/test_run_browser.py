@@ -49,6 +49,29 @@ def test_tabs_are_addresses_and_old_addresses_lead_to_them(served, visit):
     page.wait_for_selector(".ft-pane-samples del >> text=the")
 
 
+def test_controls_are_loaded_when_their_tab_is_opened_and_what_a_choice_hid_stays_hidden(served, visit):
+    filled(served[1], "later")
+    page = visit("run?run=later")
+    page.wait_for_selector("#run-head >> text=Step 300 of 600")
+    assert page.locator("#result-score, #result-push, #chat-send").count() == 0
+    for tab, controls in {"evaluate": ("score", "others"), "export": ("folder", "push")}.items():
+        page.click(f".ft-tabs [data-tab={tab}]")
+        for control in controls:
+            page.wait_for_selector(f"#result-{control}")
+    page.click(".ft-tabs [data-tab=chat]")
+    for control in ("question", "send", "picture", "settings"):
+        page.wait_for_selector(f"#chat-{control}")
+    page.click(".ft-tabs [data-tab=evaluate]")
+    for score, is_shown in (("Regular expression", True), ("Exact match", False)):
+        page.fill("#result-score input", score)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#result-pattern", state="visible" if is_shown else "hidden")
+    page.click(".ft-tabs [data-tab=overview]")
+    page.click(".ft-tabs [data-tab=evaluate]")
+    page.wait_for_timeout(1500)
+    assert not page.is_visible("#result-pattern") and not page.is_visible("#chat-without")
+
+
 def test_a_running_run_asks_once_in_a_tick_for_all_that_is_new(served, visit):
     run = filled(served[1], "ticking")
     page = visit("run?run=ticking")
