@@ -37,9 +37,15 @@ def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(tmp_path)
     from finetune.run.state import read_state
     from finetune.run.worker import Worker
 
-    overrides = ["dataset=support-pairs", "dataset.max_rows=64", "method=dpo", "max_steps=24", "learning_rate=5e-2"]
-    small = ["eval_steps=0", "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}"]
-    run = create_run(prepare(load_recipe("tiny-cpu", overrides + small)))
+    answer = "Yes, order {} is late, and we are sorry for {}."  # alike, so that what lowers one lowers both
+    rows = [
+        {"instruction": f"Is {n} late?", "chosen": answer.format(n, "that"), "rejected": answer.format(n, "it")}
+        for n in range(64)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [f"dataset={tmp_path / 'pairs.jsonl'}", "dataset.test_split_size=0", "method=dpo", "beta=0.01", "max_steps=24"]
+    overrides += ["learning_rate=1e-2", "lr_scheduler_type=constant", "warmup_ratio=0", "eval_steps=0", "sample_answers=0"]
+    run = create_run(prepare(load_recipe("tiny-cpu", [*overrides, "load_in_4bit=false", f"output_dir={tmp_path / 'run'}"])))
     assert Worker(run).main() == 6
     state = read_state(run)
     assert state.state == "diverged" and "chosen answers are" in state.message and "sft_weight=1" in state.message
