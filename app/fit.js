@@ -104,7 +104,7 @@ const askForPlan = async () => {
   if (fit.draft?.stamp !== answer.stamp) takeDraft(await answerTo("draft"));
   fit.timer = setTimeout(async () => {
     await showBars();
-    if (answer.planned && fit.answered === answer.stamp) showLater("compared");
+    if (answer.planned) showOthers(answer.stamp);
   }, LATER_MS);
 };
 const showLater = async (question) => {
@@ -112,6 +112,11 @@ const showLater = async (question) => {
   if (answer?.stamp !== fit.answered) return null;
   show(answer.parts);
   return answer;
+};
+const COMPARED_TRIES = 5;
+// Another tab's question may end this one.
+const showOthers = async (stamp) => {
+  for (let tries = 0; tries < COMPARED_TRIES && fit.answered === stamp && !await showLater("compared"); tries += 1) await pause(RESENT_MS);
 };
 const showBars = async () => {
   const answer = await showLater("bars"), box = document.querySelector("#fit-command textarea");

@@ -20,6 +20,7 @@ from ..workspace import Workspace
 
 #: The first draft: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
+_CLOCKS_APART_S = time.time() - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,14 @@ class Edited:
         return self.recipe.model_dump(exclude_unset=True, mode="json") if self.recipe else {}
 
 
+def _clock_s() -> float:
+    """Never goes back: neither when the time is set while this process runs nor, for an open page, when it boots."""
+    return _CLOCKS_APART_S + time.monotonic()
+
+
 @dataclass(frozen=True)
 class Version:
-    """The draft at one moment: when it was read (by the monotonic clock), its stamp, and what it is."""
+    """The draft at one moment: when it was read (see `_clock_s`), its stamp, and what it is."""
 
     read_s: float
     stamp: str
@@ -60,7 +66,7 @@ class Draft:
     def version(self) -> Version:
         """The draft as it is now."""
         with self._lock:
-            return Version(time.monotonic(), self.stamp, self.read())
+            return Version(_clock_s(), self.stamp, self.read())
 
     @property
     def stamp(self) -> str:
