@@ -15,11 +15,13 @@ FINISHED, FAILED, STOPPED = 0, 1, (130, 143)
 class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
-    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status. `run_state`:
-    of a run that it ends; `paused` is for a full disk. `is_permanent`: another attempt would end in the same way.
+    `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status; `cause`: what that
+    means. `run_state`: of a run that it ends; `paused` is for a full disk. `is_permanent`: another attempt would end in the
+    same way.
     """
 
     exit_code = FAILED
+    cause = "internal error"
     is_permanent = False
     run_state = "failed"
     title = "Something went wrong"
@@ -51,6 +53,7 @@ class RecipeError(FinetuneError):
     """The recipe, an override or the command's usage is wrong."""
 
     exit_code = 2
+    cause = "recipe"
     is_permanent = True
     title = "The recipe needs a change"
 
@@ -95,6 +98,7 @@ class DoesNotFit(FinetuneError):
     """The forecast says that the plan does not fit the card."""
 
     exit_code = 3
+    cause = "card"
     is_permanent = True
     title = "This will not fit"
 
@@ -103,6 +107,7 @@ class CardError(RecipeError):
     """The planned card can't be used: its driver, its memory, or the installed torch."""
 
     exit_code = 3
+    cause = "card"
     title = "The card can't be used"
 
 
@@ -110,6 +115,7 @@ class DataError(FinetuneError):
     """The dataset can't be read, or a run would refuse rows of it (`on_bad_rows`, `excess_length`)."""
 
     exit_code = 4
+    cause = "data"
     is_permanent = True
     title = "The data needs a change"
 
@@ -118,6 +124,7 @@ class OutOfMemory(FinetuneError):
     """Memory ran out and no smaller plan is left to try."""
 
     exit_code = 5
+    cause = "out of memory"
     is_permanent = True
     title = "Out of memory"
 
@@ -126,6 +133,7 @@ class Diverged(FinetuneError):
     """Loss or gradients are no longer finite, or chosen answers have become unlikely."""
 
     exit_code = 6
+    cause = "diverged"
     is_permanent = True
     run_state = "diverged"
     title = "Training diverged"
@@ -139,6 +147,7 @@ class DiskFull(FinetuneError):
     """The disk is full, or a path can't be written."""
 
     exit_code = 7
+    cause = "disk"
     run_state = "paused"
     title = "The disk needs attention"
 
@@ -147,6 +156,12 @@ def exit_codes(*, permanent: bool = False) -> list[int]:
     """Those of all causes that have a code of their own, lowest first. `permanent`: only where another attempt is of no use."""
     codes = {error.exit_code for error in _kinds(FinetuneError) if error.is_permanent or not permanent}
     return sorted(codes - {FAILED})
+
+
+def exit_code_causes() -> dict[int, str]:
+    """What each code of `exit_codes` means, in a word or three."""
+    causes = {error.exit_code: error.cause for error in _kinds(FinetuneError)}
+    return {code: causes[code] for code in exit_codes()}
 
 
 def _kinds(error: type[FinetuneError]) -> list[type[FinetuneError]]:

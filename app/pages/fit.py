@@ -22,8 +22,7 @@ from ..views import recipe_form
 from ..views.binding import BUTTON, QUIET, change_trigger
 from ..views.problems import problem, settings_problem
 from . import fit_largest, fit_measured
-from .fit_answers import drafted
-from .fit_layout import RANGES, lay_out
+from .fit_layout import RANGES, drafted, lay_out
 from .starting import progress_of
 
 _TICK_S = 1.0

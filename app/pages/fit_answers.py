@@ -22,18 +22,17 @@ from finetune.recipe import write_recipe
 
 from ..language import tr
 from ..planning.blocker import Blocker, blocker_of
-from ..planning.draft import Edited, Version, command_line
+from ..planning.draft import Edited, command_line
 from ..planning.planner import SupersededError
 from ..planning.what_if import Outcomes, outcome_of
 from ..views import choices as choices_view
 from ..views import fit as fit_view
 from ..views import plan as plan_view
-from ..views import recipe_form
 from ..views import what_if as what_if_view
 from ..views.problems import problem, settings_problem
 from ..views.words import plan_in_languages
 from ..web.own_files import compressed
-from .fit_layout import NUMBERS, RANGES
+from .fit_layout import NUMBERS, drafted, numbers_of
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
@@ -86,7 +85,7 @@ class FitAnswers:
         if asked.stamp != self.context.draft.stamp:
             return None
         self._latest = asked.stamp, asked.edited, plan
-        numbers = _numbers(plan.settings if plan else None)
+        numbers = numbers_of(plan.settings if plan else None)
         return {"stamp": asked.stamp, "numbers": numbers, "planned": plan is not None, **shown}
 
     def bars(self) -> dict[str, Any] | None:
@@ -153,21 +152,6 @@ class FitAnswers:
             "ready": fit_view.ready(plan, _obstacle(blocked)),
         }  # fmt: skip
         return {"parts": parts, "start": blocked is None, "too_big": plan.verdict == Verdict.NO_FIT}, plan
-
-
-def drafted(version: Version) -> dict[str, Any]:
-    """The draft as fit.js shows it."""
-    edited = version.edited
-    return {
-        "read": version.read_s, "stamp": version.stamp, "text": edited.text, "numbers": _numbers(edited.recipe),
-        "values": recipe_form.changed_values(edited),
-    }  # fmt: skip
-
-
-def _numbers(settings: Recipe | None) -> dict[str, int]:
-    """The settings that have a box for their number and are not left to the planner."""
-    numbers = {name: getattr(settings, name, None) for name in RANGES}
-    return {name: number for name, number in numbers.items() if isinstance(number, int)}
 
 
 def route_of(make_answer: Callable[[], dict[str, Any] | None]) -> Callable[[Request], Response]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -18,9 +18,15 @@ from finetune.recipe import shipped_recipes
 
 from ..language import mark, tr
 from ..planning.catalogue import card_choices
+from ..views import recipe_form
 from ..views.binding import change_trigger, show
 from ..views.markup import note, page_title
 from ..views.words import SETTING_NAMES
+
+if TYPE_CHECKING:
+    from finetune.settings import Recipe
+
+    from ..planning.draft import Version
 
 #: Setting -> name and identity of its box.
 NUMBERS = {
@@ -193,3 +199,18 @@ def _drawer() -> dict[str, Any]:
             parts["load"] = gr.UploadButton(upload, file_types=[".yaml", ".yml"], size="sm", elem_id="fit-load")
         parts["shipped"] = gr.Dropdown(["", *shipped_recipes()], label=mark("Recipes"), elem_id="fit-shipped")
     return parts
+
+
+def drafted(version: Version) -> dict[str, Any]:
+    """The draft as fit.js shows it."""
+    edited = version.edited
+    return {
+        "read": version.read_s, "stamp": version.stamp, "text": edited.text, "numbers": numbers_of(edited.recipe),
+        "values": recipe_form.changed_values(edited),
+    }  # fmt: skip
+
+
+def numbers_of(settings: Recipe | None) -> dict[str, int]:
+    """The settings that have a box for their number and are not left to the planner."""
+    numbers = {name: getattr(settings, name, None) for name in RANGES}
+    return {name: number for name, number in numbers.items() if isinstance(number, int)}

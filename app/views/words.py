@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.memory.forecast import PARTS, AtLimit
 from finetune.settings import Settings
-from finetune.settings.base_formats import base_format_of
+from finetune.settings.base_formats import SWITCHES, base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
 from finetune.units import format_bytes
 
@@ -78,8 +78,8 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
         return "" if "activation_checkpointing" in settings else _recompute(int(value))
     if (name, value) == ("activation_checkpointing", "true") and "activation_checkpointing_every_n_layers" in settings:
         return _recompute(int(settings["activation_checkpointing_every_n_layers"]))
-    if name in ("load_in_4bit", "load_in_8bit") and value == "false":
-        return "" if "true" in (settings.get("load_in_4bit"), settings.get("load_in_8bit")) else tr("Use 16-bit weights")
+    if name in SWITCHES and value == "false":
+        return "" if "true" in map(settings.get, SWITCHES) else tr("Use 16-bit weights")
     if name in _NUMBERS:
         return tr(_NUMBERS[name], n=f"{int(value):,}")
     if name in _IMPLIED:

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from finetune.errors import CommandError
+from finetune.errors import CommandError, exit_code_causes
 
 cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
-    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, 2 recipe, 3 card, 4 data, "
-    "5 out of memory, 6 diverged, 7 disk, 130 or 143 stopped",
+    epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, "
+    f"{', '.join(f'{code} {cause}' for code, cause in exit_code_causes().items())}, 130 or 143 stopped",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
@@ -183,7 +183,7 @@ def plan(
 
     Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure.
 
-    Exit codes: 0 fits or tight, 3 does not fit or the card can't be used, 4 data.
+    Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.
 
     Example:  finetune plan 7b-4090 --gpu rtx-4090 max_length=4096
 

@@ -13,9 +13,9 @@ from rich.markup import escape
 
 from finetune.cli.chat_pictures import COMMAND, ChatPictures
 from finetune.cli.chat_tools import Tools, answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
-from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
+from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.printable import printable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,15 +11,14 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
 from finetune.cli.score_output import ORDERS, print_forgetting, print_rows, print_scores, rows_in_words
+from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
-from finetune.run.card import cards_of, visibility
 from finetune.run.directory import open_run
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
     from finetune.evaluate.scorers import Scorer
-    from finetune.run.directory import RunDirectory
 
 
 def show_scores(
@@ -86,8 +84,3 @@ def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
         out.print(escape(cost.sentence))
     if steps is not None:
         out.print(f"The run had won back what its format costs after about {steps:,} step{'' if steps == 1 else 's'}.")
-
-
-def restrict_visible_devices(run: RunDirectory) -> None:
-    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
-    os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))

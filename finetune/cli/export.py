@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
+from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError, PackagesError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.run.directory import open_run

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from rich.markup import escape
 
-from finetune.cli.evaluate import restrict_visible_devices
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
+from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.run.directory import open_run
 

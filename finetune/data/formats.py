@@ -19,12 +19,16 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class Format:
-    """A format's required and optional columns, an example line, and its parser (row -> fields of Example)."""
+    """A format's required and optional columns, an example line, and its parser (row -> fields of Example).
+
+    `message_columns`: those that may have messages, whose fields that nothing reads are reported.
+    """
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     example_line: str
     parse: Callable[[dict[str, Any], dict[str, str]], dict[str, Any]]
+    message_columns: tuple[str, ...] = ()
 
 
 def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "messages") -> dict[str, Any]:
@@ -120,18 +124,20 @@ FORMATS = {
     "messages": Format(
         ("messages",), ("system", "tools", "functions"),
         '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}', _from_messages,
+        ("messages",),
     ),
     "sharegpt": Format(
         ("conversations",), ("system", "tools", "functions"),
         '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}',
-        partial(_from_messages, field="conversations"),
+        partial(_from_messages, field="conversations"), ("conversations",),
     ),
     "alpaca": Format(
         ("instruction", "output"), ("input", "system", "history"),
         '{"instruction": "Say hello", "input": "", "output": "Hello!"}', _from_alpaca,
     ),
     "prompt_completion": Format(
-        ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion
+        ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion,
+        ("prompt", "completion"),
     ),
     "xlam": Format(
         ("query", "answers"), ("tools",),
@@ -143,6 +149,7 @@ FORMATS = {
     "preference": Format(
         ("chosen", "rejected"), ("prompt", "messages", "conversations", "instruction", "input", "system", "tools"),
         '{"prompt": "Say hello", "chosen": "Hello!", "rejected": "Go away."}', from_preference,
+        ("messages", "conversations", "prompt", "chosen", "rejected"),
     ),
     "labelled": Format(
         ("label",),
@@ -151,6 +158,7 @@ FORMATS = {
             "functions",
         ),
         '{"prompt": "Say hello", "completion": "Hello!", "label": true}', _from_labelled,
+        ("messages", "conversations", "prompt", "completion"),
     ),
 }  # fmt: skip
 #: Formats by columns; a label alone may be a class.

@@ -36,12 +36,6 @@ from finetune.data.unused_columns import UnusedColumns, UnusedValues
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
-_MESSAGE_COLUMNS = {
-    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
-    "preference": ("messages", "conversations", "prompt", "chosen", "rejected"),
-    "labelled": ("messages", "conversations", "prompt", "completion"),
-}  # fmt: skip
-
 #: Where a text is a text, even if it is JSON.
 _TEXT_COLUMNS = ("prompt", "completion")
 
@@ -146,7 +140,7 @@ class RowParser:
             )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
-        for name in _MESSAGE_COLUMNS.get(row_format, ()):
+        for name in FORMATS[row_format].message_columns:
             keys = self.columns.get("role", "role"), self.columns.get("content", "content")
             value = renamed.get(name)
             if not (isinstance(value, str) and name in _TEXT_COLUMNS):

@@ -50,11 +50,10 @@ class Answerer:
         quiet_libraries()
         require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
-        self._set_run(run, read_plan(run.plan), folder)
+        self.set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
-        self._adapter_name = "default"
-        self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
+        self.set_adapters("default", {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()})
 
     def require_vision(self) -> None:
         """Raises CommandError for a model that reads no pictures."""
@@ -75,11 +74,11 @@ class Answerer:
         plan, folder = read_plan(run.plan), adapter_folder(run)
         assert folder is not None
         answerer = copy.copy(self)
-        answerer._set_run(run, plan, folder)
-        answerer._adapter_name, answerer._adapter_names = self._load_adapter(folder), {}
+        answerer.set_run(run, plan, folder)
+        answerer.set_adapters(self._load_adapter(folder), {})
         return answerer
 
-    def _set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
+    def set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
         """Use the run's own tokenizer and template."""
         self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
         self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
@@ -87,6 +86,10 @@ class Answerer:
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
         self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
         self.plain = is_plain(run)
+
+    def set_adapters(self, own: str, others: dict[str, str]) -> None:
+        """PEFT's names for the run's own adapter, and by name for others."""
+        self._adapter_name, self._adapter_names = own, others
 
     def load(self, adapter: Path | None) -> Any:
         """The model in evaluation mode."""

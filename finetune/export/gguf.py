@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.tokenizer import run_tokenizer
+from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.llama_converter import NEW_TOKENS
@@ -33,7 +34,6 @@ from finetune.export.parity import (
 )
 from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
-from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy
 
 if TYPE_CHECKING:

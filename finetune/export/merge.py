@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 
 from finetune.data.report import first_line
+from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.export.whole_checkpoint import OTHER_WEIGHTS, write_merged_checkpoint
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
-from finetune.run.failures import is_disk_full
 from finetune.run.fingerprint import require_own_adapter
 from finetune.settings import resolved
 from finetune.settings.base_formats import BITS_16, switches

@@ -25,7 +25,7 @@ def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) 
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     optimizer = kind([{"params": parameters, "weight_decay": settings.weight_decay}], **arguments)
     for group in optimizer.param_groups:
-        if "foreach" in group and not group["fused"]:
+        if "foreach" in group and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA, which fake tensors are not on
     return optimizer
 

@@ -17,5 +17,4 @@ if TYPE_CHECKING:
 
 def method_of(settings: Settings) -> TrainingMethod:
     """The method of a recipe, with its settings."""
-    module, _, name = METHODS[settings.method].implementation.partition(".")
-    return pkgutil.resolve_name(f"finetune.methods.{module}:{name}")(settings)
+    return pkgutil.resolve_name(METHODS[settings.method].implementation)(settings)

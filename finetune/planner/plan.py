@@ -23,9 +23,8 @@ from finetune.memory.row_shape import RowShape
 from finetune.planner.run_cost import RunCost
 from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
-from finetune.settings import Settings
+from finetune.settings import BEFORE, Settings
 from finetune.settings.methods import has_kl
-from finetune.settings.resolve import BEFORE
 from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json. The first version had no such key.

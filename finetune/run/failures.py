@@ -1,11 +1,11 @@
-"""Recognises out-of-memory and full-disk errors of all libraries, and describes the former as an event."""
+"""What another library's error means for a run; memory that ran out is described as an event."""
 
 from __future__ import annotations
 
-import errno
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull, FinetuneError
 from finetune.events import OutOfMemory
 from finetune.memory.forecast import PhaseForecast
@@ -20,35 +20,6 @@ if TYPE_CHECKING:
     from finetune.events import Memory
     from finetune.planner.plan import Plan
     from finetune.run.memory import MemorySampler
-
-#: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
-_MEMORY_TEXTS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
-
-_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-#: safetensors and torch's zip writer turn the errno into text of their own exceptions.
-_DISK_TEXTS = (
-    "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
-    "os error 30", "PytorchStreamWriter failed writing file", "] . unexpected pos ",
-)  # fmt: skip
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
-    import torch
-
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
@@ -89,18 +60,6 @@ def _asked_bytes(text: str) -> int | None:
     if match[3]:
         return int(match[3])
     return round(float(match[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """True when a write failed for the disk, its quota, a limit of a file's size, or as it is read-only; also as a cause."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS:
-            return True
-        if any(text in str(seen) for text in _DISK_TEXTS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def cause_of(error: Exception, plan: Plan, run: Path) -> FinetuneError:

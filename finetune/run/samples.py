@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.pictures.tensors import PictureTensors, source_of
+from finetune.error_kinds import is_out_of_memory
 from finetune.events import RunWarning, Sample
 from finetune.files import read_json
-from finetune.run.failures import is_out_of_memory
 
 if TYPE_CHECKING:
     from finetune.data.pictures.processing import PictureProcessor

@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from finetune.compat.transformers import without_packing_detection
 from finetune.data.pictures.columns import sizes_of
 from finetune.distributed import ranks
+from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
 from finetune.methods import method_of
@@ -26,7 +27,6 @@ from finetune.model.padding import without_mask
 from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import step_context
 from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
-from finetune.run.failures import is_disk_full
 from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.samples import Samples

@@ -1,6 +1,6 @@
 """The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
 
-Exit status: 0 finished, 3 card can't be used, 5 out of memory, 6 diverged, 7 disk, 130/143 stopped with a checkpoint, else 1.
+Exit status: 0 finished, 130/143 stopped with a checkpoint, else that of the error that ended it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import events
 from finetune.card import cuda
 from finetune.distributed import ranks
+from finetune.error_kinds import is_out_of_memory
 from finetune.errors import FINISHED, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
 from finetune.planner.plan import plan_was_edited
@@ -26,7 +27,7 @@ from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
 from finetune.run.card import available_bytes, ignored_settings_message, kernel_problem, limit_card, open_card
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.failures import cause_of, describe, is_out_of_memory
+from finetune.run.failures import cause_of, describe
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit

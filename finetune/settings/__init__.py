@@ -1,6 +1,78 @@
-"""Settings: what a recipe may say, which settings agree, and what each decides; `finetune.recipe` reads files."""
+"""Settings: what a recipe may say, which settings agree, and what each decides; `finetune.recipe` reads files.
 
-from finetune.settings.resolve import Settings, plainest, resolve
+Here is a recipe with every `auto` resolved: the input of plans, forecasts and training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import model_validator
+
+from finetune.settings.base_formats import BITS_16, switches
+from finetune.settings.methods import min_rows
 from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, resolved, unresolved
 
 __all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "plainest", "resolve", "resolved", "unresolved"]
+
+#: A value for each `auto` setting where the planned one makes no difference, such as for a model's size; and of runs that are
+#: older than the setting.
+PLAINEST: dict[str, Any] = {
+    "method": "sft", "vision": False, "max_pixels": None,
+    "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
+    "lora_r": 1, "lora_alpha": 1.0,
+    "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
+    "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
+    "precompute_ref_log_probs": False,
+    "layer_offloading": False, "offloaded_layers": 0,
+    "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
+    "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "per_device_eval_batch_size": 1,
+}  # fmt: skip
+
+#: Settings that every plan.json has had.
+_FIRST = frozenset({
+    "dtype", "attn_implementation", "max_length", "packing", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha",
+    "target_modules", "learning_rate", "optim", "activation_checkpointing", "activation_checkpointing_every_n_layers", "gpu",
+    "memory_budget", "output_dir", "eval_steps", "save_steps", "sample_answers", "per_device_eval_batch_size",
+})  # fmt: skip
+#: What later ones were before.
+BEFORE = {name: value for name, value in PLAINEST.items() if name not in _FIRST}
+
+
+class Settings(Recipe):
+    """Raises ValueError when a setting is still `auto`."""
+
+    @model_validator(mode="after")
+    def _is_resolved(self) -> Settings:
+        unresolved_names = unresolved(self)
+        if unresolved_names:
+            raise ValueError(f"still auto: {', '.join(unresolved_names)}")
+        return self
+
+
+def resolve(recipe: Recipe, **choices: Any) -> Settings:
+    """`recipe` with `choices` filled in. Raises ValueError when they don't agree, or when one is missing."""
+    return Settings.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
+
+
+def plainest(recipe: Recipe, **choices: Any) -> Settings:
+    """`recipe` with a value of PLAINEST for every `auto`, overridden by `choices`."""
+    auto_names = unresolved(recipe)
+    least = min_rows(recipe)
+    values = {name: value for name, value in PLAINEST.items() if name in auto_names}
+    if "per_device_eval_batch_size" in values:
+        values["per_device_eval_batch_size"] = least
+    if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in auto_names:
+        values["offloaded_layers"] = 1
+    micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
+    if "effective_batch_size" in auto_names:
+        micro_batch, steps = least if micro_batch == "auto" else micro_batch, 1 if steps == "auto" else steps
+        batch = micro_batch * steps * world_size
+    elif "per_device_train_batch_size" in auto_names:
+        steps = batch // (world_size * least) if "gradient_accumulation_steps" in auto_names else steps
+        micro_batch = batch // (world_size * steps)
+    else:
+        steps = batch // (world_size * micro_batch)
+    values |= {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps}
+    return resolve(recipe, **{**values, "effective_batch_size": batch, **choices})

@@ -16,7 +16,7 @@ from finetune.settings.vision import vision_problems
 from finetune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from finetune.settings.resolve import Settings
+    from finetune.settings import Settings
     from finetune.settings.schema import LaunchRecipe, Recipe
 
 AUTO = "auto"

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """`implementation`: its module and class in finetune/methods. `sequences`: tokenised sequences of a row, all in one
+    """`implementation`: its module and class. `sequences`: tokenised sequences of a row, all in one
     micro-batch. `reference_passes`: forward passes without gradients beside each training pass. `min_rows`: fewest rows of a
     micro-batch.
 
@@ -21,7 +21,7 @@ class Method:
     the reference can be computed before the training.
     """
 
-    implementation: str = "sft.Sft"
+    implementation: str = "finetune.methods.sft:Sft"
     sequences: int = 1
     reference_passes: int = 0
     min_rows: int = 1
@@ -55,7 +55,7 @@ METHODS = {
         ),
     ),
     "dpo": Method(
-        implementation="dpo.Dpo", sequences=2, reference_passes=1, row_format="preference", precomputes=True,
+        implementation="finetune.methods.dpo:Dpo", sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
@@ -65,7 +65,8 @@ METHODS = {
         ),
     ),
     "kto": Method(
-        implementation="kto.Kto", reference_passes=3, min_rows=2, row_format="labelled", losses=("kto", "apo_zero_unpaired"),
+        implementation="finetune.methods.kto:Kto", reference_passes=3, min_rows=2, row_format="labelled",
+        losses=("kto", "apo_zero_unpaired"),
         settings=("beta", "loss_type", "desirable_weight", "undesirable_weight"),
         rate_factor=0.025, rate_source="a fortieth of SFT's, as for pairs: 5e-6 where that has 2e-4",
         refused=(

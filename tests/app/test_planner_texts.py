@@ -9,6 +9,9 @@ from app.views.planner_texts import reason_in_words
 from finetune.card import find_card
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
+from finetune.settings.base_formats import QUANTISED
+from finetune.settings.methods import METHODS
+from finetune.settings.optimizers import OPTIMIZERS
 from tests.app.test_language import english_in
 
 #: What has one name in every language; where a catalogue's numbers come from stays as it was written.
@@ -25,6 +28,13 @@ PLANS = {
     "sharded": [*OPEN, "launch.num_processes=2", "launch.strategy=fsdp"],
     "too big": [*OPEN, "memory_budget=600MiB"],
 }
+
+
+def test_reasons_of_the_tables_are_chinese():
+    rates = {row.rate_source for row in (*METHODS.values(), *OPTIMIZERS.values())}
+    reasons = rates | {row.reason_against for row in QUANTISED}
+    with spoken("zh"):
+        assert [text for text in filter(None, reasons) if reason_in_words(text) == text] == []
 
 
 @pytest.mark.parametrize("overrides", PLANS.values(), ids=list(PLANS))

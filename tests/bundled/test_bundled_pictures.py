@@ -9,7 +9,7 @@ from PIL import Image
 
 from finetune.bundled import dataset_paths, model_path
 from finetune.recipe import recipe_from
-from finetune.settings.resolve import plainest
+from finetune.settings import plainest
 from labels import draw_label, pixels
 from make_vision import QUESTIONS, data_labels, sorting, write_data
 

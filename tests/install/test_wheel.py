@@ -95,7 +95,7 @@ def test_the_wheel_installs_one_top_level_package(wheel):
 
 
 def named_in(source, package):
-    """Every module that the source may import or start: by an import anywhere, or as a text such as "finetune.run.worker".
+    """Every module that the source may import or start: by an import, or as a text: "finetune.run.worker", "module:Class".
 
     A text such as ".report" is a module of the page.
     """
@@ -106,7 +106,7 @@ def named_in(source, package):
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = f"finetune.app{node.value}" if node.value.startswith(".") else node.value
+            name = f"finetune.app{node.value}" if node.value.startswith(".") else node.value.partition(":")[0]
             yield from (name, f"{name}.__main__")
 
 

@@ -21,7 +21,7 @@ from finetune.planner.largest import plan_largest
 from finetune.planner.plan import Verdict
 from finetune.planner.planning import plan_recipe, rows_with_pictures
 from finetune.recipe import recipe_from
-from finetune.settings.resolve import plainest
+from finetune.settings import plainest
 
 pytestmark = pytest.mark.usefixtures("no_hub")
 

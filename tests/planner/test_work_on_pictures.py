@@ -20,7 +20,7 @@ from finetune.model.transformers_config import load_config
 from finetune.planner.planning import plan_recipe, rows_with_pictures
 from finetune.planner.vision_work import vision_work
 from finetune.recipe import recipe_from
-from finetune.settings.resolve import plainest
+from finetune.settings import plainest
 
 PICTURES, RANK = ((150, 110),), 4
 USUAL = {("qwen2_5_vl", "none"), ("qwen3_vl", "all"), ("gemma3", "all"), ("idefics3", "projector")}

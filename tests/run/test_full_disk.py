@@ -9,12 +9,12 @@ import pytest
 from child_faults import waiting_after
 from conftest import adapter_hash
 
+from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
 from finetune.events import EventWriter, RunWarning, State, Step, read_events
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.failures import is_disk_full
 from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 

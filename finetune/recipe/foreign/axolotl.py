@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.recipe.foreign import common
 from finetune.recipe.foreign.axolotl_pairs import PAIR_KEYS, columns_of_labels, columns_of_pairs, read_rl
-from finetune.recipe.foreign.preferences import OTHER_METHODS
+from finetune.recipe.foreign.preferences import OTHER_METHODS, row_format_of
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, is_off, kept
 from finetune.recipe.foreign.shared import (
     DIFFERENT_DATASETS,
@@ -315,12 +315,12 @@ def _columns(entry: dict[str, Any], model: str, method: str) -> tuple[str, dict[
     """Format and columns of a dataset, a note, and the reason why it can't be read; removes its keys from `entry`."""
     kind = entry.pop("type", None)
     name = str(kind).partition(":")[0]
-    if kind == "sharegpt" and method != "dpo":  # of earlier releases: `conversation` names the template
+    if kind == "sharegpt" and row_format_of(method) != "preference":  # of earlier releases: `conversation` names the template
         entry["chat_template"] = entry.pop("conversation", "tokenizer_default")
         return "sharegpt", {}, _SHAREGPT_NOTE, ""
-    if method == "dpo":
+    if row_format_of(method) == "preference":
         row_format, (columns, note, reason) = "preference", columns_of_pairs(kind, entry, model)
-    elif method == "kto":
+    elif row_format_of(method) == "labelled":
         row_format, (columns, note, reason) = "labelled", columns_of_labels(kind, entry, model)
     elif isinstance(kind, str) and name in _TYPES:
         (row_format, columns, note), reason = _TYPES[name], ""
@@ -329,7 +329,7 @@ def _columns(entry: dict[str, Any], model: str, method: str) -> tuple[str, dict[
         return "", {}, "", reason
     if name.startswith("chat_template") and not reason:
         conversation_format, conversation_columns, reason = _conversation(entry)
-        row_format = row_format if method == "dpo" else conversation_format
+        row_format = row_format if row_format == "preference" else conversation_format
         columns = {**columns, **conversation_columns}
     if name == "completion" and entry.get("field", "text") != "text":
         columns = {"text": entry["field"]}

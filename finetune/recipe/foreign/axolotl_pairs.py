@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.recipe.foreign import common
-from finetune.recipe.foreign.preferences import LABEL_SMOOTHING, NO_WEIGHTING, read_loss, read_method, read_preferences
+from finetune.recipe.foreign.preferences import (
+    LABEL_SMOOTHING,
+    NO_WEIGHTING,
+    has_pairs_or_labels,
+    read_loss,
+    read_method,
+    read_preferences,
+    row_format_of,
+)
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, each
 from finetune.recipe.foreign.shared import own_template_note
 
@@ -39,8 +47,8 @@ def read_rl(config: ConfigReader) -> str:
     """The method of `rl`; empty where it is refused."""
     ipo = str(config.value("rl")).lower() == "ipo"
     method = read_method(config, "rl", "sft", {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"})
-    rules, trl = PAIR_KEYS | (_KTO_KEYS if method == "kto" else {}), config.value("trl")
-    prefers = method in ("dpo", "kto")
+    rules, trl = PAIR_KEYS | (_KTO_KEYS if row_format_of(method) == "labelled" else {}), config.value("trl")
+    prefers = has_pairs_or_labels(method)
     if prefers and isinstance(trl, dict) and trl.get("beta") is not None:
         config.keep("trl", "beta", float(trl["beta"]))
         rules["rl_beta"] = Ignore("trl.beta counts")

@@ -12,9 +12,11 @@ from finetune.recipe.foreign.preferences import (
     LABEL_SMOOTHING,
     NO_WEIGHTING,
     OTHER_REFERENCE,
+    has_pairs_or_labels,
     read_loss,
     read_method,
     read_preferences,
+    row_format_of,
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, as_list, each, kept
 from finetune.recipe.foreign.shared import (
@@ -164,7 +166,7 @@ def _method(config: ConfigReader) -> str:
     config.notes.append(_LONG_ROWS_NOTE if method == "sft" else _CUT_NOTE)
     if method == "dpo":
         read_loss(config, "pref_loss")
-    read_preferences(config, _KTO_KEYS if method == "kto" else _PAIR_KEYS, method)
+    read_preferences(config, _KTO_KEYS if row_format_of(method) == "labelled" else _PAIR_KEYS, method)
     config.require_lora("finetuning_type", "lora")
     if (bits := config.value("quantization_bit")) in (4, 8):
         config.keep("quantization_bit", f"load_in_{bits}bit", True)
@@ -190,7 +192,7 @@ def _thinking(config: ConfigReader, model: str) -> None:
 
 
 def _packing(config: ConfigReader, method: str) -> None:
-    if method in ("dpo", "kto"):
+    if has_pairs_or_labels(method):
         for key in ("neat_packing", "packing"):
             config.ignore(key, f"method {method} does not pack its rows")
         return
@@ -296,12 +298,12 @@ def _dataset_settings(name: str, info: dict[str, Any], folder: Path, method: str
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
     if refused := [column for column in _REFUSED_COLUMNS if columns.get(column)]:
         return f"{name} is for video or sound (columns {', '.join(refused)})"
-    if bool(columns.get("kto_tag")) != (method == "kto"):
+    if bool(columns.get("kto_tag")) != (row_format_of(method) == "labelled"):
         labels = "answers marked good or bad, for stage kto" if columns.get("kto_tag") else "no labels (column kto_tag)"
         return f"{name} has {labels}"
-    if bool(entry.get("ranking")) != (method == "dpo"):
+    if bool(entry.get("ranking")) != (row_format_of(method) == "preference"):
         return f"{name} has pairs of answers, for stage dpo" if entry.get("ranking") else f"{name} has no pairs (ranking: true)"
-    if method == "dpo" and not {"chosen", "rejected"} <= set(columns):
+    if row_format_of(method) == "preference" and not {"chosen", "rejected"} <= set(columns):
         return f"{name} doesn't name its columns chosen and rejected"
     if columns.get("history"):
         return f"{name} has a history, whose answers LLaMA-Factory learns and finetune reads as context"

@@ -24,6 +24,16 @@ OTHER_REFERENCE = Refuse("the reference is the model without its adapter")
 NO_WEIGHTING = Refuse("every pair and token counts alike")
 
 
+def row_format_of(method: str) -> str | None:
+    """The only format of the method's rows: `preference` for pairs, `labelled` for labels; None for any or no method."""
+    return METHODS[method].row_format if method in METHODS else None
+
+
+def has_pairs_or_labels(method: str) -> bool:
+    """Whether the method learns from answers that are preferred, or marked good or bad."""
+    return row_format_of(method) in ("preference", "labelled")
+
+
 def read_method(config: ConfigReader, key: str, default: str, names: dict[str, str]) -> str:
     """The method here by its name there; empty where it is refused."""
     name = str(config.value(key)).lower() if config.is_on(key) else default
@@ -43,15 +53,15 @@ def read_method(config: ConfigReader, key: str, default: str, names: dict[str, s
 
 def read_preferences(config: ConfigReader, rules: dict[str, Rule], method: str) -> None:
     """Keys for pairs or labels, which have no effect without them; what the other tools have where they are absent."""
-    losses = METHODS[method].losses if method else ()
     for key, rule in rules.items():
-        if key in config.values and losses:
+        if key in config.values and has_pairs_or_labels(method):
             config.apply(key, rule)
         else:
             config.ignore(key, common.PREFERENCE.reason)
-    if losses:
-        config.assume("beta", 0.1)
-        config.assume("loss_type", losses[0])
+    if has_pairs_or_labels(method):
+        usual = {"beta": 0.1, "loss_type": next(iter(METHODS[method].losses), None)}
+        for name in sorted(usual.keys() & set(METHODS[method].settings)):
+            config.assume(name, usual[name])
         if config.is_on("lora_dropout") and "lora_dropout" not in config.overrides:
             config.keep("lora_dropout", "lora_dropout", 0.0, f"{config.tool.name} turns dropout off in {method.upper()}")
         config.assume("lora_dropout", 0.0)

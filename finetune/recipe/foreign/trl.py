@@ -10,8 +10,10 @@ from finetune.recipe.foreign.preferences import (
     NO_WEIGHTING,
     OTHER_METHODS,
     OTHER_REFERENCE,
+    has_pairs_or_labels,
     read_loss,
     read_preferences,
+    row_format_of,
 )
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, Read, Refuse, Rule, Tool, each, kept
 from finetune.recipe.foreign.shared import (
@@ -117,7 +119,7 @@ def finish(config: ConfigReader) -> None:
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
         config.refuse("use_peft", f"{state}, which trains all parameters; use_peft=true trains LoRA adapters, as finetune does")
-    if (method := _method(config)) in ("dpo", "kto"):
+    if has_pairs_or_labels(method := _method(config)):
         _preferences(config, method)
     else:
         _loss(config)
@@ -203,7 +205,7 @@ def _preferences(config: ConfigReader, method: str) -> None:
     config.assume("learning_rate", 1e-6)
     read_loss(config, "loss_type", method)
     dropout = config.settings.get("lora_dropout", DEFAULTS["lora_dropout"])
-    read_preferences(config, _PAIR_KEYS | (_KTO_KEYS if method == "kto" else {}), method)
+    read_preferences(config, _PAIR_KEYS | (_KTO_KEYS if row_format_of(method) == "labelled" else {}), method)
     if config.value("disable_dropout") is False:
         config.keep("disable_dropout", "lora_dropout", dropout)
     config.ignore("disable_dropout", "dropout is off")
