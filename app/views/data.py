@@ -173,20 +173,20 @@ def _steps(at: int, count: int, name: str, **message: Any) -> str:
 
 def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Histogram of tokens per row with the limit of length, and the same as text."""
-    counts, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
-    if not counts:
+    row_lengths, limit = answer["lengths"], None if recipe.max_length == AUTO else recipe.max_length
+    if not row_lengths:
         return note(tr("No rows to measure."))
-    marks = answer["report"]["lengths"]
-    quantiles = tr(", ").join(
-        f"{tr('longest') if name == 'max' else name} {format_count(value)}" for name, value in marks.items()
+    percentiles = answer["report"]["lengths"]
+    percentiles_text = tr(", ").join(
+        f"{tr('longest') if name == 'max' else name} {format_count(value)}" for name, value in percentiles.items()
     )
-    over = sum(length > limit for length in counts) if limit else 0
-    cut = tr_n("{n} row is longer", "{n} rows are longer", over) if over else tr("no row is cut")
+    over = sum(length > limit for length in row_lengths) if limit else 0
+    cut_text = tr_n("{n} row is longer", "{n} rows are longer", over) if over else tr("no row is cut")
     limit_text = tr("no limit set: it is chosen from these lengths")
     if limit:
-        limit_text = tr("limit {tokens}: {result}", tokens=f"{limit:,}", result=cut)
-    label = tr("Tokens per row: {lengths}; {limit}.", lengths=quantiles, limit=limit_text)
-    return f'<h2>{tr("Lengths")}</h2>{histogram(counts, limit, label)}<p class="ft-note">{inert(label)}</p>'
+        limit_text = tr("limit {tokens}: {result}", tokens=f"{limit:,}", result=cut_text)
+    label = tr("Tokens per row: {lengths}; {limit}.", lengths=percentiles_text, limit=limit_text)
+    return f'<h2>{tr("Lengths")}</h2>{histogram(row_lengths, limit, label)}<p class="ft-note">{inert(label)}</p>'
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

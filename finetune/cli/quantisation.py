@@ -35,17 +35,17 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
 
     if not card.is_cpu and card.source == "catalogue":
         raise CommandError(f"measuring needs {card.name}, which is not in this machine", "Set gpu=auto, or measure nothing.")
-    held_out: list[Callable[[], Sequences] | None] = []
+    held_out_readers: list[Callable[[], Sequences] | None] = []
 
     def read(resolved: Recipe) -> RowsRead:
-        result = rows(resolved)
-        held_out.append(result.held_out)
-        return result
+        rows_read = rows(resolved)
+        held_out_readers.append(rows_read.held_out)
+        return rows_read
 
     plan = plan_recipe(recipe, card, read, progress=progress)
-    if held_out[-1] is None and plan.data_problem:
+    if held_out_readers[-1] is None and plan.data_problem:
         raise DataError([*plan.data_problem.problems], plan.data_problem.fix)
-    return measure_plan(plan, held_out[-1], progress)
+    return measure_plan(plan, held_out_readers[-1], progress)
 
 
 def measure_plan(

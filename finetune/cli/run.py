@@ -194,22 +194,22 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
     if report.unused_columns:
         yield f"{name} data: columns not used: {escape(', '.join(report.unused_columns))}"
     for warning in report.warnings:
-        split = "" if name == "Training" else "held-out data: "
-        yield f"[yellow]note:[/] {split}{escape(warning)}"
+        prefix = "" if name == "Training" else "held-out data: "
+        yield f"[yellow]note:[/] {prefix}{escape(warning)}"
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
     """Show events until the run ends. Ctrl-C and SIGTERM stop the run if `owner`, else only the watching."""
     interrupts: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in numbers]
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
     try:
         show = _JsonView() if as_json else _BarView() if sys.stdout.isatty() else _LineView()
         with show:
             for event, left in _events(run, offset, interrupts, owner):
                 show.event(event, left)
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(signals, previous_handlers, strict=True):
             signal.signal(number, handler)
     state = read_state(run)
     if state.ended:

@@ -122,8 +122,8 @@ def _wait_for_start(sweep: Sweep, process: subprocess.Popen[bytes]) -> None:
 def _follow(sweep: Sweep, as_json: bool) -> int:
     """Print the driver's lines until it ends; Ctrl-C and SIGTERM stop the sweep after the arm's step."""
     interrupts: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in numbers]
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
     offset = max(0, sweep.log.stat().st_size if sweep.log.exists() else 0) if sweep.is_running else 0
     try:
         while True:
@@ -137,7 +137,7 @@ def _follow(sweep: Sweep, as_json: bool) -> int:
                 sweep.stop_request.touch()
             time.sleep(_POLL_S)
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(signals, previous_handlers, strict=True):
             signal.signal(number, handler)
     if sweep.is_finished:
         return _print_result(sweep, as_json)

@@ -374,9 +374,9 @@ def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray | None:
     mask = np.zeros(len(encoding), dtype=bool)
     for span_start, span_end in rendered.spans:
         first = encoding.char_to_token(span_start)
-        last = len(encoding) if span_end >= len(rendered.text) else encoding.char_to_token(span_end)
-        if first is None or last is None:
+        end = len(encoding) if span_end >= len(rendered.text) else encoding.char_to_token(span_end)
+        if first is None or end is None:
             return None
-        starts_inside = last < len(encoding) and encoding.token_to_chars(last)[0] < span_end
-        mask[first : last + starts_inside] = True
+        starts_inside = end < len(encoding) and encoding.token_to_chars(end)[0] < span_end
+        mask[first : end + starts_inside] = True
     return mask

@@ -126,11 +126,11 @@ class AdapterChanges:
 
     def _with_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A table of embeddings with the trained rows."""
-        rows = self._tables[self._table_of[name]]
-        first, end = rows.first_and_end
+        trained_rows = self._tables[self._table_of[name]]
+        first, end = trained_rows.first_and_end
         grown = weight.new_zeros(max(len(weight), end), weight.shape[1])
         grown[: len(weight)] = weight
-        grown[first:end] = rows.values.to(weight.dtype)
+        grown[first:end] = trained_rows.values.to(weight.dtype)
         return _finite(grown, name)
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ def change_with_other_row(model: Any, collate: Callable[[Any], Any]) -> float:
 
 
 def _second_row(model: Any, collate: Callable[[Any], Any], first: range) -> torch.Tensor:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = [{"input_ids": [token % vocabulary for token in tokens]} for tokens in (first, range(59, 59 + _TOKENS))]
+    vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    rows = [{"input_ids": [token % vocabulary_size for token in tokens]} for tokens in (first, range(59, 59 + _TOKENS))]
     batch = collate(rows)
     device = model.get_input_embeddings().weight.device
     inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

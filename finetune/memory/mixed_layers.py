@@ -63,13 +63,17 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
     """
     peaks = {}
     for key, peak in offloaded.peaks.items():
-        sizes = resident.peaks.get(key, Peak()).by_tag
-        weights = {(part, i): n for (part, i), n in sizes.items() if part == "weights" and i is not None and i not in numbers}
+        resident_by_tag = resident.peaks.get(key, Peak()).by_tag
+        weights = {
+            (part, layer): size
+            for (part, layer), size in resident_by_tag.items()
+            if part == "weights" and layer is not None and layer not in numbers
+        }
         by_tag = peak.by_tag | weights
         peaks[key] = Peak(sum(by_tag.values()), by_tag, peak.operator)
-    on_host = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
-    host = Peak(sum(on_host.values()), on_host, offloaded.host.operator)
-    return Simulation(peaks, host, offloaded.notes, offloaded.lean)
+    host_bytes_by_tag = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
+    host_peak = Peak(sum(host_bytes_by_tag.values()), host_bytes_by_tag, offloaded.host.operator)
+    return Simulation(peaks, host_peak, offloaded.notes, offloaded.lean)
 
 
 def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:

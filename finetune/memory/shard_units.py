@@ -44,9 +44,9 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 
     Cached, so that a repeated plan needs no torch. Raises RecipeError for a model that can't be built.
     """
-    chosen = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
-    chosen["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
-    key = cache.key_of(kind="units", config=config, settings=chosen)
+    deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
+    deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
+    key = cache.key_of(kind="units", config=config, settings=deciding_settings)
     cached = cache.read(key)
     if cached is not None:
         return tuple(

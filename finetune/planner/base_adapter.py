@@ -68,17 +68,17 @@ def read_base_adapter(name: str) -> BaseAdapter:
     folder = find_adapter(name)
     try:
         config = read_json(folder / ADAPTER_CONFIG, dict)
-        base = config.get("base_model_name_or_path")
+        base_name = config.get("base_model_name_or_path")
     except (OSError, ValueError) as error:
         raise RecipeError(f"adapter_name_or_path {name}: {folder / ADAPTER_CONFIG} can't be read: {error}") from None
-    plan = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
-    if plan.is_file():
-        settings = read_plan(plan).settings
+    plan_path = folder.parents[1] / "plan.json" if folder.name.startswith("checkpoint-") else folder / "plan.json"
+    if plan_path.is_file():
+        settings = read_plan(plan_path).settings
         inherited = {name: getattr(settings, name) for name in _SHAPES}
         # what was trained on quantised weights belongs to them
-        inherited |= {base.setting: True for base in requested_formats(settings)}
+        inherited |= {base_format.setting: True for base_format in requested_formats(settings)}
         return BaseAdapter(folder, inherited, settings.model_name_or_path)
-    return BaseAdapter(folder, _of_peft(config, name), base)
+    return BaseAdapter(folder, _of_peft(config, name), base_name)
 
 
 def find_adapter(name: str) -> Path:

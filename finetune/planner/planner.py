@@ -267,8 +267,10 @@ class _Planner:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if attempt.verdict != Verdict.NO_FIT:
             search, chosen = attempt.search, attempt.evaluated
-            reference = self._with_excess(chosen.forecast, -1)
-            search = dataclasses.replace(search, forecaster=self._forecasts(attempt.choices, search.job, reference))
+            forecast_without_excess = self._with_excess(chosen.forecast, -1)
+            search = dataclasses.replace(
+                search, forecaster=self._forecasts(attempt.choices, search.job, forecast_without_excess)
+            )
             for strategy in neighbours(chosen.strategy, search.within_budget(self._open_strategies(attempt))):
                 search.forecast(strategy)
 

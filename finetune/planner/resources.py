@@ -68,12 +68,12 @@ def pinned_bytes(strategy: Strategy, job: Job) -> int:
 
 def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> tuple[str, ...]:
     """That the layers' inputs can't be offloaded, where a plan without that does not fit; empty where they can be."""
-    offloaded = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
-    needed = pinned_bytes(offloaded, job)
-    if recipe.activation_checkpointing != AUTO or host_free is None or needed <= host_free:
+    offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
+    needed_bytes = pinned_bytes(offloading_strategy, job)
+    if recipe.activation_checkpointing != AUTO or host_free is None or needed_bytes <= host_free:
         return ()
     return (
-        f"activation_checkpointing=offload was left out: it pins {format_bytes(needed)} of host memory, "
+        f"activation_checkpointing=offload was left out: it pins {format_bytes(needed_bytes)} of host memory, "
         f"{format_bytes(max(0, host_free))} are free for it",
     )
 

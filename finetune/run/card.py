@@ -106,14 +106,14 @@ def ignored_settings_message(plan: Plan) -> str:
     Asked after the model was loaded: torch 2.9.1 ignored expandable segments without a word.
     """
     planned = plan.forecast.allocator if plan.forecast else None
-    names = cuda.ignored_settings(planned or usual_settings())
-    if not names:
+    ignored_names = cuda.ignored_settings(planned or usual_settings())
+    if not ignored_names:
         return ""
-    high = plan.forecast.peak_high_bytes if plan.forecast else 0
-    without = round(high * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
+    peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
+    peak_without_bytes = round(peak_bytes * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
     return (
-        f"torch's allocator does not use {', '.join(names)}, which the forecast counts on: the run may take "
-        f"{format_bytes(without)}, not {format_bytes(high)}. Look for PYTORCH_ALLOC_CONF in the environment"
+        f"torch's allocator does not use {', '.join(ignored_names)}, which the forecast counts on: the run may take "
+        f"{format_bytes(peak_without_bytes)}, not {format_bytes(peak_bytes)}. Look for PYTORCH_ALLOC_CONF in the environment"
     )
 
 
