@@ -51,41 +51,23 @@ def test_a_run_that_makes_chosen_answers_unlikely_diverges_and_says_so(tmp_path)
     assert state.state == "diverged" and "chosen answers are" in state.message and "sft_weight=1" in state.message
 
 
-def trained_on_pairs(folder, method):
-    """A run on 32 pairs, with 16 held out."""
+@pytest.mark.slow
+def test_held_out_pairs_are_put_in_order(tmp_path):
+    from finetune.evaluate.score import compare
+    from finetune.evaluate.scorers import scorer
     from finetune.recipe import load_recipe
     from finetune.run.prepare import create_run, prepare
     from finetune.run.worker import Worker
 
     rows = [{"instruction": f"Is order {n} late?", "chosen": "Yes, it is.", "rejected": "No."} for n in range(48)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [
-        f"dataset={folder / 'pairs.jsonl'}", "dataset.test_split_size=16", f"method={method}", "max_steps=12",
-        "learning_rate=2e-3", "effective_batch_size=4", "per_device_train_batch_size=4", "eval_steps=6",
-        "per_device_eval_batch_size=16", "sample_answers=0", "load_in_4bit=false", f"output_dir={folder / 'run'}",
+        f"dataset={tmp_path / 'pairs.jsonl'}", "dataset.test_split_size=16", "method=dpo", "max_steps=12", "learning_rate=2e-3",
+        "effective_batch_size=4", "per_device_train_batch_size=4", "eval_steps=6", "per_device_eval_batch_size=16",
+        "sample_answers=0", "load_in_4bit=false", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     run = create_run(prepare(load_recipe("tiny-cpu", overrides)))
     assert Worker(run).main() == 0
-    return run
-
-
-@pytest.mark.slow
-def test_answers_marked_good_or_bad_put_pairs_in_order(tmp_path):
-    """tests/methods/test_bundled_pairs.py has the bundled pairs, in minutes."""
-    from finetune.evaluate.score import compare
-    from finetune.evaluate.scorers import scorer
-
-    run = trained_on_pairs(tmp_path, "kto")
-    pairs = compare(run, score=scorer("loss"), data=str(tmp_path / "pairs.jsonl"))
-    assert pairs.pair_margin_difference.low > 0 and pairs.tuned.pairs_in_order >= 0.9
-
-
-@pytest.mark.slow
-def test_held_out_pairs_are_put_in_order(tmp_path):
-    from finetune.evaluate.score import compare
-    from finetune.evaluate.scorers import scorer
-
-    run = trained_on_pairs(tmp_path, "dpo")
     every = list(read_events(run.events))
     steps, evaluations = ([event for event in every if isinstance(event, kind)] for kind in (Step, Evaluation))
     assert steps[0].loss == pytest.approx(0.6931, abs=1e-3) and steps[0].metrics["rewards/margins"] == pytest.approx(
