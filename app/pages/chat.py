@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
@@ -22,6 +22,7 @@ from finetune.units import format_bytes
 from ..chat.chats import COMPARISON, Turn
 from ..chat.events import MODELS, Model
 from ..chat.pictures import keep_picture, kept_pictures
+from ..context import Context
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.engine_texts import of_engine
@@ -29,9 +30,6 @@ from ..views.error_texts import of_error
 from ..views.markup import inert, note
 from ..views.pictures import small_pictures
 from ..views.problems import problem
-
-if TYPE_CHECKING:
-    from ..context import Context
 
 #: Seconds between two looks at the conversation.
 TICK_S = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import gradio as gr
@@ -19,15 +19,13 @@ from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
 from ..background.tasks import Task
+from ..context import Context
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, table
 from ..views.problems import problem
 from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
-
-if TYPE_CHECKING:
-    from ..context import Context
 
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0

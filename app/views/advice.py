@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from finetune.evaluate.run_advice import RunAdvice, SettingEffect
 
 from ..language import tr
 from .compare import value_text
 from .engine_texts import of_engine
 from .markup import interval_text, note, table
 from .words import setting_name
-
-if TYPE_CHECKING:
-    from finetune.evaluate.run_advice import RunAdvice, SettingEffect
 
 
 def what_settings_did(groups: Sequence[RunAdvice]) -> str:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.events import Evaluation, Step
 from finetune.planner.plan import Plan
 from finetune.units import GIB, gib
 
 from ..language import mark, tr
+from ..live import Digest
 from .markup import inert
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
 from .words import loss_text
-
-if TYPE_CHECKING:
-    from ..live import Digest
 
 _SMOOTHING = 0.8
 #: Phases by their name in the events.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from finetune.events import Checkpoint, OutOfMemory, Result, State
@@ -14,13 +13,11 @@ from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
+from ..live import Digest, LiveRun
 from .engine_texts import of_engine
 from .error_texts import of_message
 from .markup import action, inert
 from .words import day, loss_text, minutes, precision
-
-if TYPE_CHECKING:
-    from ..live import Digest, LiveRun
 
 #: Address and name of each tab.
 TABS = {

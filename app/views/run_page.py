@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
+from ..live import LiveRun
 from ..planning.draft import command_line, parse_draft
 from . import run as run_view
 from .answers import answers
@@ -20,9 +20,6 @@ from .choices import chosen
 from .markup import inert, note
 from .run_figures import figures, memory
 from .run_head import BROKEN, failure, next_steps, progress, tabs, title
-
-if TYPE_CHECKING:
-    from ..live import LiveRun
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3

@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.events import Result
 from finetune.run.state import RunState
 from finetune.units import GIB
 
 from ..language import tr
+from ..live import Digest, LiveRun
+from ..scores import Scores
 from .charts import sparkline
 from .markup import inert
 from .run import measured_peak
 from .words import day, loss_text, minutes
-
-if TYPE_CHECKING:
-    from ..live import Digest, LiveRun
-    from ..scores import Scores
 
 
 @dataclass(frozen=True)

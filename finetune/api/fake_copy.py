@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.compat.accelerate import undo_prepared_forward
 from finetune.memory.fake_model import layer_number
-
-if TYPE_CHECKING:
-    from finetune.memory.tracker import StorageTracker
+from finetune.memory.tracker import StorageTracker
 
 
 class _Copies(dict[int, Any]):

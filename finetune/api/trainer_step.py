@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,15 +20,12 @@ from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
-from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation, step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
-
-if TYPE_CHECKING:
-    from finetune.memory.rules import Capability
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.printable import printable
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from finetune.cli.score_output import ORDERS, print_forgetting, print_rows, prin
 from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from finetune.cli.render import out, show_progress
 from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError, PackagesError
 from finetune.export.gguf_types import GGUF_TYPES
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 
 

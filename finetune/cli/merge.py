@@ -12,6 +12,7 @@ from finetune.cli.render import out, show_progress
 from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 from finetune.settings.base_formats import requested_formats
 from finetune.units import parse_bytes

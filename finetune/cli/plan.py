@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -16,14 +15,10 @@ from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
-from finetune.memory.forecast import PARTS
-from finetune.planner.plan import Verdict
+from finetune.memory.forecast import PARTS, Forecast
+from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    from finetune.memory.forecast import Forecast
-    from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out, state_text, table
 from finetune.errors import CommandError
-from finetune.run.directory import open_run, runs_from_here
+from finetune.run.directory import RunDirectory, open_run, runs_from_here
 from finetune.run.state import read_state
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
-
 
 _ARGUMENTS = {
     "list": "takes no RUN",

@@ -11,6 +11,7 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
 
 

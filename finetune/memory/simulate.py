@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -33,30 +33,24 @@ from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
+from finetune.memory.depth import Depth
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.memory.picture_inputs import picture_inputs
-from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.small_values import SmallValues
-from finetune.memory.trace import NotRepeated
-from finetune.memory.tracker import StorageTracker
+from finetune.memory.trace import NotRepeated, Recording, Trace
+from finetune.memory.tracker import Peak, PhaseKey, StorageTracker
 from finetune.methods import method_of
+from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, read_outside, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
+from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
-
-if TYPE_CHECKING:
-    from finetune.memory.depth import Depth
-    from finetune.memory.rules import Capability
-    from finetune.memory.trace import Recording, Trace
-    from finetune.memory.tracker import Peak, PhaseKey
-    from finetune.methods.method import TrainingMethod
-    from finetune.settings import Settings
-
 
 #: The phase of the router's auxiliary loss of a mixture, after the loss.
 AUXILIARY = "auxiliary loss"

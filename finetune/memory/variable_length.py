@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.memory.allocator_replay import WARM_UP, Player, states_of
 from finetune.memory.caching_allocator import CachingAllocator, OutOfMemory
-from finetune.memory.trace import RELEASED, Event, NotRepeated
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.card.allocator import AllocatorSettings
-    from finetune.memory.trace import Trace
-
+from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
 #: Micro-batches that are replayed after the first two steps, and at most in all: fragmentation shows early.
 LATER_MICRO_BATCHES, MOST_MICRO_BATCHES = 16, 64

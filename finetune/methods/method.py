@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.settings import Settings
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 #: Rows of the dataset -> a batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.model.techniques import training_arguments
+from finetune.settings import Settings
 from finetune.settings.compatibility import padding_multiple
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 
 def _warmup_steps(settings: Settings, total_steps: int) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from finetune.card.card import Card
 from finetune.errors import RecipeError
+from finetune.planner.choices import Choices
 from finetune.units import GIB, format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.choices import Choices
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:

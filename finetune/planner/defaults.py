@@ -6,23 +6,20 @@ import hashlib
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.planner.attention import PACKED_LENGTH, choose_packing
+from finetune.planner.choices import Choices
+from finetune.planner.plan import DataStatistics
+from finetune.planner.shape import ModelShape
 from finetune.recipe import write_recipe
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import METHODS
 from finetune.settings.optimizers import FUSED
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.choices import Choices
-    from finetune.planner.plan import DataStatistics
-    from finetune.planner.shape import ModelShape
-    from finetune.settings import Recipe
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.card.card import Card
 from finetune.errors import ModelError, RecipeError
 from finetune.model.configuration import read_config
 from finetune.planner.largest_model import find_largest_model
-from finetune.planner.planner import make_plan, plan_or_excess
+from finetune.planner.plan import DataStatistics, Plan
+from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_or_excess
 from finetune.planner.planning import RowsRead, for_rows, prepared
-from finetune.planner.shape import shape_of
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.recipe.load import NO_DATASET
-from finetune.settings import AUTO, resolved
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.plan import DataStatistics, Plan
-    from finetune.planner.planner import MakeForecast, Progress
-    from finetune.planner.shape import ModelShape
-    from finetune.settings import Recipe
+from finetune.settings import AUTO, Recipe, resolved
 
 #: Where a model's configuration names no limit.
 MOST_TOKENS = 2**20

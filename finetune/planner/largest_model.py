@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from finetune.card.card import Card
 from finetune.errors import CommandError, FinetuneError
 from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
 from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
-from finetune.planner.planner import plan_if_fits
+from finetune.planner.plan import Plan
+from finetune.planner.planner import MakeForecast, Progress, plan_if_fits
 from finetune.planner.shape import shape_of
-from finetune.settings import AUTO, resolved
+from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.plan import Plan
-    from finetune.planner.planner import MakeForecast, Progress
-    from finetune.settings import Recipe
 
 #: Bytes that neither weights nor adapters have: context and activations take at least so much.
 LEAST_OTHER_BYTES = 2**29

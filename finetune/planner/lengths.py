@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from finetune.planner.choices import Choices
 from finetune.planner.defaults import LENGTH_STEP
-from finetune.planner.plan import LengthCost
+from finetune.planner.plan import DataStatistics, LengthCost
 from finetune.planner.speed import Batches
-
-if TYPE_CHECKING:
-    from finetune.planner.choices import Choices
-    from finetune.planner.plan import DataStatistics
 
 #: The planner never chooses a limit below this.
 LEAST_LENGTH = 256

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from finetune.memory.forecast import Forecast
 from finetune.planner.speed import Job, knows_rates, time_step
-from finetune.settings import resolved
+from finetune.planner.strategy import Strategy
+from finetune.settings import Settings, resolved
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.memory.forecast import Forecast
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Settings
 
 
 def price_beside_sft(

@@ -364,6 +364,11 @@ class Plan:
         settings = {**BEFORE, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
 
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of the card that the run may take, with the CUDA context."""
+        return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
+
     def with_note(self, note: str) -> Plan:
         """The same plan with one more note on its forecast."""
         if not note or not self.forecast:

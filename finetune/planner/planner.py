@@ -8,9 +8,10 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.card.allocator import expandable_segments
+from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
 from finetune.memory.forecast import Forecast
 from finetune.memory.row_shape import RowShape
@@ -22,11 +23,11 @@ from finetune.planner.choices import Choices
 from finetune.planner.compiling import explain_compiling
 from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
 from finetune.planner.explain import alternatives, describe, explain_strategy
-from finetune.planner.history import read_history
+from finetune.planner.history import History, read_history
 from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.method_price import price_beside_sft
-from finetune.planner.plan import Plan, Verdict, verdict_of
+from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,
     free_for_offload,
@@ -37,26 +38,17 @@ from finetune.planner.resources import (
 )
 from finetune.planner.run_cost import run_cost
 from finetune.planner.run_time import run_time, slowdowns_by_load, workload_s
-from finetune.planner.search import Search
-from finetune.planner.shape import shape_of
+from finetune.planner.search import EvaluatedStrategy, Search
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Job, knows_rates
-from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
+from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, offloading_strategies, strategies
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe, Settings
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
 from finetune.system import load_averages
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.history import History
-    from finetune.planner.plan import DataStatistics, ManyCards
-    from finetune.planner.search import EvaluatedStrategy
-    from finetune.planner.shape import ModelShape
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Recipe, Settings
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.

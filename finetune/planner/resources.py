@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finetune.card.card import Card
 from finetune.card.host import PROCESS_BYTES, host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
+from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, ResourceCheck
-from finetune.planner.speed import knows_rates
+from finetune.planner.shape import ModelShape
+from finetune.planner.speed import Job, Timing, knows_rates
+from finetune.planner.strategy import Strategy
+from finetune.settings import Recipe, Settings
 from finetune.settings.base_formats import BITS_16, NF4
 from finetune.settings.schema import AUTO
 from finetune.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.memory.forecast import Forecast
-    from finetune.planner.shape import ModelShape
-    from finetune.planner.speed import Job, Timing
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Recipe, Settings
 
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.events import ENDED_STATES, Event, RunWarning, Start, State, Step
-
-if TYPE_CHECKING:
-    from finetune.planner.run_time import RunTime
+from finetune.planner.run_time import RunTime
 
 _HOUR_S = 3600.0
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
-from finetune.planner.plan import Shortfall, Suggestion
+from finetune.planner.plan import DataStatistics, Shortfall, Suggestion
 from finetune.planner.shape import shape_of
-from finetune.settings import AUTO, Settings, resolved
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import DataStatistics
-    from finetune.settings import Recipe
 
 Forecasts = Callable[[Settings], Forecast]
 #: At most this many catalogue models are forecast, from the largest down.

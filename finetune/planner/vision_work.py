@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import plainest
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
+from finetune.settings import Recipe, plainest
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
-from finetune.card import cuda
+from finetune.card import Card, cuda
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.usable import problem_of_torch
@@ -15,16 +16,10 @@ from finetune.card.vendor import DriverError
 from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, visible
 from finetune.errors import CardError
-from finetune.memory.device_peak import EXPANDABLE, SEGMENTED
-from finetune.run.accuracy import budget_bytes
+from finetune.memory.forecast import EXPANDABLE, SEGMENTED
+from finetune.planner.plan import Plan, read_plan
+from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from finetune.card import Card
-    from finetune.planner.plan import Plan
 
 _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 
@@ -91,6 +86,11 @@ def visibility(cards: Sequence[str]) -> dict[str, str]:
     return {vendor.visible_variable: ",".join(cards), **dict([vendor.driver_order])} if cards else {}
 
 
+def restrict_visible_devices(run: RunDirectory) -> None:
+    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
+    os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
+
+
 def holders_of(cards: tuple[str, ...]) -> list[str]:
     """Processes that use these cards, with their bytes, largest first."""
     try:
@@ -123,7 +123,7 @@ def available_bytes(plan: Plan) -> int | None:
         free = [device.free_bytes for device in current_vendor().read_devices()[0] if device.uuid in cards_of(plan)]
     except DriverError:
         return None
-    return min(budget_bytes(plan), *free) if free else None
+    return min(plan.usable_bytes, *free) if free else None
 
 
 def open_card(plan: Plan, number: int) -> None:
@@ -141,7 +141,7 @@ def limit_card(plan: Plan) -> str:
     More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
     """
     context, free = plan.card.context_bytes or 0, cuda.free_bytes()
-    limit = max(0, budget_bytes(plan) - context)
+    limit = max(0, plan.usable_bytes - context)
     allowed = min(limit, free) if has_windows_driver() else limit
     cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
     upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from finetune.card.visible import environment_with_gpus
 from finetune.errors import CommandError, DiskFull
@@ -13,13 +12,10 @@ from finetune.files import write_json
 from finetune.memory.cache import LIBRARIES
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
-from finetune.run.directory import require_data
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
 from finetune.system import start_detached
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 
 def start(run: RunDirectory) -> int:

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull, FinetuneError
-from finetune.events import OutOfMemory
+from finetune.events import Memory, OutOfMemory
 from finetune.memory.forecast import PhaseForecast
-from finetune.run.accuracy import budget_bytes
+from finetune.planner.plan import Plan
 from finetune.run.card import lost_card
+from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
 
-if TYPE_CHECKING:
-    from pathlib import Path
+#: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
+_MEMORY_TEXTS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 
-    from finetune.events import Memory
-    from finetune.planner.plan import Plan
-    from finetune.run.memory import MemorySampler
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+#: safetensors and torch's zip writer turn the errno into text of their own exceptions.
+_DISK_TEXTS = (
+    "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
+    "os error 30", "PytorchStreamWriter failed writing file", "] . unexpected pos ",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
+    import torch
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
@@ -43,7 +67,7 @@ def _free(snapshot: Any, asked: int | None, plan: Plan, now: Memory) -> dict[str
     card_free = (
         None if now.card_total_bytes is None or now.card_used_bytes is None else now.card_total_bytes - now.card_used_bytes
     )
-    reservable = reservable_bytes(budget_bytes(plan) - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
+    reservable = reservable_bytes(plan.usable_bytes - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
     largest = max(free.usable, default=0)
     enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked
     return {

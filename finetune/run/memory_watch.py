@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING
 
 from finetune.card.allocator import has_windows_driver
-from finetune.events import Phase
+from finetune.events import Event, Memory, Phase
 from finetune.units import GIB, MIB, format_bytes
-
-if TYPE_CHECKING:
-    from finetune.events import Event, Memory
 
 _SLOW_FACTOR = 5.0  # a spill to host memory is silent; steps are reported to be 10 to 1000 times slower
 _OTHERS_GREW_BYTES = 512 * MIB

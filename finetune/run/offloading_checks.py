@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.card.host import free_for_run
 from finetune.errors import DiskFull, MachineError
 from finetune.files import cache_dir, free_disk_bytes
+from finetune.planner.plan import LayerCopies, Plan
 from finetune.planner.resources import too_little_host_memory
 from finetune.run.disk_speed import measure_read_rate
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import LayerCopies, Plan
 
 #: A drive with which a step takes more than so many times its arithmetic is refused: one of spinning discs, or over a network.
 MOST_TIMES = 5.0

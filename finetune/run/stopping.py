@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
+from finetune.run.directory import RunDirectory
 from finetune.system import WINDOWS, take_lock
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 
 def request_stop(run: RunDirectory, pid: int, number: int) -> None:

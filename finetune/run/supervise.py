@@ -12,33 +12,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from finetune import errors
 from finetune.card.allocator import AllocatorSettings, usual_settings
-from finetune.distributed.processes import launcher_for
-from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
+from finetune.distributed.processes import Launcher, launcher_for
+from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
-from finetune.run.card_queue import card_queue
+from finetune.run.card_queue import Queue, card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.notification import notify
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
 from finetune.system import WINDOWS, ignore_hangup, take_lock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.distributed.processes import Launcher
-    from finetune.events import Event
-    from finetune.run.card_queue import Queue
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024

@@ -13,15 +13,12 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from finetune.events import Evaluation, Memory, RunWarning, Start, Step
+from finetune.events import Evaluation, Event, EventWriter, Memory, RunWarning, Start, Step
+from finetune.planner.plan import Plan
 from finetune.requirements import installed_version
-
-if TYPE_CHECKING:
-    from finetune.events import Event, EventWriter
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"
 #: Event field -> name in a tracker: transformers' name where it has one, else the field's own, with its unit.
