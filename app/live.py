@@ -48,10 +48,6 @@ _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 _VERSIONS = 600
 
 
-def _time(event: Event) -> float:
-    return event.time_s or 0.0
-
-
 @dataclass
 class Digest:
     """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
@@ -156,7 +152,7 @@ class Digest:
         digest.messages.extend(map(event_from, values["messages"]))
         digest.peaks, digest.phases = values["peaks"], values["phases"]
         digest.newest = {kind: event_from(event) for kind, event in values["newest"].items()}
-        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=_time))
+        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=lambda event: event.time_s or 0.0))
         return digest
 
 

@@ -80,12 +80,13 @@ def page(runs: list[RunDirectory]) -> str:
 
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
+    edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
     parts = {
         "How it went": _outcome(live) + _base_adapter(live.run) + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": _edited(live.run) + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Plan": edited + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),
@@ -96,18 +97,15 @@ def _one(live: LiveRun) -> str:
 
 def _several(lives: list[LiveRun]) -> str:
     rows = [
-        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
+        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live),
+         format_bytes(run_view.measured_peak(live.digest, live.plan())[1])]
         for live in lives
-    ]
+    ]  # fmt: skip
     summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)
     return (
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
         f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
     )
-
-
-def _edited(run: RunDirectory) -> str:
-    return note("plan.json has changed since it was written.") if plan_was_edited(run.plan) else ""
 
 
 def _outcome(live: LiveRun) -> str:
@@ -142,10 +140,6 @@ def _result(live: LiveRun) -> str:
 def _best(live: LiveRun) -> str:
     result = live.digest.newest.get(Result.kind)
     return f"{result.eval_loss:.4f}" if isinstance(result, Result) and result.eval_loss is not None else "not measured"
-
-
-def _peak(live: LiveRun) -> int | None:
-    return run_view.measured_peak(live.digest, live.plan())[1]
 
 
 def _checks(live: LiveRun) -> str:
@@ -220,11 +214,8 @@ def _data_line(part: dict[str, Any]) -> str:
 def _versions(digest: Any) -> str:
     start = digest.newest.get(Start.kind)
     versions = start.versions if isinstance(start, Start) else {}
-    return (
-        table(["package", "version"], sorted(versions.items()), "Versions", hidden_caption=True)
-        if versions
-        else note("Not known.")
-    )
+    rows = sorted(versions.items())
+    return table(["package", "version"], rows, "Versions", hidden_caption=True) if rows else note("Not known.")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +12,14 @@ import torch
 
 from finetune.api.fake_copy import fake_copy, meta_copy
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import backward, fake_tensor_mode, read_of_a_value
+from finetune.compat.torch import fake_tensor_mode, read_of_a_value
 from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
-from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
-from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
+from finetune.memory.fake_model import fake_dora_weights
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation, step_errors
+from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, save, step_errors, take_step
 from finetune.memory.tracker import StorageTracker
-from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
 
@@ -157,9 +153,8 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = model
     shadow.optimizer = shadow.lr_scheduler = None
-    for name in ("_metrics",):
-        if hasattr(trainer, name):
-            setattr(shadow, name, copy.deepcopy(getattr(trainer, name)))
+    if hasattr(trainer, "_metrics"):
+        shadow._metrics = copy.deepcopy(trainer._metrics)
     return shadow
 
 
@@ -167,43 +162,20 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
     args = shadow.args
     model.train()
     enable_trainers_checkpointing(model, args)
-    parameters = [parameter for _, parameter in trainable_parameters(model)]
-    for parameter in parameters:
-        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = shadow.create_optimizer()
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA, which it can't see here
-    first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if args.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
-    loss = _loss(shadow, model, tracker, batch, "forward")
-    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-    backward(loss)
-    del loss
-    tracker.recording.begin("clipping")
-    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
-    torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
-    with paged_states_on_host(on_cpu):
-        optimizer.step()
-    optimizer.zero_grad()
-    tracker.recording.begin("save")
-    gc.collect()
-    tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
 
+    def loss() -> torch.Tensor:
+        tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+        inputs = {name: _fake(value) for name, value in batch.inputs.items()}
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
+            return shadow.compute_loss(model, inputs)
 
-def _loss(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, phase: str) -> torch.Tensor:
-    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    inputs = {name: _fake(value) for name, value in batch.inputs.items()}
-    args = shadow.args
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
-        loss: torch.Tensor = shadow.compute_loss(model, inputs)
-    return loss
+    take_step(model, optimizer, tracker, loss, args, context=nullcontext(), on_cpu=on_cpu)
+    save(model, tracker)
 
 
 def _fake(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_object, write_text
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -38,10 +38,7 @@ def key_of(**inputs: Any) -> str:
 
 def read(key: str) -> dict[str, Any] | None:
     """The cached values of a key; None when there are none, or when the file is damaged."""
-    try:
-        return read_json(_path(key), dict)
-    except (OSError, ValueError):
-        return None
+    return read_object(_path(key))
 
 
 def write(key: str, values: dict[str, Any]) -> None:

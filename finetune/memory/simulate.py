@@ -6,8 +6,8 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from logging import ERROR, getLogger
 from typing import Any
@@ -203,35 +203,18 @@ def _run(
     method.keep_reference(model)
     for (name, _), copy in zip(trainable, method.reference_copies, strict=False):
         tracker.retag(copy, "weights", layer_number(name))
-    parameters = [parameter for _, parameter in trainable]
-    for parameter in parameters:
-        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    batches: list[dict[str, Any]] = []
+
+    def loss() -> torch.Tensor:
+        tracker.phase = "forward"
+        batches.extend(_inputs(settings, batch, tracker) for _ in range(_batches_at_once(settings)))
+        return _forward(method, model, batch, batches[-1], tracker, "forward")
+
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
-    first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if settings.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
-    tracker.phase = "forward"
-    batches = [_inputs(settings, batch, tracker) for _ in range(_batches_at_once(settings))]
-    with step_context(settings, "cpu"):
-        loss = _forward(method, model, batch, batches[-1], tracker, "forward")
-        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-        backward(loss)
-    del loss
-    tracker.recording.begin("clipping")
-    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
-    torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
-    with paged_states_on_host(on_cpu):
-        optimizer.step()
-    optimizer.zero_grad()
+    take_step(model, optimizer, tracker, loss, settings, context=step_context(settings, "cpu"), on_cpu=on_cpu)
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
-    tracker.recording.begin("save")
-    gc.collect()
-    tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
+    save(model, tracker)
     tracker.record("steady state")
     if batch.eval_rows:
         tracker.recording.begin("eval")
@@ -244,7 +227,43 @@ def _run(
             _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+def take_step(
+    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
+    context: AbstractContextManager[Any], on_cpu: bool,
+) -> None:  # fmt: skip
+    """An optimizer step of one micro-batch, whose forward and backward passes are in `context`. `arguments`: the trainer's, or
+    settings, which call these the same."""
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if arguments.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
+    with context:
+        value = loss()
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
+        backward(value)
+    del value
+    tracker.recording.begin("clipping")
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(model: Any, tracker: StorageTracker) -> None:
+    """The copies that saving a checkpoint makes."""
+    tracker.recording.begin("save")
+    gc.collect()
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
+
+
+def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
     """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))

@@ -20,13 +20,11 @@ from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
 from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
-from finetune.planner.compiling import explain_compiling
 from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
-from finetune.planner.explain import alternatives, describe, explain_strategy
+from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy, price_beside_sft
 from finetune.planner.history import History, read_history
 from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.planner.many_cards import needs_of_each_card
-from finetune.planner.method_price import price_beside_sft
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,

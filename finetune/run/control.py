@@ -33,7 +33,7 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        stopping.clear_stop_requests(run)
+        run.stop_requests.unlink(missing_ok=True)  # which an earlier start obeyed
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())

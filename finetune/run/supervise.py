@@ -28,7 +28,7 @@ from finetune.run.card import cards_of, holders_of, replacement_message, visibil
 from finetune.run.card_queue import Queue, card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.notification import notify
-from finetune.run.retry import adjusted_plan
+from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
 from finetune.system import WINDOWS, ignore_hangup, take_lock
@@ -199,8 +199,6 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, no_smaller_plan
-
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
@@ -218,8 +216,6 @@ class Supervisor:
 
     def _lower_rate(self, attempt: int) -> bool:
         """After a loss spike, halve the learning rate for the next attempt; False without a spike or without attempts left."""
-        from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan
-
         spike = self.seen[-1] if self.seen else None
         if not isinstance(spike, LossSpike):
             return False
