@@ -81,8 +81,10 @@ def page(runs: list[RunDirectory]) -> str:
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
     edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
+    origin = base_adapter_of(live.run)
+    continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
     parts = {
-        "How it went": _outcome(live) + _base_adapter(live.run) + _result(live),
+        "How it went": _outcome(live) + continued + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
@@ -109,7 +111,6 @@ def _several(lives: list[LiveRun]) -> str:
 
 
 def _outcome(live: LiveRun) -> str:
-    """State and progress, and the figures, or why there are none."""
     state = live.state()
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
@@ -118,14 +119,7 @@ def _outcome(live: LiveRun) -> str:
     return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
 
 
-def _base_adapter(run: RunDirectory) -> str:
-    """The adapter from which training continued."""
-    origin = base_adapter_of(run)
-    return note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
-
-
 def _result(live: LiveRun) -> str:
-    """Which step the adapter is of."""
     result = live.digest.newest.get(Result.kind)
     if not isinstance(result, Result):
         return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
@@ -143,7 +137,6 @@ def _best(live: LiveRun) -> str:
 
 
 def _checks(live: LiveRun) -> str:
-    """Each comparison of forecast and measured memory that the run made."""
     rows = []
     for event in read_events(live.run.events):
         if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:

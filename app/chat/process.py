@@ -132,7 +132,6 @@ class LoadedModels:
         return is_needed
 
     def _sharing_base(self, run: RunDirectory) -> Any:
-        """An answerer for the run on a base that is loaded; None where none is its own."""
         for answerer in self._answerers.values():
             with contextlib.suppress(CommandError):
                 return answerer.sharing_base(run)
@@ -225,7 +224,6 @@ class Conversation:
         )  # fmt: skip
 
     def _restore(self, path: Path) -> None:
-        """Restore the conversation that the page shows."""
         events = read_events(path, KINDS)
         questions = {event.id: event for event in events if isinstance(event, Question)}
         for event in events:

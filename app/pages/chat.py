@@ -114,8 +114,6 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
 
 
 class _View:
-    """Handlers; the conversation is a file."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -135,7 +133,6 @@ class _View:
         ]
 
     def _base(self, run: RunDirectory) -> str:
-        """A run's base model as its recipe names it."""
         try:
             return self.context.lives.of(run).plan().settings.model_name_or_path
         except (FinetuneError, OSError, ValueError):
@@ -147,7 +144,6 @@ class _View:
         return RunDirectory(workspace.runs / COMPARISON) if name == COMPARISON else workspace.run(name)
 
     def _names(self, turns: list[Turn]) -> dict[Model, str]:
-        """What the models of a conversation are called."""
         models = dict.fromkeys(model for turn in turns for model in turn.models)
         split = {model: model.partition("/") for model in models}
         bases = {
@@ -187,7 +183,6 @@ class _View:
             return [waiting, problem(tr("The picture can't be kept"), [str(error)], fix)]
 
     def _reads_pictures(self, name: str) -> bool:
-        """Whether the models of a run were trained with pictures."""
         try:
             run = self.context.workspace.run(name)
             return run is not None and self.context.lives.of(run).plan().settings.vision is True
@@ -195,7 +190,6 @@ class _View:
             return False
 
     def _pictures(self, names: Sequence[str]) -> str:
-        """Small copies of pictures of a conversation."""
         return small_pictures([_small_copy(picture) for picture in kept_pictures(self.context.chats.pictures, names)])
 
     def _shown(self, name: str | None, waiting: str, chosen: Sequence[str]) -> tuple[str, str, bool, str]:
@@ -219,7 +213,8 @@ class _View:
         if run is None or not models or not question.strip():
             return [gr.skip(), note(tr("Choose a model and write a message.")), gr.skip()]
         names = [_run_name(model, run) for model in models]
-        if missing := [name for name in names if not self._can_answer(name)]:
+        runs = {name: self.context.workspace.run(name) for name in names}
+        if missing := [name for name, run in runs.items() if run is None or not has_adapter(run)]:
             problems = [tr("{run} has no adapter or checkpoint", run=name) for name in missing]
             shown = problem(tr("No model to chat with yet"), problems, tr("Wait for its first checkpoint."))
             return [gr.skip(), shown, gr.skip()]
@@ -229,10 +224,6 @@ class _View:
             temperature=temperature or 0.0, top_p=top_p or 1.0, seed=int(seed or 0),
         )  # fmt: skip
         return ["", "", ""]
-
-    def _can_answer(self, name: str) -> bool:
-        run = self.context.workspace.run(name)
-        return run is not None and has_adapter(run)
 
     def stop(self, name: str | None) -> str:
         """End the answers that are being made."""

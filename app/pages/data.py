@@ -49,8 +49,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; a choice changes the draft, whose stamp makes the browser ask for the rows anew."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -99,7 +97,6 @@ class _View:
         return [status, gr.skip(), asked]
 
     def _row(self, wish: dict[str, Any]) -> str:
-        """A row that is ready, or one that is refused."""
         if "row" in wish:
             question = {"recipe": self.context.draft.read().text, "index": int(wish["row"])}
             return view_of.marked(self.context.planner.ask("row", **question))

@@ -48,8 +48,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; they read the run directories and change the draft."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._machine = context, Machine(context.workspace, context.lives)
 

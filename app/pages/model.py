@@ -39,8 +39,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; a choice changes the draft."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._badges = context, Badges(context.planner, context.draft)
         self._here: list[Model] = []

@@ -61,7 +61,6 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> dict[str, gr.C
 
 
 def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
-    """Scores of base and tuned model, and the report."""
     with gr.Column(elem_classes="ft-box"):
         show(_heading("Evaluate", mark("Base and tuned model answer the same rows; the difference counts.")))
         with gr.Row(elem_classes="ft-controls"):
@@ -99,7 +98,6 @@ def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
 
 
 def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
-    """The model as files, as a server and on the hub."""
     status = show(elem_id="export-status")
     with gr.Column(elem_classes="ft-box"):
         show(_heading(mark("Merge"), mark("One model folder, with the adapter in its 16-bit weights.")))
@@ -178,8 +176,6 @@ def evaluation(
 
 
 class _View:
-    """Handlers; commands run detached and write their output to files."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -343,7 +339,6 @@ def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
 
 
 def _pushed(task: Task) -> str:
-    """The files of the dry run, or where they were pushed."""
     status, result = task.status(), task.result()
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "files" not in result:
         return _task("push", task)
@@ -356,7 +351,6 @@ def _pushed(task: Task) -> str:
 
 
 def _exported(task: Task) -> str:
-    """The files, and the result of trying them in llama.cpp."""
     status, result = task.status(), task.result()
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
         return _task("export", task)
@@ -371,7 +365,6 @@ def _exported(task: Task) -> str:
 
 
 def _served(task: Task) -> str:
-    """The server's address and token."""
     status, result = task.status(), task.result()
     if status is None or not isinstance(result, dict) or "url" not in result:
         return _task("serve", task)
@@ -388,13 +381,11 @@ def _named(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _gguf_files(run: RunDirectory) -> list[str]:
-    """GGUF files of the run, by their path in it."""
     paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
     return [path.relative_to(run.path).as_posix() for path in paths]
 
 
 def _task(verb: str, task: Task) -> str:
-    """Progress or result of a command that was started here."""
     status = task.status()
     if status is None:
         return note(tr("Not run yet."))

@@ -45,8 +45,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; they read the run directories and the queue's files."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 

@@ -41,8 +41,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._examination = context, Examination(context.workspace)
 

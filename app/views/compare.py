@@ -61,7 +61,6 @@ def value_text(value: Any) -> str:
 
 
 def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
-    """One line for each run: the first of the metrics that it has."""
     lines = []
     for number, live in enumerate(lives):
         series = next((live.digest.series[name] for name in names if name in live.digest.series), None)

@@ -122,7 +122,8 @@ def memory(digest: Digest, plan: Plan) -> str:
     keys = "".join(f'<span><i class="{css}"></i>{tr(css)}</span>' for css in (mark("measured"), mark("forecast")))
     title = tr("GPU memory" if on_gpu else "Process memory")
     head = f'<div class="ft-boxhead"><h2>{title}</h2><span class="ft-key">{keys}</span></div>'
-    peaks = [_whole(digest, plan), *(_phases(digest, plan) if on_gpu else [])]
+    process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
+    peaks = [process, *(_phases(digest, plan) if on_gpu else [])]
     measured = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
     scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in measured)]) * 1.06
     rows = "".join(_bullet(pair, scale) for pair in measured)
@@ -161,13 +162,7 @@ def _summary(digest: Digest, plan: Plan) -> str:
     return f'<p class="ft-calm ok"><b>{word}</b> {how} {free}</p>'
 
 
-def _whole(digest: Digest, plan: Plan) -> Pair:
-    """The process: what the forecast's peak is of."""
-    return Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
-
-
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:
-    """The allocated peak of each phase that was measured."""
     pairs = []
     for phase, name in _PHASES.items():
         measured = digest.phases.get(phase, {}).get("peak_allocated_bytes")
@@ -178,7 +173,6 @@ def _phases(digest: Digest, plan: Plan) -> list[Pair]:
 
 
 def _bullet(pair: Pair, scale: float) -> str:
-    """A bar for what was measured, a tick for the forecast, and the numbers."""
     tick = f'<u style="left:{100 * pair.forecast / scale:.2f}%"></u>' if pair.forecast is not None else ""
     bar = f'<i style="width:{100 * pair.measured / scale:.2f}%"></i>' if pair.measured is not None else ""
     value = pair.measured if pair.measured is not None else pair.forecast or 0

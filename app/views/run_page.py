@@ -66,7 +66,6 @@ def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[s
 
 
 def _texts(live: LiveRun, tab: str) -> dict[str, str]:
-    """The parts of the head and of a tab."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
     texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
@@ -99,7 +98,6 @@ def _answers(live: LiveRun) -> str:
 
 
 def _settings(live: LiveRun) -> str:
-    """What was chosen and why, the recipe, and the same as a command."""
     try:
         text = live.run.recipe.read_text(encoding="utf-8")
     except OSError:

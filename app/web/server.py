@@ -116,7 +116,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
 
 def _named(run: str, tab: str) -> dict[str, str]:
-    """Parameters of a run's tab; without a name the page chooses the run."""
     return {"run": run, "tab": tab} if run else {"tab": tab}
 
 

@@ -84,7 +84,6 @@ def _driver_fix(error: DriverError, container_fix: str) -> str:
 def _no_card(
     gpu: str, devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...], allowed: tuple[Device, ...], hidden: list[Device]
 ) -> tuple[str, str]:
-    """Error message and hint when no card can be used."""
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
         return f"gpu: {gpu}, but the driver can't describe {cards}", f"{current_vendor().lost_fix} {_NO_CARD}"
@@ -100,7 +99,6 @@ def _no_card(
 
 
 def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...]) -> str:
-    """Why this card was chosen, of several."""
     reason = ""
     others = [device for device in allowed if device != chosen]
     if others:

@@ -85,17 +85,14 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     measured = measured_context(name) or measured_context(entry["device"])
     capability = tuple(entry["capability"]) if "capability" in entry else None
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
+    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
     return Card(
         name=name, total_bytes=total, free_bytes=total - used, capability=capability,
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
-        reason=_catalogue_reason(total, used, entry["source"]), vendor=entry["vendor"], **entry.get("sustained", {}),
+        reason=f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {entry['source']}",
+        vendor=entry["vendor"], **entry.get("sustained", {}),
     )  # fmt: skip
-
-
-def _catalogue_reason(total: int, used: int, source: str) -> str:
-    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
-    return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
 def _measured_card(choice: Choice) -> Card:

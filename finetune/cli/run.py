@@ -269,8 +269,6 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 
 class _JsonView:
-    """Events as JSON lines."""
-
     def __enter__(self) -> _JsonView:
         return self
 
@@ -328,7 +326,6 @@ class _BarView(_JsonView):
 
 
 def _metrics_text(metrics: dict[str, float]) -> str:
-    """The main metrics of a training method."""
     shown_metrics = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
     return "".join(f", {label} {text.format(value)}" for label, text, value in shown_metrics)
 

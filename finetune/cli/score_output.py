@@ -114,7 +114,6 @@ def _print_differences(result: Comparison, gap: str) -> None:
 
 
 def _table(result: Comparison, names: tuple[str, str]) -> Any:
-    """Each score of both models."""
     from finetune.evaluate.scorers import VALID_LABELS
 
     base, tuned = result.base, result.tuned

@@ -207,7 +207,9 @@ def _run(
 
     def loss() -> torch.Tensor:
         tracker.phase = "forward"
-        batches.extend(_inputs(settings, batch, tracker) for _ in range(_batches_at_once(settings)))
+        # the trainer puts all micro-batches of a step on the GPU before it; those of text are small, and one is counted
+        at_once = settings.gradient_accumulation_steps if settings.vision is True else 1
+        batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
         return _forward(method, model, batch, batches[-1], tracker, "forward")
 
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
@@ -264,7 +266,6 @@ def save(model: Any, tracker: StorageTracker) -> None:
 
 
 def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Record which gradient a new one is added to."""
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
@@ -285,11 +286,6 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
         return inputs
     masked = inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
     return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
-
-
-def _batches_at_once(settings: Settings) -> int:
-    """Micro-batches that the trainer puts on the GPU before a step: all of it. Those of text are small; one is counted."""
-    return settings.gradient_accumulation_steps if settings.vision is True else 1
 
 
 def _forward(

@@ -119,7 +119,8 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
             length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
-        usual = max(USUAL_LENGTH, _with_text(sum(data.picture_tokens)) if data is not None else 0)
+        beside_pictures = sum(data.picture_tokens) + TEXT_BESIDE if data is not None else 0
+        usual = max(USUAL_LENGTH, -(-beside_pictures // LENGTH_STEP) * LENGTH_STEP)
         length = min(usual, limit or usual)
         why = "the pictures and their text" if usual > USUAL_LENGTH else "the default length"
         why = "the model's limit" if length < usual else why
@@ -129,11 +130,6 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
         above = f"; above the {limit:,} positions the model was trained for"
         choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
     return choices
-
-
-def _with_text(picture_tokens: int) -> int:
-    """A max_length for pictures of so many tokens, and TEXT_BESIDE of text."""
-    return -(-(picture_tokens + TEXT_BESIDE) // LENGTH_STEP) * LENGTH_STEP
 
 
 def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:

@@ -201,7 +201,6 @@ def alternatives(
 
 
 def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
-    """This strategy's values of the settings that the recipe leaves open."""
     values = candidate.strategy.settings(job.batch, job.world) | {"lora_r": candidate.rank}
     values["max_length"] = choices.value("max_length") if candidate.width == chosen.width else candidate.width
     if candidate.strategy.checkpointing is not True:
@@ -225,7 +224,6 @@ def describe(strategy: Strategy, batch: int, world: int) -> str:
 
 
 def _as_overrides(values: dict[str, Any]) -> str:
-    """The values as overrides on a command line."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())
 
 

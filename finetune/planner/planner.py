@@ -353,7 +353,6 @@ class _Planner:
         return forecast
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
-        """The settings that a strategy is forecast with."""
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
         every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
@@ -399,7 +398,6 @@ class _Planner:
         return needs_of_each_card(self.recipe, settings, self.budget, forecast)
 
     def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
-        """Shortfall, suggestions, and the largest model that fits."""
         longest = attempt.search.job.batches.longest
 
         def forecast_of(changed: Settings) -> Forecast:
@@ -418,7 +416,6 @@ class _Planner:
 
 
 def _with_rank(choices: Choices, rank: int) -> Choices:
-    """The choices with a rank below the advised one, and its alpha."""
     advised = choices.value("lora_r")
     if rank == advised:
         return choices

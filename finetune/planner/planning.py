@@ -318,7 +318,6 @@ def _largest(counts: np.ndarray) -> tuple[int, ...]:
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:
-    """Dataset paths of the recipe that are not on this machine."""
     from finetune.data.sources import is_local
 
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path

@@ -144,6 +144,5 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run directory that an adapter's or checkpoint's folder is in."""
     run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
     return run if (run / "plan.json").is_file() else None

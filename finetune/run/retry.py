@@ -195,7 +195,6 @@ class _AdjustedForecast:
 
 
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    """The forecast that an earlier attempt with the same changes saved."""
     try:
         adjusted = from_json(_AdjustedForecast, read_json(run.adjusted_forecast))
     except (OSError, ValueError):  # none, or a damaged one: it is made again

@@ -193,6 +193,5 @@ _KINDS: dict[str, Callable[[_Attempt], _Tracker]] = {"tensorboard": _TensorBoard
 
 
 def _default_environment(**values: str) -> None:
-    """Set environment variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)

@@ -34,7 +34,6 @@ def _in_gib(value: Any) -> Any:
 
 
 def _synonyms(names: dict[str, Any]) -> BeforeValidator:
-    """Validator that replaces other names of a value."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
