@@ -265,7 +265,7 @@ class _View:
                 ), "warn",
             )  # fmt: skip
         load = ours.forecast.peaks.get("load", ours.forecast.parts.get("weights", 0))
-        both, budget = training.forecast.peak_high_bytes + load, training.budget_bytes or training.card.free_bytes
+        both, budget = training.forecast.peak_high_bytes + load, training.usable_bytes
         fits = both <= budget
         text = tr(
             "{run} is training; forecast for both: {size} of {budget}, it fits." if fits

@@ -27,7 +27,7 @@ def verdict(plan: Plan) -> str:
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
-    budget = plan.budget_bytes or card.free_bytes
+    budget = plan.usable_bytes
     lower, upper = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
     text = (
         f"Peak {format_bytes(forecast.peak_bytes)} (between {lower} and {upper}), budget {format_bytes(budget)} on {card.name}."

@@ -144,7 +144,7 @@ def _summary(digest: Digest, plan: Plan) -> str:
         return f'<p class="ft-calm plain">{tr("There was no forecast for this run.")}</p>'
     if measured is None:
         return f'<p class="ft-calm plain">{tr("Nothing is measured yet.")}</p>'
-    budget = plan.budget_bytes or plan.card.free_bytes
+    budget = plan.usable_bytes
     free = ""
     if budget > measured:
         free = tr(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from finetune.card.usable import problem_of_torch
 from finetune.card.vendor import Device, DriverError, LostCard, driver_message, in_container
 from finetune.card.vendors import current_vendor
-from finetune.card.visible import for_processes, in_cuda_order, visible, visible_devices
+from finetune.card.visible import for_processes, in_cuda_order, usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
@@ -28,20 +28,12 @@ class Choice:
 
 def cards_here() -> list[tuple[str, str]]:
     """Label and index of each card that this process may use; empty without a driver."""
-    try:
-        devices = visible(current_vendor().read_devices()[0])
-    except DriverError:
-        return []
-    return [(f"{device.index}: {device.name}", device.index) for device in devices]
+    return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
 def alike_cards(name: str) -> list[str]:
     """Indexes of the whole cards of this name that this process may use; empty without a driver."""
-    try:
-        devices = visible(current_vendor().read_devices()[0])
-    except DriverError:
-        return []
-    return [device.index for device in devices if device.name == name and not device.is_instance]
+    return [device.index for device in usable_devices() if device.name == name and not device.is_instance]
 
 
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:

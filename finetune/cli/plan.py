@@ -113,7 +113,7 @@ def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
     card, forecast = plan.card, plan.forecast
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
-        budget = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
+        budget = format_bytes(plan.usable_bytes)
         verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {budget}"
     if plan.data_problem:
         return f"{verdict}. First correct the data: see above"

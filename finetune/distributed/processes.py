@@ -18,7 +18,7 @@ from finetune.distributed.configuration import is_distributed, write_configurati
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
 from finetune.errors import FAILED
 from finetune.events import Event, State, event_from
-from finetune.files import read_json
+from finetune.files import read_object
 from finetune.planner.plan import Plan
 
 #: Seconds that the launcher waits for the other ranks when one has failed, before it kills them.
@@ -99,10 +99,7 @@ class Launcher:
         return f"a process ended, or its machine could not be reached ({error[:200]}), see log.txt on each machine; {resume}"
 
     def _ending(self, local: int) -> dict[str, Any] | None:
-        try:
-            return read_json(ending_path(self.run, local))
-        except (FileNotFoundError, ValueError):
-            return None
+        return read_object(ending_path(self.run, local))
 
 
 #: When ranks end differently, the first of these exit statuses is the cause.

@@ -200,12 +200,7 @@ def _growth_note(growth: float, why: str, share: float | None, *, read: bool) ->
 
 
 def _at_limit(
-    config: PretrainedConfig | dict[str, Any],
-    settings: Settings,
-    card: Card,
-    rows: RowShape,
-    unlimited: Replay,
-    limit: int,
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int
 ) -> AtLimit | None:
     """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
 
@@ -247,11 +242,7 @@ def _replayed(
 
 
 def _replay_of(
-    config: PretrainedConfig | dict[str, Any],
-    settings: Settings,
-    card: Card,
-    rows: RowShape,
-    limit: int | None = None,
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
 ) -> Replay | None:
     return replayed(
         config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,

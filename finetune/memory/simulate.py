@@ -17,13 +17,7 @@ from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward, fake_tensor_mode
-from finetune.compat.transformers import (
-    auxiliary_loss,
-    fake_experts,
-    keys_repeated,
-    without_packing_detection,
-    wrap_checkpoint,
-)
+from finetune.compat.transformers import auxiliary_loss, fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
 from finetune.layers.host_embedding import offload_table
@@ -424,8 +418,7 @@ def _quiet() -> Iterator[None]:
     level = quantiser.level
     quantiser.setLevel(ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(before)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from finetune.card import Card, cuda
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.usable import problem_of_torch
-from finetune.card.vendor import DriverError
+from finetune.card.vendor import Device, DriverError
 from finetune.card.vendors import current_vendor
-from finetune.card.visible import for_processes, visible
+from finetune.card.visible import for_processes, usable_devices
 from finetune.errors import CardError
 from finetune.memory.forecast import EXPANDABLE, SEGMENTED
 from finetune.planner.plan import Plan, read_plan
@@ -33,10 +33,7 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:
         return ()
-    try:
-        devices = [device for device in visible(current_vendor().read_devices()[0]) if device.uuid]
-    except DriverError:
-        return ()
+    devices = [device for device in usable_devices() if device.uuid]
     processes = plan.settings.launch.processes_here
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
@@ -49,11 +46,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     """A message when the run uses another kind of card than the planned one, or a smaller one; else an empty text."""
     if not cards or plan.card.uuid in cards:
         return ""
-    try:
-        devices = [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
-    except DriverError:
-        return ""
-    taken = min(devices, key=lambda device: device.total_bytes, default=None)
+    taken = min(_devices(cards), key=lambda device: device.total_bytes, default=None)
     if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
         return ""
     size, planned = format_bytes(taken.total_bytes), format_bytes(plan.card.total_bytes)
@@ -93,11 +86,15 @@ def restrict_visible_devices(run: RunDirectory) -> None:
 
 def holders_of(cards: tuple[str, ...]) -> list[str]:
     """Processes that use these cards, with their bytes, largest first."""
+    return [holder for device in _devices(cards) for holder in device.holders]
+
+
+def _devices(cards: Collection[str]) -> list[Device]:
+    """The devices with these UUIDs, visible or not; none without a driver."""
     try:
-        devices, _ = current_vendor().read_devices()
+        return [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
     except DriverError:
         return []
-    return [holder for device in devices if device.uuid in cards for holder in device.holders]
 
 
 def ignored_settings_message(plan: Plan) -> str:
@@ -119,10 +116,7 @@ def ignored_settings_message(plan: Plan) -> str:
 
 def available_bytes(plan: Plan) -> int | None:
     """What the run may take of its card now, with a CUDA context that is not open yet; None where the driver does not say."""
-    try:
-        free = [device.free_bytes for device in current_vendor().read_devices()[0] if device.uuid in cards_of(plan)]
-    except DriverError:
-        return None
+    free = [device.free_bytes for device in _devices(cards_of(plan))]
     return min(plan.usable_bytes, *free) if free else None
 
 
