@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from functools import cached_property
+from typing import Any
 
 import psutil
 
@@ -36,7 +37,7 @@ class MemorySampler:
             **(cuda.allocator_bytes() if self._on_cuda else {}), **(_whole_gpu(self._gpu) if self._gpu else {}),
         )  # fmt: skip
 
-    def sensors(self) -> dict[str, float | None]:
+    def sensors(self) -> dict[str, Any]:
         """Temperature and power of the card; null on a CPU, and what the driver does not report."""
         values: dict[str, float | None] = {"temperature_c": None, "power_w": None}
         if self._gpu is not None:

@@ -61,7 +61,7 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     settings = plan.settings
     require_usable_adapter(settings)
     recipe = resolved(recipe, method=settings.method) if recipe.method == AUTO else recipe
-    longest = plan.data.longest if plan.data else 0
+    longest = (plan.data.longest if plan.data else None) or 0
     shorter = settings.max_length if longest > settings.max_length else None  # the planner's own, where rows are longer
     prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or shorter)
     prepared.raise_problems()
