@@ -22,9 +22,8 @@ from finetune.system import port_socket
 
 from ..browser_files import fetched_files
 from ..workspace import Workspace
-from .guard import LOOPBACK, Access, Guard
+from .guard import LOOPBACK, Access, Guard, UploadLimit
 from .page_filter import PageFilter
-from .uploads import UploadLimit
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune.card.usable import problem_of_torch
-from finetune.card.vendor import Device, DriverError, LostCard, driver_message, in_container
+from finetune.card.vendor import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
 from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, in_cuda_order, usable_devices, visible, visible_devices
 from finetune.errors import NoCard
@@ -103,3 +102,16 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
             reason += ", counted from the fastest as CUDA does"
     return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)
+
+
+def torch_build() -> Build:
+    """The torch that a run will import."""
+    import torch
+
+    return Build(torch.__version__, torch.version.cuda, torch.version.hip)
+
+
+def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:
+    """Why the installed torch can't use this GPU with this driver, and the fix; else None."""
+    build, vendor = torch_build(), current_vendor()
+    return vendor.build_problem(build, driver) or vendor.capability_problem(build, name, capability)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from finetune.card.card import Card
     from finetune.memory.allocator_replay import Replay
+    from finetune.memory.forecast import RowShape
     from finetune.memory.ledger import DryRun
-    from finetune.memory.row_shape import RowShape
     from finetune.settings import Settings
 
 #: Two pages of expandable segments, which have 20 MiB: more than the share in small models.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from finetune.card.allocator import AllocatorSettings
-    from finetune.memory.row_shape import RowShape
+    from finetune.memory.forecast import RowShape
     from finetune.memory.simulate import Batch, Simulation
     from finetune.memory.tracker import Peak
     from finetune.settings import Settings

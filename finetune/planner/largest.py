@@ -10,11 +10,11 @@ from finetune.card.card import Card
 from finetune.errors import CommandError, FinetuneError, ModelError, RecipeError
 from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
-from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
 from finetune.planner.plan import DataStatistics, Plan
 from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_if_fits, plan_or_excess
 from finetune.planner.planning import RowsRead, for_rows, prepared
+from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, Recipe, resolved

@@ -18,8 +18,7 @@ from finetune.card.card import Card
 from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import Forecast, RowShape
 from finetune.planner.run_cost import RunCost
 from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json

@@ -13,12 +13,10 @@ from typing import Any
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import Forecast, RowShape
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
-from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
 from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
 from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy, price_beside_sft
@@ -28,6 +26,7 @@ from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,
+    choose_budget,
     free_for_offload,
     layer_copies_of,
     offloading_error,

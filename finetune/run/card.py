@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.card import Card, cuda
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
-from finetune.card.usable import problem_of_torch
+from finetune.card.device_selection import problem_of_torch
 from finetune.card.vendor import Device, DriverError
 from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, usable_devices
