@@ -20,7 +20,7 @@ from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
-from finetune.planner.run_cost import expense_of
+from finetune.planner.run_time import expense_of
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.seal import changes_in

@@ -26,8 +26,7 @@ from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
 
 from ..process import redirect_stdout
-from .chats import IDLE_S, pictures_beside
-from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
+from .chats import IDLE_S, KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question, pictures_beside
 from .pictures import kept_pictures
 
 #: Seconds between two pieces of an answer in the file.

@@ -19,8 +19,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-from ..chat.chats import COMPARISON, Turn
-from ..chat.events import MODELS, Model
+from ..chat.chats import COMPARISON, MODELS, Model, Turn
 from ..chat.pictures import keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.planner.run_cost import RunCost
+from finetune.planner.run_time import RunCost
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n

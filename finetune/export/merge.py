@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
+#: Weights in other formats, which would still have their old values.
+OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
 
 
 def merge(
@@ -206,10 +208,6 @@ def _weight_bytes(config: Any, dtype: Any) -> int:
 
     model = build_on_meta(config, None, dtype=dtype, attention=None)
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-#: Weights in other formats, which would still have their old values.
-OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
 
 
 def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]:

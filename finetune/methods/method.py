@@ -127,3 +127,18 @@ def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
     is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
     router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
+
+
+class Sft(TrainingMethod):
+    """Mean negative log-likelihood of the trained tokens, as TRL's SFTTrainer."""
+
+    evaluates_as_sft = True
+
+    def loss(
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
+    ) -> MicroBatchLoss:
+        """`correct`: trained tokens that are the likeliest."""
+        outputs = forward(model, inputs, routed=routed)
+        tokens = outputs.label_mask.sum() if items is None else items
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
+        return MicroBatchLoss(loss, outputs.aux_loss, {"correct": outputs.is_top1.sum()})

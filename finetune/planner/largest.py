@@ -22,6 +22,8 @@ from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 
 #: Where a model's configuration names no limit.
 MOST_TOKENS = 2**20
+#: Bytes that neither weights nor adapters have: context and activations take at least so much.
+LEAST_OTHER_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,6 @@ def _between(fitting: int, too_large: int, excesses: dict[int, int]) -> int:
     first, second = nearest
     zero = first - excesses[first] * (second - first) / (excesses[second] - excesses[first])
     return min(max(int(zero), fitting + 1), too_large - 1)
-
-
-#: Bytes that neither weights nor adapters have: context and activations take at least so much.
-LEAST_OTHER_BYTES = 2**29
 
 
 def find_largest_model(

@@ -19,8 +19,7 @@ from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast, RowShape
-from finetune.planner.run_cost import RunCost
-from finetune.planner.run_time import RunTime
+from finetune.planner.run_time import RunCost, RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import BEFORE, Settings
 from finetune.settings.methods import has_kl

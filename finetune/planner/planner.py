@@ -18,10 +18,17 @@ from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
 from finetune.planner.choices import Choices
-from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
+from finetune.planner.defaults import (
+    batches_of,
+    choose_basics,
+    choose_cadence,
+    length_costs,
+    open_lengths,
+    total_steps,
+    with_length,
+)
 from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy, price_beside_sft
 from finetune.planner.history import History, read_history
-from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.planner.resources import (
@@ -33,8 +40,7 @@ from finetune.planner.resources import (
     pinned_bytes,
     pinned_inputs_note,
 )
-from finetune.planner.run_cost import run_cost
-from finetune.planner.run_time import run_time, slowdowns_by_load, workload_s
+from finetune.planner.run_time import run_cost, run_time, slowdowns_by_load, workload_s
 from finetune.planner.search import EvaluatedStrategy, Search
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Job, knows_rates

@@ -19,6 +19,8 @@ from finetune.units import MIB, format_bytes
 #: A drive with which a step takes more than so many times its arithmetic is refused: one of spinning discs, or over a network.
 MOST_TIMES = 5.0
 _OTHER_DRIVE = "set FINETUNE_CACHE to a folder on an NVMe drive"
+#: Bytes that are written and read, one piece after another, and the seconds that each of both takes at most.
+SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0
 
 
 def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
@@ -65,10 +67,6 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
             "or run anyway: --force.",
         )
     return dataclasses.replace(plan, layer_copies=seen).with_note(summary)
-
-
-#: Bytes that are written and read, one piece after another, and the seconds that each of both takes at most.
-SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0
 
 
 def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float | None:

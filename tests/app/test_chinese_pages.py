@@ -28,7 +28,7 @@ from app.workspace import Workspace
 from finetune.errors import DataError
 from finetune.memory.forecast import AtLimit
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
-from finetune.planner.run_cost import RunCost
+from finetune.planner.run_time import RunCost
 from finetune.recipe import load_recipe
 from finetune.units import GIB
 from tests.app.test_language import english_in, marked
