@@ -117,7 +117,6 @@ class Digest:
         self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
 
     def as_json(self) -> dict[str, Any]:
-        """The digest as a file holds it."""
         return {
             "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
             "samples": [events.event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
@@ -128,7 +127,6 @@ class Digest:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Digest:
-        """Read back what `as_json` gave."""
         digest = cls({name: Series.from_json(series) for name, series in values["series"].items()})
         digest.marks.extend(values["marks"])
         digest.samples.extend(event for event in map(events.event_from, values["samples"]) if isinstance(event, events.Sample))

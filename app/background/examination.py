@@ -26,7 +26,6 @@ class Examination:
 
     @property
     def is_running(self) -> bool:
-        """Whether the machine is being examined."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:

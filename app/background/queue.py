@@ -34,7 +34,6 @@ class Entry:
 
     @property
     def recipe(self) -> Path:
-        """The recipe to run."""
         return self.path / "recipe.yaml"
 
     @property
@@ -67,7 +66,6 @@ class Queue:
         return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
 
     def newest(self) -> Entry | None:
-        """The newest entry."""
         entries = self.entries()
         return entries[-1] if entries else None
 

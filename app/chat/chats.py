@@ -199,11 +199,9 @@ class Chats:
         return pictures_beside(self._folder / "any")
 
     def is_running(self, run: RunDirectory) -> bool:
-        """True while this run's chat process is alive."""
         return self._name == run.path.name and self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

@@ -157,7 +157,6 @@ class _View:
         }
 
     def tick(self, name: str | None, waiting: str, *chosen: str) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(name, self._shown(name, waiting, chosen))
 
     def show(self, name: str | None, waiting: str, *chosen: str) -> list[Any]:
@@ -166,7 +165,6 @@ class _View:
         return [shown, warning, gr.Button(interactive=answering), pictures, gr.Button(visible=bool(waiting))]
 
     def add_picture(self, waiting: str, path: str | None) -> list[str]:
-        """Keep an uploaded picture for the next message."""
         names = waiting.split()
         if len(names) >= MAX_PICTURES:
             return [waiting, note(tr("A message has at most {n} pictures.", n=MAX_PICTURES), "warn")]
@@ -225,7 +223,6 @@ class _View:
         return ["", "", ""]
 
     def stop(self, name: str | None) -> str:
-        """End the answers that are being made."""
         run = self._conversation_of(name)
         if run is not None:
             self.context.chats.stop(run)

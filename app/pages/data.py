@@ -77,7 +77,6 @@ class _View:
         ]  # fmt: skip
 
     def upload(self, path: str | None) -> list[Any]:
-        """Take an uploaded file as the draft's data."""
         try:
             return self._changed(choose_data(self.context.draft, take_upload(self.context.workspace, path)))
         except FinetuneError as error:

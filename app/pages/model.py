@@ -45,7 +45,6 @@ class _View:
         self._looked_s = -_GOOD_S
 
     def tick(self, hits: list[Model]) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(self.show(hits))
 
     def show(self, hits: list[Model]) -> str:

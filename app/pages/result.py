@@ -193,7 +193,6 @@ class _View:
         most: float | None,
         last: bool,
     ) -> str:
-        """Start an evaluation of the run."""
         if rows not in (None, _HELD_OUT, _BEFORE, *local_datasets(self.context.workspace)):
             return note(tr("Choose rows from the list."))
         return self._start(name, "eval", evaluation(score, pattern, tolerance, rows, most, last))
@@ -217,7 +216,6 @@ class _View:
         return self._start(name, "serve", [*(str(other.path) for other in runs if other is not None), "--port=0"])
 
     def end(self, name: str | None) -> str:
-        """End the server of the run."""
         run = self.context.workspace.run(name)
         ended = run is not None and self.context.tasks.of(run, "serve").end()
         return note(tr("Ending." if ended else "This run is not served."))
@@ -236,7 +234,6 @@ class _View:
         ]  # fmt: skip
 
     def report(self, name: str | None) -> str:
-        """Write the run's report."""
         return self._start(name, "report", [])
 
     def compare(self, name: str | None, others: list[str] | None) -> str:
@@ -248,7 +245,6 @@ class _View:
         return self._start(name, "compare", [*paths, f"--output={run.path / 'comparison.html'}"] if run else [])
 
     def dry_run(self, name: str | None, repo: str, kind: str, public: bool) -> str:
-        """List what would be pushed."""
         return self._push(name, repo, kind, public, "--dry-run")
 
     def push(self, name: str | None, repo: str, kind: str, public: bool) -> str:
@@ -285,7 +281,6 @@ class _View:
         return ""
 
     def tick(self, name: str | None, order: str) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(name, self.show(name, order))
 
     def show(self, name: str | None, order: str) -> list[str]:

@@ -49,7 +49,6 @@ class _View:
         self.context = context
 
     def tick(self) -> str:
-        """A fingerprint of all that is shown."""
         self.context.queue.ensure_starter()
         return fingerprint(self.tables())
 

@@ -235,7 +235,6 @@ class UploadLimit:
         self.app, self.folder, self._running = app, folder, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http" or scope["path"].rstrip("/") != UPLOAD_PATH:
             return await self.app(scope, receive, send)
         if self._running >= UPLOADS_AT_ONCE:

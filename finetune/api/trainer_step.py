@@ -153,8 +153,8 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = model
     shadow.optimizer = shadow.lr_scheduler = None
-    if hasattr(trainer, "_metrics"):
-        shadow._metrics = copy.deepcopy(trainer._metrics)
+    if "_metrics" in vars(trainer):
+        vars(shadow)["_metrics"] = copy.deepcopy(vars(trainer)["_metrics"])
     return shadow
 
 

@@ -116,7 +116,6 @@ class _Chat:
             self.ask(line)
 
     def ask(self, question: str) -> None:
-        """Print the answers of all who are asked."""
         from finetune.data.pictures.placement import message_with_pictures
 
         added, self.pictures = self.pictures, []

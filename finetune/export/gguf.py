@@ -58,7 +58,6 @@ class Exported:
     parity: ParityReport
 
     def as_json(self) -> dict[str, Any]:
-        """All fields."""
         paths = {"folder": self.folder, "file": self.file, "adapter": self.adapter, "modelfile": self.modelfile}
         return {**{name: str(path) if path else None for name, path in paths.items()},
                 "why_no_modelfile": self.no_modelfile_reason, "check": asdict(self.parity)}  # fmt: skip

@@ -85,7 +85,6 @@ class Forecast:
 
     @property
     def layers(self) -> int:
-        """How many decoder layers the model has."""
         return sum(name.startswith("layers.") for name in self.per_layer_bytes)
 
     def of_phase(self, phase: str) -> PhaseForecast:

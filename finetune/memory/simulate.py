@@ -74,7 +74,6 @@ class Batch:
     eval_pictures: tuple[tuple[int, int], ...] = ()
 
     def for_evaluation(self) -> Batch:
-        """The micro-batch of an evaluation."""
         tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
         trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
         return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained, pictures=self.eval_pictures)

@@ -70,7 +70,6 @@ class Largest:
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
         value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (self.value, self.too_large))
         if not self.value:
             return f"{self.setting}: {too_large} does not fit either"

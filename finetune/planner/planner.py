@@ -131,13 +131,11 @@ class _Attempt:
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
-        """The chosen strategy with its forecast."""
         assert self.chosen is not None
         return self.chosen
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the chosen strategy."""
         return verdict_of(self.evaluated.forecast, self.search.budget_bytes)
 
 
@@ -276,7 +274,6 @@ class _Planner:
         )  # fmt: skip
 
     def plan(self, attempt: _Attempt) -> Plan:
-        """The plan with reasons, forecast and alternatives."""
         search, chosen, factor = attempt.search, attempt.evaluated, self.history.speed_factor or 1.0
         choices = explain_strategy(attempt.choices, search, chosen)
         steps = self._total_steps(choices, chosen.strategy)

@@ -53,7 +53,6 @@ class RowsRead:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether some row has a picture."""
         return self.statistics is not None and bool(self.statistics.pictures)
 
 

@@ -126,7 +126,6 @@ class _LinearCounts:
         self._adapters: list[_Linear] = []
 
     def watch(self, name: str, module: Any) -> None:
-        """Count the rows of this layer."""
         (self._adapters if ".lora_" in name else self._base).append(_Linear(module))
 
     def work(self, forward_flops: int, gradient_flops: int) -> VisionWork:

@@ -89,7 +89,6 @@ class RunCallback(TrainerCallback):
         self._compilations = Compilations()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the step's clock."""
         self._began = time.perf_counter()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -51,7 +51,6 @@ class MemoryHistory:
             self._run.snapshot_request.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Write the history of the last steps."""
         self.write("end")
         self._run.snapshot_request.unlink(missing_ok=True)
 
