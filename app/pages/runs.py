@@ -97,15 +97,13 @@ class _View:
         """Curves of the chosen runs in one chart, their scores, the settings that differ, and what single ones changed."""
         from finetune.evaluate.run_advice import advise
 
-        from ..views.advice import what_settings_did
-
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
-        advice = what_settings_did(advise(runs[:_MOST_COMPARED]))
+        advice = view_of.what_settings_did(advise(runs[:_MOST_COMPARED]))
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from finetune.events import Result
 from finetune.run.state import RunState
@@ -108,6 +109,4 @@ def _day(moment_s: float) -> str:
 
 def link_to(name: str) -> str:
     """The run's name as a link to its page."""
-    from urllib.parse import quote
-
     return f'<a href="/run?run={quote(name)}">{inert(name)}</a>'

@@ -476,7 +476,7 @@ def report_run(
 
     Example:  finetune report latest
     """
-    from finetune.cli.report import write_report
+    from finetune.cli.ui import write_report
 
     raise typer.Exit(write_report([run], output=output, as_json=json))
 
@@ -493,7 +493,7 @@ def compare(
 
     Example:  finetune compare first second
     """
-    from finetune.cli.report import write_report
+    from finetune.cli.ui import write_report
 
     if len(set(runs)) < 2:
         raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")

@@ -64,8 +64,9 @@ class Trackers:
         self._open.clear()
 
     def _start(self, step: int) -> None:
-        attempt = _Attempt(self._run, step, _config(self._plan, self._forecast))
-        for name in self._plan.settings.report_to:
+        settings, facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
+        attempt = _Attempt(self._run, step, {**settings.model_dump(mode="json"), **facts, **self._forecast})
+        for name in settings.report_to:
             self._guarded(name, lambda name: self._open.update({name: _KINDS[name](attempt)}), name)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
@@ -100,10 +101,6 @@ def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:
-    return {**plan.settings.model_dump(mode="json"), "card": plan.card.name, "forecast/verdict": plan.verdict.value, **forecast}
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from app.pages.runs import _View
 from app.planning.draft import Draft
 from app.scores import Scores
 from app.views import home as home_view
-from app.views.advice import what_settings_did
 from app.views.rail import GpuMemory, RunningJob
 from app.views.run_row import row_of
+from app.views.runs import what_settings_did
 from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.paired import Difference
