@@ -53,8 +53,7 @@ class Answerer:
         self.set_run(run, read_plan(run.plan), folder)
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
         self.model = self.load(folder)
-        self.adapter_name = "default"
-        self.adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
+        self.set_adapters("default", {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()})
 
     def require_vision(self) -> None:
         """Raises CommandError for a model that reads no pictures."""
@@ -76,7 +75,7 @@ class Answerer:
         assert folder is not None
         answerer = copy.copy(self)
         answerer.set_run(run, plan, folder)
-        answerer.adapter_name, answerer.adapter_names = self._load_adapter(folder), {}
+        answerer.set_adapters(self._load_adapter(folder), {})
         return answerer
 
     def set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
@@ -105,7 +104,7 @@ class Answerer:
             with self.model.disable_adapter():
                 yield
         else:
-            self.model.set_adapter(self.adapter_names.get(name, self.adapter_name))
+            self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
             yield
 
     def answer(

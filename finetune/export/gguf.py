@@ -36,7 +36,6 @@ from finetune.export.parity import (
 from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
-from finetune.run.failures import is_disk_full
 from finetune.system import link_or_copy
 
 Progress = Callable[[str], None]

@@ -16,35 +16,6 @@ from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
 
-#: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
-_MEMORY_TEXTS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
-
-_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-#: safetensors and torch's zip writer turn the errno into text of their own exceptions.
-_DISK_TEXTS = (
-    "No space left on device", "os error 28", "Disk quota exceeded", "File too large", "os error 27", "Read-only file system",
-    "os error 30", "PytorchStreamWriter failed writing file", "] . unexpected pos ",
-)  # fmt: skip
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
-    import torch
-
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
     """The event: error text, requested bytes, measured and forecast memory, what held it, and the settings in use."""

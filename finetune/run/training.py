@@ -29,7 +29,6 @@ from finetune.model.techniques import step_context
 from finetune.planner.plan import Plan
 from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.directory import RunDirectory
-from finetune.run.failures import is_disk_full
 from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
