@@ -10,24 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.events import (
-    Checkpoint,
-    Evaluation,
-    Event,
-    EventReader,
-    Memory,
-    OutOfMemory,
-    Phase,
-    Retry,
-    RunWarning,
-    Sample,
-    Start,
-    State,
-    Step,
-    Unknown,
-    event_from,
-    event_json,
-)
+from finetune import events
 from finetune.files import read_json, write_json
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
@@ -48,10 +31,6 @@ _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 _VERSIONS = 600
 
 
-def _time(event: Event) -> float:
-    return event.time_s or 0.0
-
-
 @dataclass
 class Digest:
     """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
@@ -61,57 +40,57 @@ class Digest:
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-    messages: deque[Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
+    samples: deque[events.Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    messages: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     peaks: dict[str, int] = field(default_factory=dict)
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
-    newest: dict[str, Event] = field(default_factory=dict)
+    newest: dict[str, events.Event] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     #: The steps whose values or marks are new since `LiveRun` last looked: nothing else has changed.
     new_from: float = math.inf
     new_to: float = -math.inf
 
     @property
-    def newest_step(self) -> Step | None:
+    def newest_step(self) -> events.Step | None:
         """The newest step; None before the first."""
-        newest = self.newest.get(Step.kind)
-        return newest if isinstance(newest, Step) else None
+        newest = self.newest.get(events.Step.kind)
+        return newest if isinstance(newest, events.Step) else None
 
     @property
     def step(self) -> int:
         """Its number, 0 before the first."""
         return self.newest_step.step if self.newest_step else 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Add one event; kinds that are not known are left out."""
-        if isinstance(event, Unknown):
+        if isinstance(event, events.Unknown):
             return
         self.newest[event.kind] = event
         self.pace.add(event)
         match event:
-            case Step():
+            case events.Step():
                 self._add_step(event)
                 self._add_phase("train", event)
-            case Phase():
+            case events.Phase():
                 self._add_phase(event.phase, event)
-            case Evaluation():
+            case events.Evaluation():
                 self._add("eval_loss", event.step, event.eval_loss)
                 for name, value in event.metrics.items():
                     self._add(f"eval/{name}", event.step, value)
                 self._mark("evaluation", event.step)
-            case Checkpoint():
+            case events.Checkpoint():
                 self._mark("save", event.step)
-            case Retry():
+            case events.Retry():
                 self._mark("retry", self.step)
                 self.peaks, self.phases = {}, {}
-            case Start():
+            case events.Start():
                 self._mark("resume" if event.resumed_from else "start", event.step or self.step)
-            case Sample():
+            case events.Sample():
                 self.samples.append(event)
-        if isinstance(event, (RunWarning, Retry, OutOfMemory, State, Start)):
+        if isinstance(event, (events.RunWarning, events.Retry, events.OutOfMemory, events.State, events.Start)):
             self.messages.append(event)
 
-    def _add_phase(self, phase: str, memory: Memory) -> None:
+    def _add_phase(self, phase: str, memory: events.Memory) -> None:
         """Raise the phase's peaks to what was measured."""
         for name in PHASE_PEAKS:
             value = getattr(memory, name)
@@ -119,7 +98,7 @@ class Digest:
                 peaks = self.phases.setdefault(phase, {})
                 peaks[name] = max(peaks.get(name, 0), value)
 
-    def _add_step(self, event: Step) -> None:
+    def _add_step(self, event: events.Step) -> None:
         if "loss" not in self.series:
             self._mark("first step", event.step)
         for name, value in values_of(event).items():
@@ -138,25 +117,23 @@ class Digest:
         self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
 
     def as_json(self) -> dict[str, Any]:
-        """The digest as a file holds it."""
         return {
             "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
-            "samples": [event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
-            "messages": [event_json(event) for event in self.messages],
-            "newest": {kind: event_json(event) for kind, event in self.newest.items()},
+            "samples": [events.event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
+            "messages": [events.event_json(event) for event in self.messages],
+            "newest": {kind: events.event_json(event) for kind, event in self.newest.items()},
             "pace": self.pace.as_json(),
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Digest:
-        """Read back what `as_json` gave."""
         digest = cls({name: Series.from_json(series) for name, series in values["series"].items()})
         digest.marks.extend(values["marks"])
-        digest.samples.extend(event for event in map(event_from, values["samples"]) if isinstance(event, Sample))
-        digest.messages.extend(map(event_from, values["messages"]))
+        digest.samples.extend(event for event in map(events.event_from, values["samples"]) if isinstance(event, events.Sample))
+        digest.messages.extend(map(events.event_from, values["messages"]))
         digest.peaks, digest.phases = values["peaks"], values["phases"]
-        digest.newest = {kind: event_from(event) for kind, event in values["newest"].items()}
-        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=_time))
+        digest.newest = {kind: events.event_from(event) for kind, event in values["newest"].items()}
+        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=lambda event: event.time_s or 0.0))
         return digest
 
 
@@ -166,7 +143,7 @@ class LiveRun:
     def __init__(self, run: RunDirectory, digest_path: Path) -> None:
         self.run, self._digest_path = run, digest_path
         self.digest, self.version = Digest(), 0
-        self._reader = EventReader(run.events)
+        self._reader = events.EventReader(run.events)
         #: Held while events are taken in; by who reads several bins that belong together, too.
         self.lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None

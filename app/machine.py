@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from finetune.card.vendor import Device, DriverError
-from finetune.card.vendors import current_vendor
-from finetune.card.visible import visible
+from finetune.card.vendor import Device
+from finetune.card.visible import usable_devices
 from finetune.run.state import is_alive
 
 from .live import LiveRun, LiveRuns
@@ -53,11 +52,9 @@ def _job(live: LiveRun) -> RunningJob:
 
 def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:
     """Memory of the GPUs that this process may use; empty without a driver."""
-    try:
-        devices = visible(current_vendor().read_devices()[0])
-    except DriverError:
-        return []
-    return [GpuMemory(device.name, device.total_bytes, device.free_bytes, _run_bytes(live, device)) for device in devices]
+    return [
+        GpuMemory(device.name, device.total_bytes, device.free_bytes, _run_bytes(live, device)) for device in usable_devices()
+    ]
 
 
 def _run_bytes(live: LiveRun | None, device: Device) -> int | None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import gradio as gr
 
-from . import rail
 from .context import Context
+from .language import tr
 from .machine import Machine
 from .pages import chat, data, fit, home, model, models, run, runs, settings
+from .views import rail
+from .views.binding import QUIET, show
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
@@ -25,6 +27,8 @@ PAGES = (
     ("models", "Models", models.build),
     ("settings", "Settings", settings.build),
 )
+
+_TICK_S = 3.0
 
 
 def build_page(context: Context) -> tuple[gr.Blocks, dict[str, Any]]:
@@ -44,8 +48,38 @@ def _page(
 ) -> None:
     """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
     gr.Navbar(main_page_name=name if address == PAGES[0][0] else PAGES[0][1], visible=False)
-    rail.build(context, machine, page, address)
+    _rail(context, machine, page, address)
     build(context, page)
+
+
+def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> None:
+    """The rail of the page at `address`, and the steps of a new run where it is one of them."""
+
+    def status() -> str:
+        return rail.status(*machine.status())
+
+    def steps() -> list[str]:
+        return [status(), rail.steps(address, _results(context))]
+
+    with gr.Column(elem_id="ft-rail"):
+        show(lambda: rail.rail(address))
+        now = show(elem_id="ft-rail-now")
+        show(rail.foot)
+    show('<div id="ft-main" tabindex="-1"></div>')
+    is_step = address in rail.NEW_RUN
+    update, shown = (steps, [now, show(lambda: rail.steps(address), elem_id="ft-steps")]) if is_step else (status, [now])
+    page.load(update, None, shown, **QUIET)
+    gr.Timer(_TICK_S).tick(update, None, shown, **QUIET)
+
+
+def _results(context: Context) -> dict[str, str]:
+    """What the draft has, by the step that chooses it."""
+    recipe = context.draft.read().recipe
+    if recipe is None:
+        return {}
+    path = recipe.dataset.path
+    data = Path(path).name if isinstance(path, str) else tr("{n} files", n=len(path))
+    return {"model": Path(recipe.model_name_or_path).name, "data": data}
 
 
 #: Tokens that Gradio's own components use: light and dark.

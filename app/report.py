@@ -20,7 +20,7 @@ from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
-from finetune.planner.run_cost import expense_of
+from finetune.planner.run_time import expense_of
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.seal import changes_in
@@ -80,12 +80,15 @@ def page(runs: list[RunDirectory]) -> str:
 
 def _one(live: LiveRun) -> str:
     plan, digest = live.plan(), live.digest
+    edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
+    origin = base_adapter_of(live.run)
+    continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
     parts = {
-        "How it went": _outcome(live) + _base_adapter(live.run) + _result(live),
+        "How it went": _outcome(live) + continued + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": _edited(live.run) + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Plan": edited + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),
@@ -96,9 +99,10 @@ def _one(live: LiveRun) -> str:
 
 def _several(lives: list[LiveRun]) -> str:
     rows = [
-        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live), format_bytes(_peak(live))]
+        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live),
+         format_bytes(run_view.measured_peak(live.digest, live.plan())[1])]
         for live in lives
-    ]
+    ]  # fmt: skip
     summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)
     return (
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
@@ -106,12 +110,7 @@ def _several(lives: list[LiveRun]) -> str:
     )
 
 
-def _edited(run: RunDirectory) -> str:
-    return note("plan.json has changed since it was written.") if plan_was_edited(run.plan) else ""
-
-
 def _outcome(live: LiveRun) -> str:
-    """State and progress, and the figures, or why there are none."""
     state = live.state()
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
@@ -120,14 +119,7 @@ def _outcome(live: LiveRun) -> str:
     return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
 
 
-def _base_adapter(run: RunDirectory) -> str:
-    """The adapter from which training continued."""
-    origin = base_adapter_of(run)
-    return note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
-
-
 def _result(live: LiveRun) -> str:
-    """Which step the adapter is of."""
     result = live.digest.newest.get(Result.kind)
     if not isinstance(result, Result):
         return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
@@ -144,12 +136,7 @@ def _best(live: LiveRun) -> str:
     return f"{result.eval_loss:.4f}" if isinstance(result, Result) and result.eval_loss is not None else "not measured"
 
 
-def _peak(live: LiveRun) -> int | None:
-    return run_view.measured_peak(live.digest, live.plan())[1]
-
-
 def _checks(live: LiveRun) -> str:
-    """Each comparison of forecast and measured memory that the run made."""
     rows = []
     for event in read_events(live.run.events):
         if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:
@@ -220,11 +207,8 @@ def _data_line(part: dict[str, Any]) -> str:
 def _versions(digest: Any) -> str:
     start = digest.newest.get(Start.kind)
     versions = start.versions if isinstance(start, Start) else {}
-    return (
-        table(["package", "version"], sorted(versions.items()), "Versions", hidden_caption=True)
-        if versions
-        else note("Not known.")
-    )
+    rows = sorted(versions.items())
+    return table(["package", "version"], rows, "Versions", hidden_caption=True) if rows else note("Not known.")
 
 
 if __name__ == "__main__":

@@ -76,27 +76,3 @@ class Workspace:
         """The run that a page shows when none is named: a live one, else the newest."""
         runs = self.list_runs()
         return next((run for run in runs if is_alive(run)), runs[0] if runs else None)
-
-    def rename(self, run: RunDirectory, name: str) -> RunDirectory:
-        """Give a run another name. Raises RecipeError when the name is invalid or taken, or the run is alive."""
-        from finetune.run.rename_delete import rename_run
-
-        return rename_run(run, name)
-
-    def discard(self, run: RunDirectory) -> Path:
-        """Delete a run by moving it to .trash; returns its path there. Raises RecipeError when it is alive."""
-        from finetune.run.rename_delete import delete_run
-
-        return delete_run(run)
-
-    def deleted(self) -> list[tuple[str, Path]]:
-        """Name and folder of each deleted run, the last deleted first."""
-        from finetune.run.rename_delete import deleted_runs
-
-        return deleted_runs(self.runs)
-
-    def restore(self, folder_name: str) -> RunDirectory:
-        """Undo a deletion. Raises RecipeError when the run is not there, or its name is taken."""
-        from finetune.run.rename_delete import restore_run
-
-        return restore_run(self.runs, folder_name)

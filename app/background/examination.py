@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.files import parse_json, read_json, write_json
+from finetune.files import parse_json, read_object, write_json
 
 from ..process import environment
 from ..workspace import Workspace
@@ -26,7 +26,6 @@ class Examination:
 
     @property
     def is_running(self) -> bool:
-        """Whether the machine is being examined."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
@@ -37,10 +36,7 @@ class Examination:
 
     def last(self) -> dict[str, Any] | None:
         """The last answer: `findings`, and `time_s`, when it was; None when there is none."""
-        try:
-            return read_json(self._path, dict)
-        except (OSError, ValueError):
-            return None
+        return read_object(self._path)
 
     def _examine(self) -> None:
         command = [sys.executable, "-P", "-m", "finetune", "doctor", "--json"]

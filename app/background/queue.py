@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import read_json, write_json
+from finetune.files import read_object, write_json
 from finetune.recipe import write_recipe
 from finetune.settings import Recipe
 from finetune.system import is_locked, rename
@@ -34,7 +34,6 @@ class Entry:
 
     @property
     def recipe(self) -> Path:
-        """The recipe to run."""
         return self.path / "recipe.yaml"
 
     @property
@@ -44,10 +43,8 @@ class Entry:
 
     def status(self) -> dict[str, Any]:
         """The entry's status; `failed` when its file can't be read."""
-        try:
-            return read_json(self.path / "status.json", dict)
-        except (OSError, ValueError):
-            return {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
+        unreadable = {"state": "failed", "message": "its status file can't be read", "problems": [], "fix": ""}
+        return read_object(self.path / "status.json") or unreadable
 
     def set_status(self, state: str, message: str = "", **values: Any) -> None:
         """Write the status atomically."""
@@ -69,7 +66,6 @@ class Queue:
         return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
 
     def newest(self) -> Entry | None:
-        """The newest entry."""
         entries = self.entries()
         return entries[-1] if entries else None
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from finetune.errors import CommandError
-from finetune.files import parse_json, read_json, write_json
+from finetune.files import parse_json, read_object, write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_recorded_process, process_record
 from finetune.system import shell_join
@@ -35,11 +35,8 @@ class Task:
 
     def status(self) -> dict[str, Any] | None:
         """None when it was never started; `state` is running, done or failed."""
-        try:
-            values = read_json(self.path / "status.json", dict)
-        except (OSError, ValueError):
-            return None
-        if values["state"] == "running" and not is_recorded_process(values["process"]):
+        values = read_object(self.path / "status.json")
+        if values and values["state"] == "running" and not is_recorded_process(values["process"]):
             return {**values, "state": "failed", "exit_code": None}
         return values
 

@@ -12,20 +12,87 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from finetune.events import read_events
+from finetune.events import Event, read_events
 from finetune.run.directory import RunDirectory
 
 from ..language import tr
 from ..process import start_helper
 from ..workspace import Workspace
-from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
 
 #: The conversation of the page Chat, which belongs to no run: the name of a folder that is none.
 COMPARISON = ".comparison"
 #: After this long without a question the chat process ends and frees its memory.
 IDLE_S = 600.0
+#: Who answers: `base` or `tuned` of the run that the conversation belongs to, or of another one, such as `tuned/RUN`.
+Model = str
+MODELS: tuple[Model, ...] = ("base", "tuned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Event):
+    """A question of the page."""
+
+    kind: ClassVar[str] = "question"
+
+    id: str
+    text: str
+    models: tuple[Model, ...] = MODELS
+    #: Names of its files.
+    pictures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Event):
+    """The next piece of an answer that is being generated."""
+
+    kind: ClassVar[str] = "piece"
+
+    id: str
+    model: Model
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Event):
+    """The whole answer of a model to the question of that id, its calls of tools, how fast it was, and whether it was stopped.
+
+    `alone`: the model was loaded in place of the other one, as both may not fit.
+    """
+
+    kind: ClassVar[str] = "answer"
+
+    id: str
+    model: Model
+    text: str
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    stopped: bool = False
+    calls: tuple[dict[str, Any], ...] = ()
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Event):
+    """Why there is no answer, or only one."""
+
+    kind: ClassVar[str] = "error"
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Event):
+    """All that were asked have answered."""
+
+    kind: ClassVar[str] = "done"
+
+    id: str
+
+
+KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece, Answer, Failure, Done)}
 
 
 @dataclass
@@ -132,11 +199,9 @@ class Chats:
         return pictures_beside(self._folder / "any")
 
     def is_running(self, run: RunDirectory) -> bool:
-        """True while this run's chat process is alive."""
         return self._name == run.path.name and self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

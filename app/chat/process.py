@@ -26,8 +26,7 @@ from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
 
 from ..process import redirect_stdout
-from .chats import IDLE_S, pictures_beside
-from .events import KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question
+from .chats import IDLE_S, KINDS, MODELS, Answer, Done, Failure, Model, Piece, Question, pictures_beside
 from .pictures import kept_pictures
 
 #: Seconds between two pieces of an answer in the file.
@@ -132,7 +131,6 @@ class LoadedModels:
         return is_needed
 
     def _sharing_base(self, run: RunDirectory) -> Any:
-        """An answerer for the run on a base that is loaded; None where none is its own."""
         for answerer in self._answerers.values():
             with contextlib.suppress(CommandError):
                 return answerer.sharing_base(run)
@@ -225,7 +223,6 @@ class Conversation:
         )  # fmt: skip
 
     def _restore(self, path: Path) -> None:
-        """Restore the conversation that the page shows."""
         events = read_events(path, KINDS)
         questions = {event.id: event for event in events if isinstance(event, Question)}
         for event in events:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
@@ -19,9 +19,9 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-from ..chat.chats import COMPARISON, Turn
-from ..chat.events import MODELS, Model
+from ..chat.chats import COMPARISON, MODELS, Model, Turn
 from ..chat.pictures import keep_picture, kept_pictures
+from ..context import Context
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.engine_texts import of_engine
@@ -29,9 +29,6 @@ from ..views.error_texts import of_error
 from ..views.markup import inert, note
 from ..views.pictures import small_pictures
 from ..views.problems import problem
-
-if TYPE_CHECKING:
-    from ..context import Context
 
 #: Seconds between two looks at the conversation.
 TICK_S = 0.5
@@ -116,8 +113,6 @@ def _lay_out(view: _View, name: gr.Textbox, timer: gr.Timer, choosers: Callable[
 
 
 class _View:
-    """Handlers; the conversation is a file."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -137,7 +132,6 @@ class _View:
         ]
 
     def _base(self, run: RunDirectory) -> str:
-        """A run's base model as its recipe names it."""
         try:
             return self.context.lives.of(run).plan().settings.model_name_or_path
         except (FinetuneError, OSError, ValueError):
@@ -149,7 +143,6 @@ class _View:
         return RunDirectory(workspace.runs / COMPARISON) if name == COMPARISON else workspace.run(name)
 
     def _names(self, turns: list[Turn]) -> dict[Model, str]:
-        """What the models of a conversation are called."""
         models = dict.fromkeys(model for turn in turns for model in turn.models)
         split = {model: model.partition("/") for model in models}
         bases = {
@@ -164,7 +157,6 @@ class _View:
         }
 
     def tick(self, name: str | None, waiting: str, *chosen: str) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(name, self._shown(name, waiting, chosen))
 
     def show(self, name: str | None, waiting: str, *chosen: str) -> list[Any]:
@@ -173,7 +165,6 @@ class _View:
         return [shown, warning, gr.Button(interactive=answering), pictures, gr.Button(visible=bool(waiting))]
 
     def add_picture(self, waiting: str, path: str | None) -> list[str]:
-        """Keep an uploaded picture for the next message."""
         names = waiting.split()
         if len(names) >= MAX_PICTURES:
             return [waiting, note(tr("A message has at most {n} pictures.", n=MAX_PICTURES), "warn")]
@@ -189,7 +180,6 @@ class _View:
             return [waiting, problem(tr("The picture can't be kept"), [str(error)], fix)]
 
     def _reads_pictures(self, name: str) -> bool:
-        """Whether the models of a run were trained with pictures."""
         try:
             run = self.context.workspace.run(name)
             return run is not None and self.context.lives.of(run).plan().settings.vision is True
@@ -197,7 +187,6 @@ class _View:
             return False
 
     def _pictures(self, names: Sequence[str]) -> str:
-        """Small copies of pictures of a conversation."""
         return small_pictures([_small_copy(picture) for picture in kept_pictures(self.context.chats.pictures, names)])
 
     def _shown(self, name: str | None, waiting: str, chosen: Sequence[str]) -> tuple[str, str, bool, str]:
@@ -221,7 +210,8 @@ class _View:
         if run is None or not models or not question.strip():
             return [gr.skip(), note(tr("Choose a model and write a message.")), gr.skip()]
         names = [_run_name(model, run) for model in models]
-        if missing := [name for name in names if not self._can_answer(name)]:
+        runs = {name: self.context.workspace.run(name) for name in names}
+        if missing := [name for name, run in runs.items() if run is None or not has_adapter(run)]:
             problems = [tr("{run} has no adapter or checkpoint", run=name) for name in missing]
             shown = problem(tr("No model to chat with yet"), problems, tr("Wait for its first checkpoint."))
             return [gr.skip(), shown, gr.skip()]
@@ -232,12 +222,7 @@ class _View:
         )  # fmt: skip
         return ["", "", ""]
 
-    def _can_answer(self, name: str) -> bool:
-        run = self.context.workspace.run(name)
-        return run is not None and has_adapter(run)
-
     def stop(self, name: str | None) -> str:
-        """End the answers that are being made."""
         run = self._conversation_of(name)
         if run is not None:
             self.context.chats.stop(run)
@@ -276,7 +261,7 @@ class _View:
                 ), "warn",
             )  # fmt: skip
         load = ours.forecast.peaks.get("load", ours.forecast.parts.get("weights", 0))
-        both, budget = training.forecast.peak_high_bytes + load, training.budget_bytes or training.card.free_bytes
+        both, budget = training.forecast.peak_high_bytes + load, training.usable_bytes
         fits = both <= budget
         text = tr(
             "{run} is training; forecast for both: {size} of {budget}, it fits." if fits

@@ -49,8 +49,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; a choice changes the draft, whose stamp makes the browser ask for the rows anew."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -79,7 +77,6 @@ class _View:
         ]  # fmt: skip
 
     def upload(self, path: str | None) -> list[Any]:
-        """Take an uploaded file as the draft's data."""
         try:
             return self._changed(choose_data(self.context.draft, take_upload(self.context.workspace, path)))
         except FinetuneError as error:
@@ -99,7 +96,6 @@ class _View:
         return [status, gr.skip(), asked]
 
     def _row(self, wish: dict[str, Any]) -> str:
-        """A row that is ready, or one that is refused."""
         if "row" in wish:
             question = {"recipe": self.context.draft.read().text, "index": int(wish["row"])}
             return view_of.marked(self.context.planner.ask("row", **question))

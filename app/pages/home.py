@@ -48,13 +48,10 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; they read the run directories and change the draft."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._machine = context, Machine(context.workspace, context.lives)
 
     def tick(self, mine: str) -> str:
-        """A fingerprint of all that is shown."""
         self.context.queue.ensure_starter()
         return fingerprint(self.show(mine))
 
@@ -80,7 +77,6 @@ class _View:
         return [_to_data(choose_data(self.context.draft, hub)) if hub else "", gr.skip(), gr.skip()]
 
     def upload(self, path: str | None) -> str:
-        """Take an uploaded file as the draft's data."""
         try:
             return _to_data(choose_data(self.context.draft, take_upload(self.context.workspace, path)))
         except FinetuneError as error:

@@ -39,15 +39,12 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; a choice changes the draft."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._badges = context, Badges(context.planner, context.draft)
         self._here: list[Model] = []
         self._looked_s = -_GOOD_S
 
     def tick(self, hits: list[Model]) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(self.show(hits))
 
     def show(self, hits: list[Model]) -> str:

@@ -12,7 +12,7 @@ from finetune.run.directory import RunDirectory
 from ..context import Context
 from ..views.binding import QUIET, show
 from ..views.markup import page_title
-from ..views.model_files import ModelFile, models_of, models_table
+from ..views.models import ModelFile, models_of, models_table
 
 _TICK_S = 5.0
 _LISTED = 200

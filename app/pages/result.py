@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import gradio as gr
@@ -19,15 +19,13 @@ from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
 from ..background.tasks import Task
+from ..context import Context
 from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, table
 from ..views.problems import problem
 from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
-
-if TYPE_CHECKING:
-    from ..context import Context
 
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0
@@ -63,7 +61,6 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> dict[str, gr.C
 
 
 def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
-    """Scores of base and tuned model, and the report."""
     with gr.Column(elem_classes="ft-box"):
         show(_heading("Evaluate", mark("Base and tuned model answer the same rows; the difference counts.")))
         with gr.Row(elem_classes="ft-controls"):
@@ -101,7 +98,6 @@ def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
 
 
 def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
-    """The model as files, as a server and on the hub."""
     status = show(elem_id="export-status")
     with gr.Column(elem_classes="ft-box"):
         show(_heading(mark("Merge"), mark("One model folder, with the adapter in its 16-bit weights.")))
@@ -180,8 +176,6 @@ def evaluation(
 
 
 class _View:
-    """Handlers; commands run detached and write their output to files."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
@@ -199,7 +193,6 @@ class _View:
         most: float | None,
         last: bool,
     ) -> str:
-        """Start an evaluation of the run."""
         if rows not in (None, _HELD_OUT, _BEFORE, *local_datasets(self.context.workspace)):
             return note(tr("Choose rows from the list."))
         return self._start(name, "eval", evaluation(score, pattern, tolerance, rows, most, last))
@@ -223,7 +216,6 @@ class _View:
         return self._start(name, "serve", [*(str(other.path) for other in runs if other is not None), "--port=0"])
 
     def end(self, name: str | None) -> str:
-        """End the server of the run."""
         run = self.context.workspace.run(name)
         ended = run is not None and self.context.tasks.of(run, "serve").end()
         return note(tr("Ending." if ended else "This run is not served."))
@@ -242,7 +234,6 @@ class _View:
         ]  # fmt: skip
 
     def report(self, name: str | None) -> str:
-        """Write the run's report."""
         return self._start(name, "report", [])
 
     def compare(self, name: str | None, others: list[str] | None) -> str:
@@ -254,7 +245,6 @@ class _View:
         return self._start(name, "compare", [*paths, f"--output={run.path / 'comparison.html'}"] if run else [])
 
     def dry_run(self, name: str | None, repo: str, kind: str, public: bool) -> str:
-        """List what would be pushed."""
         return self._push(name, repo, kind, public, "--dry-run")
 
     def push(self, name: str | None, repo: str, kind: str, public: bool) -> str:
@@ -291,7 +281,6 @@ class _View:
         return ""
 
     def tick(self, name: str | None, order: str) -> str:
-        """A fingerprint of all that is shown."""
         return fingerprint(name, self.show(name, order))
 
     def show(self, name: str | None, order: str) -> list[str]:
@@ -345,7 +334,6 @@ def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
 
 
 def _pushed(task: Task) -> str:
-    """The files of the dry run, or where they were pushed."""
     status, result = task.status(), task.result()
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "files" not in result:
         return _task("push", task)
@@ -358,7 +346,6 @@ def _pushed(task: Task) -> str:
 
 
 def _exported(task: Task) -> str:
-    """The files, and the result of trying them in llama.cpp."""
     status, result = task.status(), task.result()
     if status is None or status["state"] != "done" or not isinstance(result, dict) or "check" not in result:
         return _task("export", task)
@@ -373,7 +360,6 @@ def _exported(task: Task) -> str:
 
 
 def _served(task: Task) -> str:
-    """The server's address and token."""
     status, result = task.status(), task.result()
     if status is None or not isinstance(result, dict) or "url" not in result:
         return _task("serve", task)
@@ -390,13 +376,11 @@ def _named(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _gguf_files(run: RunDirectory) -> list[str]:
-    """GGUF files of the run, by their path in it."""
     paths = sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")])
     return [path.relative_to(run.path).as_posix() for path in paths]
 
 
 def _task(verb: str, task: Task) -> str:
-    """Progress or result of a command that was started here."""
     status = task.status()
     if status is None:
         return note(tr("Not run yet."))

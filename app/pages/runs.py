@@ -9,6 +9,7 @@ import gradio as gr
 
 from finetune.errors import FinetuneError
 from finetune.run.directory import RunDirectory
+from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, restore_run
 
 from ..browser_files import chart_element, has_charts
 from ..context import Context
@@ -44,13 +45,10 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers; they read the run directories and the queue's files."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
 
     def tick(self) -> str:
-        """A fingerprint of all that is shown."""
         self.context.queue.ensure_starter()
         return fingerprint(self.tables())
 
@@ -60,7 +58,7 @@ class _View:
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
         rows = [row_of(self.context.lives.of(run), self.context.scores) for run in workspace.list_runs()[:_LISTED]]
         sweeps = listed(workspace.list_sweeps()[:_LISTED])
-        return [view_of.runs_table(rows), sweeps, view_of.queue(entries), view_of.trash(workspace.deleted()[:_LISTED])]
+        return [view_of.runs_table(rows), sweeps, view_of.queue(entries), view_of.trash(deleted_runs(workspace.runs)[:_LISTED])]
 
     def act(self, message: str) -> list[Any]:
         """What a button asks for: what is said of it, the comparison, and the fingerprint of the table as it then is."""
@@ -88,7 +86,7 @@ class _View:
                 return self._delete(runs), gr.skip()
         if "restore" in wish:
             folders = wish["restore"] if isinstance(wish["restore"], list) else [wish["restore"]]
-            names = [self.context.workspace.restore(str(folder)).path.name for folder in folders]
+            names = [restore_run(self.context.workspace.runs, str(folder)).path.name for folder in folders]
             return note(tr("Restored {runs}.", runs=", ".join(names)), "ok"), gr.skip()
         if isinstance(wish.get("cancel"), str):
             is_removed = self.context.queue.cancel(wish["cancel"])
@@ -99,21 +97,19 @@ class _View:
         """Curves of the chosen runs in one chart, their scores, the settings that differ, and what single ones changed."""
         from finetune.evaluate.run_advice import advise
 
-        from ..views.advice import what_settings_did
-
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
-        advice = what_settings_did(advise(runs[:_MOST_COMPARED]))
+        advice = view_of.what_settings_did(advise(runs[:_MOST_COMPARED]))
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:
         if name.strip() == run.path.name:
             return ""
-        renamed = self.context.workspace.rename(run, name)
+        renamed = rename_run(run, name)
         self.context.lives.forget(run)
         return note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))
 
@@ -122,7 +118,7 @@ class _View:
         deleted, refused = [], ""
         for run in runs:
             try:
-                deleted.append((run.path.name, self.context.workspace.discard(run)))
+                deleted.append((run.path.name, delete_run(run)))
             except FinetuneError as error:
                 refused += problem(tr("Not deleted"), error.problems, error.fix)
                 continue

@@ -41,19 +41,15 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 class _View:
-    """Handlers."""
-
     def __init__(self, context: Context) -> None:
         self.context, self._examination = context, Examination(context.workspace)
 
     def choices(self) -> str:
-        """What is chosen now."""
         values = self.context.draft.read().values
         price, budget = (str(values.get(setting) or "") for setting in _SETTINGS.values())
         return view_of.choices(price, "" if budget == "auto" else budget, _token_from())
 
     def tick(self) -> str:
-        """A fingerprint of what the examination came to."""
         return fingerprint(self.examined())
 
     def examined(self) -> str:
@@ -61,7 +57,6 @@ class _View:
         return view_of.examined(self._examination.last(), is_running=self._examination.is_running)
 
     def act(self, message: str) -> list[Any]:
-        """What a form or the button asks for."""
         try:
             wish = json.loads(message)
             if wish.get("examine"):

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.card import find_card
 from finetune.card.device_selection import cards_here
+from finetune.card.find import find_card
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 from finetune.planner.plan import Plan

@@ -73,8 +73,7 @@ def search_models(query: str) -> list[Model]:
         )
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
         raise RecipeError(
-            f"the hub can't be reached: {type(error).__name__}",
-            "Choose a local model, or give the path of a model folder.",
+            f"the hub can't be reached: {type(error).__name__}", "Choose a local model, or give the path of a model folder."
         ) from None
     models = []
     for info in infos:

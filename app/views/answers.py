@@ -57,10 +57,6 @@ def _small_copy(path: Path, stamp: tuple[int, int]) -> dict[str, Any]:
     return small_copy_of(path)
 
 
-def _small_pictures(paths: tuple[str, ...]) -> str:
-    return small_pictures([_small_copy(Path(path), _stamp(path)) for path in paths])
-
-
 def _stamp(path: str) -> tuple[int, int]:
     try:
         stat = Path(path).stat()
@@ -78,7 +74,9 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
         shown = f'<span class="ft-faint">{tr("not asked")}</span>' if answer is None else marked(answer, expected, earlier)
         cells += f'<td class="mono" data-label="{tr("Step {step}", step=f"{step:,}")}">{shown}</td>'
         earlier = answer if answer is not None else earlier
-    asked = f"<td>{_small_pictures(prompt[1])}{inert(prompt[0])}</td>"
+    text, paths = prompt
+    pictures = small_pictures([_small_copy(Path(path), _stamp(path)) for path in paths])
+    asked = f"<td>{pictures}{inert(text)}</td>"
     wanted = f'<td class="mono" data-label="{tr("Expected")}">{inert(expected)}</td>'
     return f"<tr>{asked}{wanted}{cells}</tr>"
 

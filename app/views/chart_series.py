@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from finetune.planner.plan import Plan
 from finetune.settings.methods import METRICS
-from finetune.units import GIB
+from finetune.units import GIB, format_count
 
 from ..language import mark, tr
-from ..live import Digest, LiveRun
 from .engine_texts import of_engine
 from .series import MOST_BINS, Bin, Series
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
+
+    from ..live import Digest, LiveRun
 
 #: Small charts have a share of the bins of a large one.
 _SMALL = 3
 _SMALL_PANELS = (
-    ("learning_rate", mark("Learning rate"), "short"), ("grad_norm", mark("Gradient norm"), "short"),
-    ("tokens_per_s", mark("Tokens per second"), "count"), ("token_accuracy", mark("Token accuracy"), "percent"),
-    ("temperature_c", mark("Temperature"), "°C"), ("power_w", mark("Power"), "W"),
-)  # fmt: skip
+    ("learning_rate", mark("Learning rate"), "short", "{:.3g}".format),
+    ("grad_norm", mark("Gradient norm"), "short", "{:.3g}".format),
+    ("tokens_per_s", mark("Tokens per second"), "count", format_count),
+    ("token_accuracy", mark("Token accuracy"), "percent", "{:.0%}".format),
+    ("temperature_c", mark("Temperature"), "°C", "{:.0f} °C".format),
+    ("power_w", mark("Power"), "W", "{:.0f} W".format),
+)
 #: Names of bytes, and what they are called.
 _GPU_LINES = (
     ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
@@ -74,15 +80,20 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
 
 
 def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
-    methods = [
-        (f"{prefix}{name}", title, "percent" if "%" in text else "short")
-        for name, (label, text) in METRICS.items()
-        for prefix, title in (("", of_engine(label).capitalize()), ("eval/", tr("Held-out {metric}", metric=of_engine(label))))
-    ]
-    for name, title, unit in (*_SMALL_PANELS, *methods):
+    for name, title, unit, _ in small_curves():
         if name in digest.series:
             lines = [{"name": name, "label": "", "kind": "mean"}]
-            yield {"title": tr(title), "unit": unit, "small": True, "lines": lines, "levels": []}
+            yield {"title": title, "unit": unit, "small": True, "lines": lines, "levels": []}
+
+
+def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
+    """Name, title and unit of each metric beside loss and memory, and how a value is written; those of methods are the last."""
+    for name, title, unit, show in _SMALL_PANELS:
+        yield name, tr(title), unit, show
+    for name, (label, text) in METRICS.items():
+        unit = "percent" if "%" in text else "short"
+        yield name, of_engine(label).capitalize(), unit, text.format
+        yield f"eval/{name}", tr("Held-out {metric}", metric=of_engine(label)), unit, text.format
 
 
 def answer(live: LiveRun, have: tuple[str, int, int] | None, points: int = MOST_BINS) -> dict[str, Any]:

@@ -77,8 +77,12 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
 
     scale = Scale(WIDE / right, HIGH * (1 + y_min / span), -HIGH / span)
     ticks = [value * panel.unit for value in _ticks(y_min / panel.unit, y_max / panel.unit, 4)]
-    shapes = [_gridline(y_of(value)) for value in ticks]
-    labels = [f'<span class="ft-y" style="top:{y_of(value):.2f}%">{inert(panel.show(value))}</span>' for value in ticks]
+    heights = [f"{y_of(value):.2f}" for value in ticks]
+    shapes = [f'<line class="grid" x1="0" x2="{WIDE:g}" y1="{y}" y2="{y}"/>' for y in heights]
+    labels = [
+        f'<span class="ft-y" style="top:{y}%">{inert(panel.show(value))}</span>'
+        for value, y in zip(ticks, heights, strict=True)
+    ]
     named = (
         [line for line in panel.lines if line.points] if len(panel.lines) > 1 or panel.levels else []
     )  # else the title names it
@@ -127,10 +131,6 @@ def _range(panel: Panel) -> tuple[float, float, list[Level]]:
     lowest, highest = (0.0 if panel.zero else min(values)), max(values)
     margin = (highest - lowest) * 0.06 or abs(highest) * 0.06 or 1.0
     return (lowest if panel.zero else lowest - margin), highest + margin, beyond
-
-
-def _gridline(y: float) -> str:
-    return f'<line class="grid" x1="0" x2="{WIDE:g}" y1="{y:.2f}" y2="{y:.2f}"/>'
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def other_plans(plan: Plan, *, complete: bool) -> str:
     """Plans of the same settings that fit in other ways: a picture of speed over memory, and a list to choose from."""
     if len(plan.alternatives) < 2:
         return note(tr("There is no other way to fit these settings." if complete else "being planned …"))
-    budget = plan.budget_bytes or plan.card.free_bytes
+    budget = plan.usable_bytes
     rows = [
         [_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, _at_most(row, budget)]
         for row in plan.alternatives

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from finetune.units import GIB
 
@@ -14,7 +12,7 @@ from .charts import Line, Panel, chart
 from .markup import inert, note, table
 from .run_row import RunRow, last_loss
 from .series import smoothed
-from .words import setting_name
+from .words import setting_name, value_text
 
 _SMOOTHING = 0.8
 _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
@@ -51,17 +49,7 @@ def _differences(lives: list[LiveRun]) -> str:
     return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
 
 
-def value_text(value: Any) -> str:
-    """A setting's value as text; of the data its file."""
-    if isinstance(value, dict):
-        return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
-    if isinstance(value, bool):
-        return tr("yes" if value else "no")
-    return tr("not set") if value is None else str(value)
-
-
 def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
-    """One line for each run: the first of the metrics that it has."""
     lines = []
     for number, live in enumerate(lives):
         series = next((live.digest.series[name] for name in names if name in live.digest.series), None)

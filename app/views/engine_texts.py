@@ -94,7 +94,7 @@ def matched(text: str, templates: tuple[str, ...], translations: Mapping[str, st
     best, least = _listed(trimmed), english(trimmed)
     for template, values in _matches(trimmed, templates) if depth else ():
         own = {name: matched(value, templates, translations, depth - 1) for name, value in values.items()}
-        translation = _filled(translations.get(template, template), own)
+        translation = _VALUE.sub(lambda match: own[match[1]], translations.get(template, template))  # noqa: B023 - called at once
         if template == trimmed:
             return text.replace(trimmed, translation, 1)
         if (left := english(translation)) < least and left[0] < english(trimmed)[0]:
@@ -113,10 +113,6 @@ def _matches(text: str, templates: tuple[str, ...]) -> Iterator[tuple[str, dict[
             continue
         if part in text and (match := _pattern(template).fullmatch(text)):
             yield template, match.groupdict()
-
-
-def _filled(template: str, values: Mapping[str, str]) -> str:
-    return _VALUE.sub(lambda match: values[match[1]], template)
 
 
 def english(text: str) -> tuple[int, int]:

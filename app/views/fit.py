@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.planner.run_cost import RunCost
+from finetune.planner.run_time import RunCost
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
@@ -13,14 +13,7 @@ from .markup import action, inert, note
 from .memory_parts import PHASES, Part, parts_of
 from .planner_texts import reason_in_words
 from .verdicts import verdict_in_words
-from .words import (
-    in_words,
-    limit_in_words,
-    minutes,
-    override_values,
-    plan_in_words,
-    slower_in_words,
-)
+from .words import in_words, limit_in_words, minutes, override_values, plan_in_words, slower_in_words
 
 _SUGGESTIONS = 3
 #: The planner's sentence of what a change costs -> the page's.
@@ -56,7 +49,7 @@ def verdict(plan: Plan, *, blocked: bool = False) -> str:
         css = "warn"
     if forecast is None:
         return _heading(css, title, tr("There is no memory forecast for {gpu}.", gpu=plan.card.name))
-    budget, likely, most = plan.budget_bytes or plan.card.free_bytes, forecast.peak_bytes, forecast.peak_high_bytes
+    budget, likely, most = plan.usable_bytes, forecast.peak_bytes, forecast.peak_high_bytes
     is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1
     way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
     sentences = [
@@ -242,7 +235,7 @@ def smaller(plan: Plan) -> str:
     """Changes that save memory as buttons, each with its result; empty when there are none."""
     if not plan.suggestions:
         return ""
-    budget = plan.budget_bytes or plan.card.free_bytes
+    budget = plan.usable_bytes
     fitting = sorted((item for item in plan.suggestions if item.peak_bytes <= budget), key=lambda item: item.saves_bytes)
     chosen = [*fitting, *(item for item in plan.suggestions if item not in fitting)][:_SUGGESTIONS]
     buttons = "".join(
@@ -266,7 +259,7 @@ def _price(item: Suggestion) -> str:
 
 def outcome(item: Suggestion, plan: Plan) -> str:
     """Whether the plan then fits, by the forecast's upper end."""
-    budget = plan.budget_bytes or plan.card.free_bytes
+    budget = plan.usable_bytes
     upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
     template = mark("then it fits: {size} of {budget}") if upper <= budget else mark("still too big: {size} of {budget}")
     return tr(template, size=f"{upper / GIB:,.1f}", budget=gib(budget))

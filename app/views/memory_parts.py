@@ -35,7 +35,7 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
     """The parts of a phase, whose sum is the GPU, and the bytes that are too much."""
     forecast, card = plan.forecast, plan.card
     assert forecast is not None
-    budget = min(plan.budget_bytes or card.free_bytes, card.total_bytes)
+    budget = min(plan.usable_bytes, card.total_bytes)
     if phase == "train":
         owner = tr("Libraries of the process" if card.is_cpu else "CUDA and allocator")
         whose = tr(

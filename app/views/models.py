@@ -1,18 +1,22 @@
-"""Base models to choose from as HTML, each with whether it fits."""
+"""Models as HTML: base models to choose from, each with whether it fits, and what runs have made, with what is served now."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from finetune.planner.plan import Verdict
-from finetune.units import format_count, gib
+from finetune.run.directory import RunDirectory
+from finetune.units import format_bytes, format_count, gib
 
-from ..language import tr
+from ..language import mark, tr
 from ..planning.catalogue import Model
 from .error_texts import of_error
-from .markup import as_in_recipe, inert, page_title
+from .markup import Safe, as_in_recipe, inert, page_title, table
 from .verdicts import SHORT_VERDICTS
 
 
@@ -64,3 +68,55 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
     name = tr(SHORT_VERDICTS[verdict])
     text = tr("{change}: {result}", change=name, result=tr(", ").join(needs)) if needs else name
     return f'<span class="ft-badge {verdict.level}">{inert(text)}</span>'
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One adapter, merged model or GGUF file of a run. `served`: the address at which it answers, empty when it doesn't."""
+
+    run: str
+    base: str
+    kind: str
+    path: Path
+    bytes: int
+    score: str = ""
+    served: str = ""
+
+
+def models_of(run: RunDirectory) -> Iterable[tuple[str, Path, int]]:
+    """Kind, path and size of what a run has: its adapter, folders of merged models, GGUF files."""
+    if run.adapter.is_dir():
+        yield mark("adapter"), run.adapter, _size(run.adapter.rglob("*"))
+    for config in sorted(run.path.glob("*/config.json")):
+        if any(config.parent.glob("*.safetensors")):
+            yield mark("merged model"), config.parent, _size(config.parent.rglob("*"))
+    for path in sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")]):
+        yield "GGUF", path, path.stat().st_size
+
+
+def models_table(models: Sequence[ModelFile], root: Path) -> str:
+    """The models, the newest run's first."""
+    title = page_title("Models")
+    if not models:
+        hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
+        return f'{title}<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
+    is_served = any(model.served for model in models)
+    rows = [
+        [
+            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, tr(model.kind),
+            format_bytes(model.bytes), model.score, *([model.served] if is_served else []), _place(model.path, root),
+            Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=chat">{tr("Chat")}</a>'),
+        ]
+        for model in models
+    ]  # fmt: skip
+    served = [tr("Served at")] if is_served else []
+    columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", *served, tr("Where"), tr("Try")]
+    return f'{title}<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
+
+
+def _place(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _size(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())

@@ -27,7 +27,7 @@ def verdict(plan: Plan) -> str:
     if forecast is None:
         text = f"No memory forecast for {card.name}, so whether it fits is not known."
         return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p></div>'
-    budget = plan.budget_bytes or card.free_bytes
+    budget = plan.usable_bytes
     lower, upper = format_bytes(forecast.peak_low_bytes), format_bytes(forecast.peak_high_bytes)
     text = (
         f"Peak {format_bytes(forecast.peak_bytes)} (between {lower} and {upper}), budget {format_bytes(budget)} on {card.name}."
@@ -44,11 +44,11 @@ def verdict(plan: Plan) -> str:
 
 
 def _duration(plan: Plan) -> str:
-    seconds = _seconds(plan.forecast.step_s if plan.forecast else None, plan.total_steps)
-    if seconds is None:
+    step_s = plan.forecast.step_s if plan.forecast else None
+    if step_s is None or not plan.total_steps:
         return f"{plan.total_steps:,} steps; the time per step on this GPU is not known."
     speed = plan.forecast.tokens_per_s if plan.forecast else None
-    summary = f"{plan.total_steps:,} steps in about {format_seconds(seconds)}"
+    summary = f"{plan.total_steps:,} steps in about {format_seconds(step_s * plan.total_steps)}"
     summary += f" at {format_count(round(speed))} tokens/s" if speed else ""
     return f"{summary}."
 
@@ -109,10 +109,6 @@ def data_note(plan: Plan) -> str:
     if not plan.data.longest:
         return note(tr("{rows}, {tokens} tokens.", **counts))
     return note(tr("{rows}, {tokens} tokens, the longest has {longest} tokens.", longest=f"{plan.data.longest:,}", **counts))
-
-
-def _seconds(step_s: float | None, steps: int | None) -> float | None:
-    return step_s * steps if step_s is not None and steps else None
 
 
 def _free(size: float) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.run.out_of_memory import explanation_lines
-from finetune.settings.methods import METRICS
-from finetune.units import GIB, format_bytes, format_count
+from finetune.units import GIB, format_bytes
 
 from ..language import mark, tr
+from .chart_series import small_curves
 from .charts import Level, Line, Mark, Panel, chart
 from .engine_texts import of_engine
 from .error_texts import of_message
@@ -85,16 +84,8 @@ def summary_of(digest: Digest, plan: Plan) -> str:
 
 def more_curves(digest: Digest) -> str:
     """Held-out loss, learning rate, gradient norm, speed, sensors: small, over the same steps."""
-    wanted = (
-        ("eval_loss", tr("Held-out loss"), _loss), ("learning_rate", tr("Learning rate"), lambda value: f"{value:.3g}"),
-        ("grad_norm", tr("Gradient norm"), lambda value: f"{value:.3g}"),
-        ("tokens_per_s", tr("Tokens per second"), format_count),
-        ("token_accuracy", tr("Token accuracy"), lambda value: f"{value:.0%}"),
-        ("temperature_c", tr("Temperature"), lambda value: f"{value:.0f} °C"),
-        ("power_w", tr("Power"), lambda value: f"{value:.0f} W"), *_method_curves(),
-    )  # fmt: skip
     charts = []
-    for name, title, show in wanted:
+    for name, title, _, show in (("eval_loss", tr("Held-out loss"), "", _loss), *small_curves()):
         series = digest.series.get(name)
         if series is None:
             continue
@@ -105,13 +96,6 @@ def more_curves(digest: Digest) -> str:
         panel = Panel(f"{title} {newest}", [Line(title, series.means(), "loss")], show, css="small")
         charts.append(chart([panel], [], digest.step, label))
     return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note(tr("These curves start with the first step."))
-
-
-def _method_curves() -> Iterator[tuple[str, str, Callable[[float], str]]]:
-    """The metrics of training methods, in training and of the held-out rows."""
-    for name, (label, text) in METRICS.items():
-        yield name, of_engine(label).capitalize(), text.format
-        yield f"eval/{name}", tr("Held-out {metric}", metric=of_engine(label)), text.format
 
 
 def messages(digest: Digest) -> str:

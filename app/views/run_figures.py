@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.events import Evaluation, Step
 from finetune.planner.plan import Plan
 from finetune.units import GIB, gib
 
 from ..language import mark, tr
+from ..live import Digest
 from .markup import inert
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
 from .words import loss_text
-
-if TYPE_CHECKING:
-    from ..live import Digest
 
 _SMOOTHING = 0.8
 #: Phases by their name in the events.
@@ -125,7 +122,8 @@ def memory(digest: Digest, plan: Plan) -> str:
     keys = "".join(f'<span><i class="{css}"></i>{tr(css)}</span>' for css in (mark("measured"), mark("forecast")))
     title = tr("GPU memory" if on_gpu else "Process memory")
     head = f'<div class="ft-boxhead"><h2>{title}</h2><span class="ft-key">{keys}</span></div>'
-    peaks = [_whole(digest, plan), *(_phases(digest, plan) if on_gpu else [])]
+    process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
+    peaks = [process, *(_phases(digest, plan) if on_gpu else [])]
     measured = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
     scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in measured)]) * 1.06
     rows = "".join(_bullet(pair, scale) for pair in measured)
@@ -146,7 +144,7 @@ def _summary(digest: Digest, plan: Plan) -> str:
         return f'<p class="ft-calm plain">{tr("There was no forecast for this run.")}</p>'
     if measured is None:
         return f'<p class="ft-calm plain">{tr("Nothing is measured yet.")}</p>'
-    budget = plan.budget_bytes or plan.card.free_bytes
+    budget = plan.usable_bytes
     free = ""
     if budget > measured:
         free = tr(
@@ -164,13 +162,7 @@ def _summary(digest: Digest, plan: Plan) -> str:
     return f'<p class="ft-calm ok"><b>{word}</b> {how} {free}</p>'
 
 
-def _whole(digest: Digest, plan: Plan) -> Pair:
-    """The process: what the forecast's peak is of."""
-    return Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
-
-
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:
-    """The allocated peak of each phase that was measured."""
     pairs = []
     for phase, name in _PHASES.items():
         measured = digest.phases.get(phase, {}).get("peak_allocated_bytes")
@@ -181,7 +173,6 @@ def _phases(digest: Digest, plan: Plan) -> list[Pair]:
 
 
 def _bullet(pair: Pair, scale: float) -> str:
-    """A bar for what was measured, a tick for the forecast, and the numbers."""
     tick = f'<u style="left:{100 * pair.forecast / scale:.2f}%"></u>' if pair.forecast is not None else ""
     bar = f'<i style="width:{100 * pair.measured / scale:.2f}%"></i>' if pair.measured is not None else ""
     value = pair.measured if pair.measured is not None else pair.forecast or 0

@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from finetune.events import Checkpoint, OutOfMemory, Result, State
-from finetune.planner.plan import Plan
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
+from ..live import Digest, LiveRun
 from .engine_texts import of_engine
 from .error_texts import of_message
 from .markup import action, inert
 from .words import day, loss_text, minutes, precision
-
-if TYPE_CHECKING:
-    from ..live import Digest, LiveRun
 
 #: Address and name of each tab.
 TABS = {
@@ -36,6 +32,7 @@ STATES = {
 }  # fmt: skip
 #: States in which a run does not go on by itself, and its page says why instead of its figures.
 BROKEN = ("diverged", "failed", "lost")
+_CURRENT = ' aria-current="page"'
 #: Values are called old after so many seconds.
 _OLD_S = 5.0
 #: From here on a message says what to type in a terminal.
@@ -85,11 +82,8 @@ def _meta(live: LiveRun) -> list[str]:
         data += f" · {tr_n('{n} row', '{n} rows', plan.data.rows)}"
     kind = tr("{precision} LoRA, rank {rank}", precision=precision(settings), rank=settings.lora_r)
     started = tr("started {time}", time=_clock(live.run.plan.stat().st_mtime))
-    return [Path(str(settings.model_name_or_path)).name, data, kind, _place(plan), started]
-
-
-def _place(plan: Plan) -> str:
-    return tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
+    where = tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
+    return [Path(str(settings.model_name_or_path)).name, data, kind, where, started]
 
 
 def _clock(time_s: float) -> str:
@@ -165,15 +159,12 @@ def _age(digest: Digest) -> str:
 def tabs(name: str, n_samples: int, current: str) -> str:
     """The run's parts as links; run.js follows them without loading the page anew."""
     links = "".join(
-        f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"{_current(tab == current)}>'
+        f'<a href="/run?run={quote(name)}&amp;tab={tab}" data-tab="{tab}" data-key="tab-{tab}"'
+        f"{_CURRENT if tab == current else ''}>"
         f"{tr(label)}{f'<i>{n_samples}</i>' if tab == 'samples' and n_samples else ''}</a>"
         for tab, label in TABS.items()
     )
     return f'<nav class="ft-tabs" aria-label="{tr("This run")}">{links}</nav>'
-
-
-def _current(current: bool) -> str:
-    return ' aria-current="page"' if current else ""
 
 
 def next_steps(live: LiveRun, state: RunState) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from finetune.run.state import RunState
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
+from ..live import LiveRun
 from ..planning.draft import command_line, parse_draft
 from . import run as run_view
 from .answers import answers
@@ -20,9 +20,6 @@ from .choices import chosen
 from .markup import inert, note
 from .run_figures import figures, memory
 from .run_head import BROKEN, failure, next_steps, progress, tabs, title
-
-if TYPE_CHECKING:
-    from ..live import LiveRun
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
@@ -69,7 +66,6 @@ def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[s
 
 
 def _texts(live: LiveRun, tab: str) -> dict[str, str]:
-    """The parts of the head and of a tab."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
     texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
@@ -102,7 +98,6 @@ def _answers(live: LiveRun) -> str:
 
 
 def _settings(live: LiveRun) -> str:
-    """What was chosen and why, the recipe, and the same as a command."""
     try:
         text = live.run.recipe.read_text(encoding="utf-8")
     except OSError:

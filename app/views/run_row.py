@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from finetune.events import Result
 from finetune.run.state import RunState
 from finetune.units import GIB
 
 from ..language import tr
+from ..live import Digest, LiveRun
+from ..scores import Scores
 from .charts import sparkline
 from .markup import inert
 from .run import measured_peak
 from .words import day, loss_text, minutes
-
-if TYPE_CHECKING:
-    from ..live import Digest, LiveRun
-    from ..scores import Scores
 
 
 @dataclass(frozen=True)
@@ -111,6 +109,4 @@ def _day(moment_s: float) -> str:
 
 def link_to(name: str) -> str:
     """The run's name as a link to its page."""
-    from urllib.parse import quote
-
     return f'<a href="/run?run={quote(name)}">{inert(name)}</a>'

@@ -1,20 +1,22 @@
-"""The page of all runs as HTML: the controls above the table, the table, the queue and the trash."""
+"""The page of all runs as HTML: the controls above the table, the table, the queue, the trash, and what settings did."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..language import mark, tr
 from .engine_texts import of_engine
 from .error_texts import of_error
-from .markup import action, inert, note
+from .markup import action, inert, interval_text, note, table
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
-from .words import day
+from .words import day, setting_name, value_text
+
+if TYPE_CHECKING:
+    from finetune.evaluate.run_advice import RunAdvice, SettingEffect
 
 #: Columns that can be hidden: their name in the page's own HTML and in the head of the table.
 COLUMNS = {
@@ -111,11 +113,8 @@ def _entry(name: str, status: Mapping[str, Any]) -> str:
     run = link_to(str(status["run"])) if status.get("run") else ""
     button = ""
     if status["state"] == "waiting":
-        message = json.dumps({"cancel": name})
-        button = (
-            f'<button type="button" class="ft-act" data-act="{inert(message)}" data-key="cancel-{inert(name)}">'
-            f"{tr('Remove')}</button>"
-        )
+        key = f"cancel-{inert(name)}"
+        button = f'<button type="button" class="ft-act" {action(cancel=name)} data-key="{key}">{tr("Remove")}</button>'
     css = "bad" if status["state"] == "failed" else ""
     return (
         f'<li><span><b class="{css}">{inert(state)}</b> {run} '
@@ -146,3 +145,41 @@ def _asked(name: str) -> str:
     """When an entry was queued: its name begins with the time in nanoseconds."""
     moment = time.localtime(int(name.partition("-")[0]) / 1e9)
     return f"{day(moment)} {time.strftime('%H:%M', moment)}"
+
+
+def what_settings_did(groups: Sequence[RunAdvice]) -> str:
+    """For each group of runs on the same rows a table of its settings that changed alone; empty where there are none."""
+    return "".join(_group(group) for group in groups if group.effects or group.never_alone)
+
+
+def _group(group: RunAdvice) -> str:
+    columns = [
+        tr("Setting"),
+        tr("Values"),
+        tr("Score"),
+        f">{tr('First')}",
+        f">{tr('Second')}",
+        tr("Change (95 % interval)"),
+        "",
+    ]
+    rows = [_effect(group, effect) for effect in group.effects]
+    shown = table(columns, rows, tr("What single settings changed")) if rows else ""
+    if group.noise is not None:
+        text = mark("Another seed alone changes the held-out loss by up to {loss}: less than that says nothing.")
+        shown += note(tr(text, loss=f"{group.noise:.4f}"))
+    if group.never_alone:
+        names = ", ".join(setting_name(name) for name in group.never_alone)
+        shown += note(tr("Never changed alone, so nothing can be said of: {settings}", settings=names))
+    if group.effects and all(effect.difference is None for effect in group.effects):
+        shown += note(tr("For an interval, evaluate these runs on their held-out rows."))
+    return shown
+
+
+def _effect(group: RunAdvice, effect: SettingEffect) -> list[Any]:
+    gap = effect.difference
+    change = f"{effect.change:+.4f}" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
+    verdict = tr("can't tell yet") if group.is_noise(effect) else tr("moves it") if gap else ""
+    first, second = effect.values
+    scores = (f"{score:.4f}" for score in effect.scores)
+    values = f"{value_text(first)} → {value_text(second)}"
+    return [setting_name(effect.setting), values, of_engine(effect.score), *scores, change, verdict]

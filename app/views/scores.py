@@ -108,7 +108,6 @@ def _gap(group: dict[str, Any]) -> str:
 
 
 def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:
-    """Each difference with its name, scale and unit."""
     own = [] if result["score"] == "exact" else [(score_name(result), result["score_difference"], 1.0, "")]
     exact = (tr("exact match"), result["exact_match_difference"], 100.0, " points")
     pairs = (tr("pairs in order"), result.get("pairs_in_order_difference"), 100.0, " points")

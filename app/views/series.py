@@ -31,7 +31,6 @@ class Bin:
     missing: int = 0
 
     def take(self, step: int, value: float) -> None:
-        """Add one value."""
         if value < self.low:
             self.low, self.low_step = value, step
         if value > self.high:
@@ -40,7 +39,6 @@ class Bin:
         self.count += 1
 
     def merged(self, later: Bin) -> Bin:
-        """Both bins as one."""
         minimum = min(self, later, key=lambda part: (part.low, part.low_step))
         maximum = max(self, later, key=lambda part: (part.high, -part.high_step))
         return Bin(
@@ -97,12 +95,10 @@ class Series:
 
     @property
     def low(self) -> float | None:
-        """The lowest value of all."""
         return min((part.low for part in self.bins.values() if part.count), default=None)
 
     @property
     def high(self) -> float | None:
-        """The highest value of all."""
         return max((part.high for part in self.bins.values() if part.count), default=None)
 
     def points(self) -> list[Point]:
@@ -153,7 +149,6 @@ class Series:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Series:
-        """Read back what `as_json` gave."""
         series = cls()
         series.width = values["width"]
         for index, fields in values["bins"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.memory.forecast import PARTS, AtLimit
@@ -190,3 +191,12 @@ def largest(parts: Mapping[str, int]) -> str:
 def override_values(override: str) -> dict[str, Any]:
     """The names that an override sets, with their values as text."""
     return dict(item.partition("=")[::2] for item in shlex.split(override))
+
+
+def value_text(value: Any) -> str:
+    """A setting's value as text; of the data its file."""
+    if isinstance(value, dict):
+        return Path(str(value["path"])).name if "path" in value else ", ".join(f"{key} {value[key]}" for key in value)
+    if isinstance(value, bool):
+        return tr("yes" if value else "no")
+    return tr("not set") if value is None else str(value)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hmac
 import re
+import shutil
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -32,6 +35,10 @@ READ = re.compile(
 )
 WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?")
 BODY_BYTES = 2 * 2**20
+#: Of uploads: how many at once, and their bytes and age on disk.
+UPLOADS_AT_ONCE = 2
+MOST_UPLOAD_BYTES = 512 * 2**20
+MOST_UPLOAD_AGE_S = 3600.0
 
 HEADERS = [
     (b"x-frame-options", b"DENY"),
@@ -219,3 +226,32 @@ def _cookie(header: str, name: str) -> str:
         if key == name:
             return value
     return ""
+
+
+class UploadLimit:
+    """Refuses more than UPLOADS_AT_ONCE (429), and all when MOST_UPLOAD_BYTES are used (507), after removing old ones."""
+
+    def __init__(self, app: Asgi, folder: Path) -> None:
+        self.app, self.folder, self._running = app, folder, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].rstrip("/") != UPLOAD_PATH:
+            return await self.app(scope, receive, send)
+        if self._running >= UPLOADS_AT_ONCE:
+            return await answer(send, Refusal(429, "Other uploads are running; try again when they are done."))
+        if self._used_bytes() > MOST_UPLOAD_BYTES:
+            return await answer(send, Refusal(507, "There is no space for more uploads now."))
+        self._running += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+    def _used_bytes(self) -> int:
+        taken = 0
+        for entry in self.folder.iterdir():
+            if time.time() - entry.stat().st_mtime > MOST_UPLOAD_AGE_S:
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                taken += sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
+        return taken

@@ -22,9 +22,8 @@ from finetune.system import port_socket
 
 from ..browser_files import fetched_files
 from ..workspace import Workspace
-from .guard import LOOPBACK, Access, Guard
+from .guard import LOOPBACK, Access, Guard, UploadLimit
 from .page_filter import PageFilter
-from .uploads import UploadLimit
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
@@ -116,7 +115,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
 
 def _named(run: str, tab: str) -> dict[str, str]:
-    """Parameters of a run's tab; without a name the page chooses the run."""
     return {"run": run, "tab": tab} if run else {"tab": tab}
 
 

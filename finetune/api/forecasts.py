@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +90,7 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
     _refuse_what_is_not_simulated(trainer)
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     rows = rows or trainer.args.per_device_train_batch_size
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         loader = copy.copy(trainer).get_train_dataloader()
         batch = largest_batch(loader.dataset, loader.collate_fn, rows, tokens)
         simulation = simulate_trainer(trainer, batch, capability)
@@ -118,10 +116,3 @@ def _refuse_what_is_not_simulated(trainer: Any) -> None:
 def _replayed(simulation: Simulation, card: Card) -> Replay | None:
     trace = None if card.is_cpu else simulation.trace()
     return replay(trace, expandable=expandable_segments()) if trace else None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from finetune.memory.tracker import StorageTracker
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 
 class MemoryTracker(StorageTracker):

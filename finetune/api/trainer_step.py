@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from finetune.api.fake_copy import fake_copy, meta_copy
+from finetune.compat.accelerate import undo_prepared_forward
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import backward, fake_tensor_mode, read_of_a_value
+from finetune.compat.torch import fake_tensor_mode, read_of_a_value
 from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
-from finetune.memory.fake_model import fake_dora_weights, state_dict_copies
-from finetune.memory.fake_optimizer import first_step, paged_states_on_host, zero_gradients
-from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
-from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, record_accumulation, step_errors
+from finetune.memory.fake_model import fake_dora_weights, layer_number
+from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, save, step_errors, take_step
 from finetune.memory.tracker import StorageTracker
-from finetune.model.adapters import trainable_parameters
 from finetune.model.build import build_on_meta
 from finetune.model.padding import without_mask
-
-if TYPE_CHECKING:
-    from finetune.memory.rules import Capability
 
 
 @dataclass(frozen=True)
@@ -160,9 +153,8 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = model
     shadow.optimizer = shadow.lr_scheduler = None
-    for name in ("_metrics",):
-        if hasattr(trainer, name):
-            setattr(shadow, name, copy.deepcopy(getattr(trainer, name)))
+    if "_metrics" in vars(trainer):
+        vars(shadow)["_metrics"] = copy.deepcopy(vars(trainer)["_metrics"])
     return shadow
 
 
@@ -170,44 +162,101 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
     args = shadow.args
     model.train()
     enable_trainers_checkpointing(model, args)
-    parameters = [parameter for _, parameter in trainable_parameters(model)]
-    for parameter in parameters:
-        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
     optimizer = shadow.create_optimizer()
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not on_cpu  # torch's default on CUDA, which it can't see here
-    first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if args.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
-    loss = _loss(shadow, model, tracker, batch, "forward")
-    tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-    backward(loss)
-    del loss
-    tracker.recording.begin("clipping")
-    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
-    torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
-    with paged_states_on_host(on_cpu):
-        optimizer.step()
-    optimizer.zero_grad()
-    tracker.recording.begin("save")
-    gc.collect()
-    tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
 
+    def loss() -> torch.Tensor:
+        tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
+        inputs = {name: _fake(value) for name, value in batch.inputs.items()}
+        dtype = torch.bfloat16 if args.bf16 else torch.float16
+        with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
+            return shadow.compute_loss(model, inputs)
 
-def _loss(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, phase: str) -> torch.Tensor:
-    tracker.phase, tracker.part, tracker.layer = phase, "activations", None
-    inputs = {name: _fake(value) for name, value in batch.inputs.items()}
-    args = shadow.args
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
-        loss: torch.Tensor = shadow.compute_loss(model, inputs)
-    return loss
+    take_step(model, optimizer, tracker, loss, args, context=nullcontext(), on_cpu=on_cpu)
+    save(model, tracker)
 
 
 def _fake(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+class _Copies(dict[int, Any]):
+    """What `copy.deepcopy` takes for an object, by its id."""
+
+    def __init__(self, *, device: str = "cpu", keep_meta: bool = False) -> None:
+        super().__init__()
+        self._device, self._keep_meta = device, keep_meta
+
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An uninitialised tensor of the same layout, on the forecast's device."""
+        device = "meta" if tensor.is_meta and self._keep_meta else self._device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def fake_copy(model: torch.nn.Module, tracker: StorageTracker) -> torch.nn.Module:
+    """A deep copy of `model` whose tensors are made inside the tracker's fake tensors, tagged as weights or adapters.
+
+    `model` itself is not changed. Tensors on meta (offloaded weights) stay there, unless all are: a model without weights.
+    """
+    copies = _Copies(keep_meta=not all(parameter.is_meta for parameter in model.parameters()))
+    tracker.recording.begin("load")
+    has_adapters = any("lora_" in name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        part = "adapters" if has_adapters and parameter.requires_grad else "weights"
+        tracker.layer = layer_number(name)
+        with tracker.tagging(part):
+            _copy_parameter(parameter, copies)
+        if part == "weights":
+            tracker.recording.weights[tracker.layer] += parameter.nbytes
+    tracker.layer = None
+    with tracker.tagging("weights"):
+        return _copy_modules(model, copies)
+
+
+def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy of `model` without weights."""
+    copies = _Copies(device="meta")
+    for parameter in model.parameters():
+        _copy_parameter(parameter, copies)
+    return _copy_modules(model, copies)
+
+
+def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
+    """The copy of a model whose parameters are copied already."""
+    parameters = list(model.parameters())
+    for buffer in model.buffers():
+        _copy_tensor(buffer, copies)
+    for owner in (*model.modules(), *parameters):
+        for value in vars(owner).values():
+            for tensor in _tensors_of(value):
+                _copy_tensor(tensor, copies)
+    copied: Any = copy.deepcopy(model, copies)
+    for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
+        for name, value in vars(parameter).items():
+            setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
+    undo_prepared_forward(copied)  # a closure over the original's
+    return copied  # type: ignore[no-any-return]
+
+
+def _copy_parameter(parameter: torch.nn.Parameter, copies: _Copies) -> None:
+    if id(parameter) not in copies:  # else shared
+        copies[id(parameter)] = torch.nn.Parameter(copies.empty(parameter), requires_grad=parameter.requires_grad)
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of an attribute: itself, in a list, or those of a quantisation state and the states in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)
+    elif type(value).__name__ == "QuantState":
+        for item in vars(value).values():
+            yield from _tensors_of(item)
+
+
+def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> None:
+    if id(tensor) not in copies:
+        copies[id(tensor)] = copies.empty(tensor)

@@ -6,14 +6,12 @@ import contextlib
 import math
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.card.vendors import current_vendor
 from finetune.compat import torch as private
 from finetune.units import MIB
-
-if TYPE_CHECKING:
-    from finetune.card.allocator import AllocatorSettings
 
 
 def open_card(number: int) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune.card.usable import problem_of_torch
-from finetune.card.vendor import Device, DriverError, LostCard, driver_message, in_container
+from finetune.card.vendor import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
 from finetune.card.vendors import current_vendor
-from finetune.card.visible import for_processes, in_cuda_order, visible, visible_devices
+from finetune.card.visible import for_processes, in_cuda_order, usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
@@ -28,20 +27,12 @@ class Choice:
 
 def cards_here() -> list[tuple[str, str]]:
     """Label and index of each card that this process may use; empty without a driver."""
-    try:
-        devices = visible(current_vendor().read_devices()[0])
-    except DriverError:
-        return []
-    return [(f"{device.index}: {device.name}", device.index) for device in devices]
+    return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
 def alike_cards(name: str) -> list[str]:
     """Indexes of the whole cards of this name that this process may use; empty without a driver."""
-    try:
-        devices = visible(current_vendor().read_devices()[0])
-    except DriverError:
-        return []
-    return [device.index for device in devices if device.name == name and not device.is_instance]
+    return [device.index for device in usable_devices() if device.name == name and not device.is_instance]
 
 
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
@@ -84,7 +75,6 @@ def _driver_fix(error: DriverError, container_fix: str) -> str:
 def _no_card(
     gpu: str, devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...], allowed: tuple[Device, ...], hidden: list[Device]
 ) -> tuple[str, str]:
-    """Error message and hint when no card can be used."""
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
         return f"gpu: {gpu}, but the driver can't describe {cards}", f"{current_vendor().lost_fix} {_NO_CARD}"
@@ -100,7 +90,6 @@ def _no_card(
 
 
 def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...]) -> str:
-    """Why this card was chosen, of several."""
     reason = ""
     others = [device for device in allowed if device != chosen]
     if others:
@@ -113,3 +102,16 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
             reason += ", counted from the fastest as CUDA does"
     return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)
+
+
+def torch_build() -> Build:
+    """The torch that a run will import."""
+    import torch
+
+    return Build(torch.__version__, torch.version.cuda, torch.version.hip)
+
+
+def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:
+    """Why the installed torch can't use this GPU with this driver, and the fix; else None."""
+    build, vendor = torch_build(), current_vendor()
+    return vendor.build_problem(build, driver) or vendor.capability_problem(build, name, capability)

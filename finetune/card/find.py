@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import re
@@ -13,7 +14,6 @@ from finetune.card.card import Card
 from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
-from finetune.card.names import catalogue_name, close_names, plain, split_count
 from finetune.card.unsupported import why_unsupported
 from finetune.card.vendor import Device
 from finetune.card.vendors import current_vendor, vendors
@@ -27,6 +27,11 @@ MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
 _UUIDS = "|".join(prefix.lower() for vendor in vendors() for prefix in vendor.uuid_prefixes)
 _DEVICE_ID = re.compile(rf"\d{{1,2}}(:\d{{1,2}})?|({_UUIDS})[0-9a-f/-]+")
+#: In names of cards as people type them.
+_SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
+_MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|graphics|corporation|generation")
+_SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
+_COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
@@ -80,17 +85,14 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     measured = measured_context(name) or measured_context(entry["device"])
     capability = tuple(entry["capability"]) if "capability" in entry else None
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
+    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
     return Card(
         name=name, total_bytes=total, free_bytes=total - used, capability=capability,
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
-        reason=_catalogue_reason(total, used, entry["source"]), vendor=entry["vendor"], **entry.get("sustained", {}),
+        reason=f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {entry['source']}",
+        vendor=entry["vendor"], **entry.get("sustained", {}),
     )  # fmt: skip
-
-
-def _catalogue_reason(total: int, used: int, source: str) -> str:
-    desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
-    return f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {source}"
 
 
 def _measured_card(choice: Choice) -> Card:
@@ -124,8 +126,8 @@ def _is_device(device: Device, wanted: str) -> bool:
 
 def _entry_of(device: Device) -> str | None:
     """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
-    wanted = plain(device.name)
-    same_name = [name for name, entry in _entries().items() if plain(entry["device"]) == wanted]
+    wanted = _plain(device.name)
+    same_name = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
     distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same_name}
     same_memory = [name for name in same_name if distance[name] <= MEMORY_TOLERANCE]
     return min(same_memory, key=lambda name: distance[name], default=None)
@@ -142,17 +144,60 @@ def _on_this_machine(wanted: Card, processes: int) -> Card:
 
 def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
-    entries = _entries()
-    sizes = catalogue_sizes()
-    devices = {name: entry["device"] for name, entry in entries.items()}
-    catalogue_card = catalogue_name(gpu, sizes, devices)
-    if catalogue_card:
-        return _from_entry(catalogue_card, entries[catalogue_card])
-    count, single = split_count(gpu)
-    if count > 1 and (name := catalogue_name(single, sizes, devices)):
+    if name := _catalogue_name(gpu):
+        return _from_entry(name, _entries()[name])
+    count, single = _split_count(gpu)
+    if count > 1 and (name := _catalogue_name(single)):
         raise NoCard(f"gpu: '{gpu}' is {count} cards", f"Name one and say how many: gpu={name} launch.num_processes={count}")
     if other := why_unsupported(gpu):
         raise NoCard(f"gpu: {gpu}: {other[0]}", other[1])
-    close = close_names(gpu, sizes)
-    fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}; or auto, or cpu."
+    close = _close_names(gpu)
+    fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
     raise NoCard(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
+
+
+def _split_count(typed: str) -> tuple[int, str]:
+    """`2x3090`, `8 x H100` or `3090 x2` as the number of cards and the card; 1 for a name without a number."""
+    count = _COUNT.search(typed.strip())
+    name = _COUNT.sub("", typed.strip()).strip() if count else typed
+    return (int(count[1] or count[2]), name) if count and name else (1, typed)
+
+
+def _catalogue_name(typed: str) -> str | None:
+    """The one card that `typed` names, ignoring case, spaces, dashes and maker; the driver's own name is one, too, where only
+    one card has it."""
+    names = {_short(name): name for name in _entries()}
+    if exact := names.get(_short(typed)):
+        return exact
+    driver_names = [name for name, entry in _entries().items() if _plain(entry["device"]) == _plain(typed)]
+    if len(driver_names) == 1:
+        return driver_names[0]
+    size = _SIZE.search(typed.lower())
+    without_size = names.get(_short(_SIZE.sub("", typed.lower()))) if size else None
+    return without_size if without_size and size and _entries()[without_size]["box_gb"] == int(size[1]) else None
+
+
+def _close_names(typed: str) -> list[str]:
+    """Cards that may be meant: those with the memory, of which `typed` is the beginning, or with a name like it."""
+    size = _SIZE.fullmatch(typed.strip().lower())
+    if size:
+        same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]
+        return sorted(same_memory, key=lambda name: (not name.startswith("rtx-"), name))[:4]
+    wanted, names = _short(typed), {_short(name): name for name in _entries()}
+    starting = [name for short, name in names.items() if wanted and short.startswith(wanted)]
+    if not starting:  # a suffix that no card has: RTX 5070 Ti Ultra
+        beginnings = [short for short in names if len(short) >= 4 and short[:4].isdecimal() and wanted.startswith(short)]
+        starting = [names[max(beginnings, key=len)]] if beginnings else []
+    return (starting or [names[short] for short in difflib.get_close_matches(wanted, names, n=3, cutoff=0.55)])[:4]
+
+
+def _plain(name: str) -> str:
+    """A name without maker, spaces and dashes."""
+    return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
+
+
+def _short(name: str) -> str:
+    text = re.sub(r"(\d\d)s$", r"\1super", _plain(name))
+    for spelling, standard in _SPELT:
+        text = re.sub(rf"{spelling.replace('-', '')}$", standard, text)
+    return re.sub(r"^(rtx|gtx)", "", text)

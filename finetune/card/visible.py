@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from finetune.card.vendor import Device
+from finetune.card.vendor import Device, DriverError
 from finetune.card.vendors import current_vendor, vendors
 
 #: Each vendor's variable before `hide_gpus` replaced it, None where it was not set; empty in a process that has not called it.
@@ -57,6 +57,14 @@ def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
             return ()
         devices_in_order.append(device)
     return tuple(devices_in_order)
+
+
+def usable_devices() -> tuple[Device, ...]:
+    """The devices of this machine that this process may use, as `visible`; none without a driver."""
+    try:
+        return visible(current_vendor().read_devices()[0])
+    except DriverError:
+        return ()
 
 
 def for_processes(allowed: Iterable[Device]) -> tuple[Device, ...]:

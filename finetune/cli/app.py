@@ -158,7 +158,7 @@ def show(run: RunArgument = "latest", json: Json = False) -> None:
 
     Example:  finetune show latest
     """
-    from finetune.cli.show import show_run
+    from finetune.cli.runs import show_run
 
     show_run(run, as_json=json)
 
@@ -319,7 +319,7 @@ def evaluate(
     Example:  finetune eval latest --tasks gsm8k,ifeval --rows 100
     """
     if tasks is not None:
-        from finetune.cli.tasks import show_tasks
+        from finetune.cli.evaluate import show_tasks
 
         others = {
             "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance, "--database": database,
@@ -437,7 +437,7 @@ def merge(
 
     Example:  finetune merge latest --output models/support
     """
-    from finetune.cli.merge import merge_run
+    from finetune.cli.export import merge_run
 
     merge_run(run, output=output, max_shard_size=max_shard_size, check=check, as_json=json)
 
@@ -476,7 +476,7 @@ def report_run(
 
     Example:  finetune report latest
     """
-    from finetune.cli.report import write_report
+    from finetune.cli.ui import write_report
 
     raise typer.Exit(write_report([run], output=output, as_json=json))
 
@@ -493,7 +493,7 @@ def compare(
 
     Example:  finetune compare first second
     """
-    from finetune.cli.report import write_report
+    from finetune.cli.ui import write_report
 
     if len(set(runs)) < 2:
         raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
@@ -519,7 +519,7 @@ def push(
 
     Example:  finetune push latest alice/support-lora --dry-run
     """
-    from finetune.cli.push import push_run
+    from finetune.cli.export import push_run
 
     if adapter and (merged or gguf):
         raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Give one of them.")

@@ -7,26 +7,25 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.cli.chat_pictures import COMMAND, ChatPictures
 from finetune.cli.chat_tools import Tools, answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
-from finetune.cli.visible_devices import restrict_visible_devices
+from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
 from finetune.printable import printable
-from finetune.run.directory import open_run
+from finetune.run.card import restrict_visible_devices
+from finetune.run.directory import RunDirectory, open_run
 
 if TYPE_CHECKING:
     from finetune.data.call_syntax import Answer
-    from finetune.data.pictures.source import PictureSource
     from finetune.evaluate.answerer import Answerer
     from finetune.model.generate import Sampling, Streamed
-    from finetune.run.directory import RunDirectory
 
 
 def chat_with(
@@ -100,7 +99,8 @@ class _Chat:
     as_json: bool
     is_interactive: bool
     answering: list[str]
-    pictures: ChatPictures = field(default_factory=ChatPictures)
+    #: That go with the next message.
+    pictures: list[PictureSource] = field(default_factory=list)
     #: By run and model: the messages, and the pictures in them.
     turns: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
     sent: dict[tuple[str, str], list[PictureSource]] = field(default_factory=dict)
@@ -110,16 +110,15 @@ class _Chat:
         command = line.split()[0]
         if command == "/use":
             self.answering = _switch_run(line, self.answering, self.answerers, self.as_json)
-        elif command == COMMAND:
-            self._add_picture(line)
+        elif command == "/image":
+            self._add_picture(Path(line.removeprefix("/image").strip()).expanduser())
         else:
             self.ask(line)
 
     def ask(self, question: str) -> None:
-        """Print the answers of all who are asked."""
         from finetune.data.pictures.placement import message_with_pictures
 
-        added = self.pictures.take()
+        added, self.pictures = self.pictures, []
         asked = [
             (name, model) for model in self.models for name in (self.answering if model == "tuned" else self.answering[:1])
         ]
@@ -155,10 +154,15 @@ class _Chat:
                 raise KeyboardInterrupt
         return self.is_interactive and ask_for_replies(answer, turns)
 
-    def _add_picture(self, command: str) -> None:
+    def _add_picture(self, path: Path) -> None:
         """Add the picture of `/image PATH`; a file that is no picture is said, and the chat goes on."""
         try:
-            note = self.pictures.add(command, next(iter(self.answerers.values())))
+            next(iter(self.answerers.values())).require_vision()
+            picture = picture_file(path)
+            self.pictures.append(picture)
+            note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, goes with the next message"
+        except BadPicture as error:
+            note = f"{path} {error} Give a picture's file:  /image PATH"
         except CommandError as error:
             note = " ".join([*error.problems, error.fix]).strip()
         if not self.as_json:

@@ -26,15 +26,8 @@ def convert_file(
         write_output(Path(output), text, new=True)
     if as_json:
         keys = [asdict(entry) for entry in read.entries] if read else []
-        print_json(
-            {
-                "tool": read.tool if read else None,
-                "recipe": text,
-                "keys": keys,
-                "assumed": read.assumed if read else {},
-                "notes": read.notes if read else [],
-            }
-        )
+        assumed, notes = (read.assumed, read.notes) if read else ({}, [])
+        print_json({"tool": read.tool if read else None, "recipe": text, "keys": keys, "assumed": assumed, "notes": notes})
         return
     if read is None:
         err.print(f"{escape(source)} is a recipe already")

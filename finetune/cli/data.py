@@ -74,7 +74,6 @@ def show_data(
 
 
 def _pictures_of_first(prepared: PreparedData) -> tuple[PictureSource, ...]:
-    """The pictures of the first row."""
     return prepared.examples[0].pictures if len(prepared.examples) else ()
 
 

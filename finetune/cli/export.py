@@ -1,17 +1,22 @@
-"""`finetune export`: the tuned model as a file of another program."""
+"""`finetune export`, `merge` and `push`: the tuned model as a file of another program, as one model, and on the hub."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, show_progress
-from finetune.cli.visible_devices import restrict_visible_devices
+from finetune.cli.render import out, show_progress, table
 from finetune.errors import CommandError, PackagesError
 from finetune.export.gguf_types import GGUF_TYPES
+from finetune.planner.plan import read_plan
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
+from finetune.settings.base_formats import requested_formats
+from finetune.units import format_bytes, parse_bytes
 
 
 def export_run(
@@ -59,3 +64,84 @@ def export_run(
         out.print(f"[dim]ollama create {escape(name)} -f {escape(str(exported.modelfile))}[/]", soft_wrap=True)
     else:
         out.print(f"no Modelfile: {escape(str(exported.no_modelfile_reason))}")
+
+
+def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
+    """Merge a finished run's adapter and print the model's folder; with `check`, what that changes on so many held-out rows."""
+    run = open_run(source)
+    restrict_visible_devices(run)
+    from finetune.export.merge import merge
+
+    most = _bytes(max_shard_size)
+    changed = None
+    with show_progress(quiet=False) as progress:
+        folder = merge(run, Path(output) if output else None, max_shard_bytes=most, progress=progress)
+        if check:
+            from finetune.export.merge_effect import measure_merge_effect
+
+            changed = measure_merge_effect(run, folder, check, progress)
+    if as_json:
+        print_json({"run": str(run.path), "merged": str(folder), **({"check": asdict(changed)} if changed else {})})
+        return
+    out.print(f"merged model in {escape(str(folder))}")
+    settings = read_plan(run.plan).settings
+    if changed:
+        loss = f"; loss {changed.loss:.4f} before, {changed.merged_loss:.4f} merged" if changed.loss is not None else ""
+        out.print(f"answers changed by merging: {changed.answers_changed:,} of {changed.rows:,}{loss}")
+    elif requested_formats(settings):
+        out.print("trained on quantised weights, merged into 16-bit ones: --check 20 shows how many answers that changes")
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(f"--max-shard-size: {error}", "For example --max-shard-size 5GB") from None
+    if size < 2**20:
+        raise CommandError(f"--max-shard-size {text} is less than 1 MiB", "For example --max-shard-size 5GB")
+    return size
+
+
+def push_run(
+    source: str, repo: str, *, merged: bool, gguf: list[str], public: bool, update: bool, dry_run: bool, yes: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """List the files with their sizes, and send them when that is confirmed."""
+    if merged and gguf:
+        raise CommandError("--merged and --gguf are two kinds of model", "Push them to two repositories.")
+    if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
+        raise CommandError("nobody is there to confirm the push", "See the files with --dry-run, then add --yes.")
+    from finetune.export.push import files_to_send, push
+    from finetune.hub import require_repo
+
+    require_repo(repo)
+    run, kind = open_run(source), "merged" if merged else "gguf" if gguf else "adapter"
+    files = files_to_send(run, kind, gguf)
+    total, seen = sum(file.size for file in files), "public" if public else "private"
+    if not as_json:
+        shown = table("file", ">size")
+        for file in files:
+            shown.add_row(escape(file.name), format_bytes(file.size))
+        out.print(shown)
+        out.print(f"{len(files)} files, {format_bytes(total)}, for {escape(repo)} ({seen})")
+    values = {"run": str(run.path), "repo": repo, "kind": kind, "public": public, "bytes": total}
+    listed = [{"name": file.name, "bytes": file.size} for file in files]
+    if dry_run:
+        if as_json:
+            print_json({**values, "files": listed, "sent": False})
+        else:
+            out.print("nothing was sent: it is a dry run")
+        return
+    if not yes:
+        print(f"Push them? The repository will be {seen}. [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            out.print("nothing was sent")
+            return
+    with show_progress(quiet=as_json) as progress:
+        address = push(repo, files, public=public, update=update, progress=progress)
+    if as_json:
+        print_json({**values, "files": listed, "sent": True, "commit": address})
+    else:
+        out.print(f"pushed: {escape(address)}", soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -16,14 +15,10 @@ from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
-from finetune.memory.forecast import PARTS
-from finetune.planner.plan import Verdict
+from finetune.memory.forecast import PARTS, Forecast
+from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    from finetune.memory.forecast import Forecast
-    from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall
 
 _BAR = 28
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
@@ -118,7 +113,7 @@ def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
     card, forecast = plan.card, plan.forecast
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
-        budget = format_bytes(card.free_bytes if plan.budget_bytes is None else plan.budget_bytes)
+        budget = format_bytes(plan.usable_bytes)
         verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {budget}"
     if plan.data_problem:
         return f"{verdict}. First correct the data: see above"

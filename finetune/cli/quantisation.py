@@ -57,7 +57,7 @@ def measure_plan(
         raise CommandError(_NO_ROWS, _HOLD_OUT)
     from finetune.evaluate.quantisation import Job
 
-    free_bytes = None if plan.card.is_cpu else (plan.budget_bytes or plan.card.free_bytes)
+    free_bytes = None if plan.card.is_cpu else plan.usable_bytes
     cards = cards_of(plan)[:1]
     job = Job(plan.settings, held_out(), free_bytes, cards or (() if plan.card.is_cpu else (plan.card.name,)), adapter)
     with tempfile.TemporaryDirectory() as folder:

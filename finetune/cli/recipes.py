@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
 
-from finetune.cli.models import show_models
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, table
 from finetune.errors import CommandError
 from finetune.files import write_output
+from finetune.model.catalogue import Entry, entries, sources
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
 from finetune.settings.reference import settings_reference
+from finetune.units import format_count
 
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
@@ -63,3 +66,33 @@ def _show_keys(as_json: bool) -> None:
     for row in rows:
         out.print(f"[bold]{row.name}[/] = {escape(str(row.default))}")
         out.print(Padding(f"[dim]{escape(row.description)}[/]", (0, 0, 0, 4)))
+
+
+def show_models(*, as_json: bool) -> None:
+    """List every model of the catalogue, by family; as JSON with the source of its values."""
+    rows = sorted((_row(name, entry) for name, entry in entries().items()), key=lambda row: row["family"])
+    if as_json:
+        print_json(rows)
+        return
+    for family, models in groupby(rows, key=lambda row: row["family"]):
+        out.print(f"[bold]{family}[/]")
+        for row in models:
+            context = f"{row['max_positions']:,}" if row["max_positions"] else "?"
+            out.print(f"  {row['name']:50} {format_count(row['parameters']):>7} {context:>10}", soft_wrap=True)
+    out.print(
+        f"{len(rows)} models with their parameters and longest context, planned without the hub; names are matched as people "
+        "type them. Any other: finetune plan path/to/folder, which holds its config.json."
+    )
+
+
+def _row(name: str, entry: Entry) -> dict[str, Any]:
+    language_model = entry.config.get("text_config", entry.config)
+    return {
+        "name": name,
+        "family": entry.config["model_type"],
+        "parameters": round(entry.parameters),
+        "max_positions": language_model.get("max_position_embeddings", language_model.get("model_max_length")),
+        "pretrained_only": entry.pretrained,
+        "sources": [sources()[key] for key in entry.source.split(", ")],
+        "date": entry.date,
+    }

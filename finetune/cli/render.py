@@ -36,6 +36,9 @@ class SafeConsole(Console):
 out = SafeConsole(highlight=False)
 err = SafeConsole(stderr=True, highlight=False)
 _MOST_ROWS = 15
+_STATE_COLOURS = {
+    "finished": "green", "running": "cyan", "starting": "cyan", "stopping": "yellow", "stopped": "yellow", "paused": "yellow"
+}  # fmt: skip
 #: Seconds between two lines of the same count.
 _REPEAT_S = 10.0
 
@@ -59,17 +62,12 @@ def print_text(text: str) -> None:
 
 def print_versions() -> None:
     """Print the versions of finetune and its packages."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    names = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio")
     from finetune import __version__
+    from finetune.requirements import installed_version
 
     out.print(f"finetune {__version__}")
-    for name in names:
-        try:
-            out.print(f"  {name} {version(name)}")
-        except PackageNotFoundError:
-            out.print(f"  {name} is missing")
+    for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "gradio"):
+        out.print(f"  {name} {installed_version(name) or 'is missing'}")
 
 
 @contextmanager
@@ -130,12 +128,4 @@ def memory_now(memory: Memory) -> str:
 
 def state_text(state: str) -> Text:
     """A run's state in its colour."""
-    colours = {
-        "finished": "green",
-        "running": "cyan",
-        "starting": "cyan",
-        "stopping": "yellow",
-        "stopped": "yellow",
-        "paused": "yellow",
-    }
-    return Text(state, style=colours.get(state, "red" if state in ("failed", "diverged", "lost") else ""))
+    return Text(state, style=_STATE_COLOURS.get(state, "red" if state in ("failed", "diverged", "lost") else ""))

@@ -13,24 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from finetune import events
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, DiskFull, Diverged
-from finetune.events import (
-    Checkpoint,
-    Evaluation,
-    Event,
-    EventReader,
-    OutOfMemory,
-    Retry,
-    RunWarning,
-    Start,
-    State,
-    Step,
-    event_json,
-)
 from finetune.printable import printable
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
@@ -124,13 +112,11 @@ def watch_run(source: str, *, as_json: bool) -> int:
 def stop_run(source: str, *, now: bool, as_json: bool) -> int:
     """Ask a run to stop and wait until it has."""
     run = open_run(source)
-    if not control.stop(run):
-        _print_state(run, read_state(run), as_json)
-        return 0
-    if now:
-        time.sleep(0.3)  # two signals at once would be one
-        control.stop(run, now=True)
-    control.wait(run, deadline_s=300)
+    if control.stop(run):
+        if now:
+            time.sleep(0.3)  # two signals at once would be one
+            control.stop(run, now=True)
+        control.wait(run, deadline_s=300)
     _print_state(run, read_state(run), as_json)
     return 0
 
@@ -138,12 +124,10 @@ def stop_run(source: str, *, now: bool, as_json: bool) -> int:
 def pause_run(source: str, *, as_json: bool) -> int:
     """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
     run = open_run(source)
-    if not control.stop(run):
-        _print_state(run, read_state(run), as_json)
-        return 0
-    control.wait(run, deadline_s=300)
+    if is_asked := control.stop(run):
+        control.wait(run, deadline_s=300)
     state = read_state(run)
-    if state.state != "stopped" or as_json:
+    if not is_asked or state.state != "stopped" or as_json:
         _print_state(run, state, as_json)
     else:
         at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
@@ -220,15 +204,17 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
 
 
-def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[Event, TimeLeft | None]]:
+def _events(
+    run: RunDirectory, offset: int, interrupts: list[int], owner: bool
+) -> Iterator[tuple[events.Event, TimeLeft | None]]:
     """Events until the run ends; with a step the time that is left, None where it isn't known."""
-    reader, handled, pace = EventReader(run.events, offset), 0, Pace()
+    reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
         for event in reader.new():
             alive_s = time.monotonic()
             pace.add(event)
-            yield event, pace.left if isinstance(event, Step) else None
+            yield event, pace.left if isinstance(event, events.Step) else None
         if len(interrupts) > handled:
             now, handled = handled > 0, len(interrupts)
             if not owner:
@@ -244,14 +230,8 @@ def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) 
 
 def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
     if as_json:
-        values = {
-            "run": str(run.path),
-            "state": state.state,
-            "message": state.message,
-            "step": state.step,
-            "exit_code": state.exit_code,
-        }
-        print_json(values)
+        facts = {"state": state.state, "message": state.message, "step": state.step, "exit_code": state.exit_code}
+        print_json({"run": str(run.path), **facts})
         return
     colour = {"finished": "green", "stopped": "yellow", "paused": "yellow", "running": "cyan", "starting": "cyan"}.get(
         state.state, "red"
@@ -269,25 +249,23 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 
 class _JsonView:
-    """Events as JSON lines."""
-
     def __enter__(self) -> _JsonView:
         return self
 
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def event(self, event: Event, left: TimeLeft | None) -> None:
+    def event(self, event: events.Event, left: TimeLeft | None) -> None:
         times = {} if left is None else {"left_s": left.likely_s, "left_low_s": left.low_s, "left_high_s": left.high_s}
-        print_json(event_json(event) | times)
+        print_json(events.event_json(event) | times)
         sys.stdout.flush()
 
 
 class _LineView(_JsonView):
     """Plain lines for a file or a pipe: about forty step lines, whatever the number of steps."""
 
-    def event(self, event: Event, left: TimeLeft | None) -> None:
-        if isinstance(event, Step):
+    def event(self, event: events.Event, left: TimeLeft | None) -> None:
+        if isinstance(event, events.Step):
             every = max(1, (event.total_steps or 0) // 40)
             if event.step % every == 0 or event.step in (1, event.total_steps):
                 print(step_line(event, left), flush=True)
@@ -315,41 +293,40 @@ class _BarView(_JsonView):
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
 
-    def event(self, event: Event, left: TimeLeft | None) -> None:
-        if isinstance(event, Step):
+    def event(self, event: events.Event, left: TimeLeft | None) -> None:
+        if isinstance(event, events.Step):
             loss = "-" if event.loss is None else f"{event.loss:.3f}"
             speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
             shown = f"loss {loss} {speed} tok/s {memory_now(event)} {left.summary if left else '-'}"
             self._bar.update(self._task, description="training", completed=event.step, total=event.total_steps, shown=shown)
-        elif isinstance(event, State):
+        elif isinstance(event, events.State):
             self._bar.update(self._task, description=event.state)
         if text := _text_of(event):
             self._bar.print(escape(text))
 
 
 def _metrics_text(metrics: dict[str, float]) -> str:
-    """The main metrics of a training method."""
     shown_metrics = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
     return "".join(f", {label} {text.format(value)}" for label, text, value in shown_metrics)
 
 
-def _text_of(event: Event) -> str:
+def _text_of(event: events.Event) -> str:
     """The line for an event that is worth one, or nothing."""
     match event:
-        case Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
+        case events.Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
             loss = f"step {event.step}: held-out loss {event.eval_loss:.4f}"
             return f"{loss}{_metrics_text(event.metrics)} ({format_seconds(event.eval_s)})"
-        case Checkpoint():
+        case events.Checkpoint():
             took_s = (event.save_s or 0) + (event.seal_s or 0)
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"
-        case RunWarning():
+        case events.RunWarning():
             return f"note: {event.message}"
-        case OutOfMemory():
+        case events.OutOfMemory():
             return f"out of memory: {explanation(event)}"
-        case Retry():
+        case events.Retry():
             changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
             return f"{event.reason}; retrying with {changes} (attempt {event.attempt})"
-        case Start():
+        case events.Start():
             where = f"from {event.resumed_from}" if event.resumed_from else "from the beginning"
             why = "; ".join(event.approximate_because)
             return f"training {where}; resuming is {'bit-exact' if event.exact else f'approximate: {why}'}"

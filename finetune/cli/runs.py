@@ -1,21 +1,22 @@
-"""`finetune runs`: the runs with their states; renames and deletes them."""
+"""`finetune runs` and `show`: the runs with their states, and one of them; renames and deletes them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import out, state_text, table
+from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
-from finetune.run.directory import open_run, runs_from_here
+from finetune.evaluate.results import read_evaluations
+from finetune.events import Evaluation, EventReader
+from finetune.planner.plan import read_plan
+from finetune.planner.run_time import expense_of
+from finetune.run.directory import RunDirectory, open_run, runs_from_here
 from finetune.run.state import read_state
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
-
+from finetune.serialise import to_json
 
 _ARGUMENTS = {
     "list": "takes no RUN",
@@ -24,6 +25,10 @@ _ARGUMENTS = {
     "rm": "a RUN is missing",
     "rename": "takes RUN and NAME",
 }
+_SCORES = {
+    "exact_match": "exact match", "score": "score", "pairs_in_order": "pairs in order", "loss": "loss per trained token",
+    "token_accuracy": "token accuracy",
+}  # fmt: skip
 
 
 def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
@@ -33,8 +38,6 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
     elif verb == "advice" and len(names) != 1:
         _show_advice(names, as_json)
     elif verb == "show" and len(names) <= 1:
-        from finetune.cli.show import show_run
-
         show_run(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
         _remove(names, as_json)
@@ -124,3 +127,59 @@ def _row(run: RunDirectory) -> dict[str, Any]:
         "path": str(run.path), "state": state.state, "message": state.message, "step": state.step,
         "total_steps": state.total_steps, "loss": state.loss,
     }  # fmt: skip
+
+
+def show_run(source: str, *, as_json: bool) -> None:
+    """Print one run: how far it is, its losses, the scores of its evaluations, and its recipe."""
+    run = open_run(source)
+    state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
+    events = list(EventReader(run.events).new())
+    losses = [event.eval_loss for event in events if isinstance(event, Evaluation)]
+    expense = expense_of(events, _price_of(run))
+    held_out = min((loss for loss in losses if loss is not None), default=None)
+    scores = _scores(run)
+    if as_json:
+        print_json({
+            "run": str(run.path), "state": state.state, "message": state.message, "step": state.step,
+            "total_steps": state.total_steps, "loss": state.loss, "eval_loss": held_out, "scores": scores, "recipe": recipe,
+            "expense": to_json(expense),
+        })  # fmt: skip
+        return
+    out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
+    loss = "" if state.loss is None else f", loss {state.loss:.4f}"
+    best = "" if held_out is None else f", lowest held-out loss {held_out:.4f}"
+    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
+    if expense.summary:
+        out.print(expense.summary)
+    if scores:
+        _print_scores(scores)
+    else:
+        out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
+    print_text(f"\n{recipe}")
+
+
+def _price_of(run: RunDirectory) -> float | None:
+    """The price in the run's plan; None where that is damaged."""
+    try:
+        return read_plan(run.plan).settings.price_per_hour
+    except CommandError:
+        return None
+
+
+def _scores(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The scores of each evaluation, base and tuned, without their rows."""
+    return {
+        name: {"rows": values["rows"], **{model: {key: values[model][key] for key in _SCORES} for model in ("base", "tuned")}}
+        for name, values in read_evaluations(run).items()
+    }
+
+
+def _print_scores(scores: dict[str, dict[str, Any]]) -> None:
+    shown = table("evaluation", "score", ">base", ">tuned")
+    for name, values in scores.items():
+        for key, title in _SCORES.items():
+            if values["tuned"][key] is not None and values["base"][key] is not None:
+                shown.add_row(
+                    f"{name}, {values['rows']} rows", title, f"{values['base'][key]:.4f}", f"{values['tuned'][key]:.4f}"
+                )
+    out.print(shown)

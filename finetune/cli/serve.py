@@ -9,12 +9,12 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
-from finetune.cli.visible_devices import restrict_visible_devices
 from finetune.errors import CommandError
 from finetune.evaluate.answerer import adapter_folder
 from finetune.http_server import choose_token, host_in_url, serve_until_interrupted
 from finetune.planner.plan import read_plan
 from finetune.requirements import refuse_missing_extra
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import port_socket
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -12,15 +11,12 @@ from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
 from finetune.memory.forecast import PhaseForecast
-from finetune.run.directory import open_run
+from finetune.run.directory import RunDirectory, open_run
 from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.snapshot import request_history
 from finetune.run.state import is_alive
 from finetune.units import format_bytes, format_measured
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 #: Seconds to wait for the end of a living run's step.
 _DEADLINE_S = 120.0

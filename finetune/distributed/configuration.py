@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.card.vendors import current_vendor
 from finetune.card.visible import for_processes, visible
 from finetune.files import write_json
+from finetune.planner.plan import Plan
 from finetune.recipe.yaml import dump
+from finetune.settings import Recipe, Settings
 from finetune.system import WINDOWS
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-    from finetune.settings import Recipe, Settings
 
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -17,13 +17,9 @@ from finetune import errors
 from finetune.distributed.configuration import is_distributed, write_configuration
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
 from finetune.errors import FAILED
-from finetune.events import State, event_from
-from finetune.files import read_json
-
-if TYPE_CHECKING:
-    from finetune.events import Event
-    from finetune.planner.plan import Plan
-
+from finetune.events import Event, State, event_from
+from finetune.files import read_object
+from finetune.planner.plan import Plan
 
 #: Seconds that the launcher waits for the other ranks when one has failed, before it kills them.
 SHUTDOWN_S = 15
@@ -103,10 +99,7 @@ class Launcher:
         return f"a process ended, or its machine could not be reached ({error[:200]}), see log.txt on each machine; {resume}"
 
     def _ending(self, local: int) -> dict[str, Any] | None:
-        try:
-            return read_json(ending_path(self.run, local))
-        except (FileNotFoundError, ValueError):
-            return None
+        return read_object(ending_path(self.run, local))
 
 
 #: When ranks end differently, the first of these exit statuses is the cause.

@@ -14,14 +14,11 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune import errors
-from finetune.events import EventWriter, OutOfMemory, State, event_json
+from finetune.events import Event, EventWriter, OutOfMemory, State, event_json
 from finetune.files import write_json
-
-if TYPE_CHECKING:
-    from finetune.events import Event
 
 #: Exit statuses that all ranks reach at the same step, so that they meet at a barrier before they exit.
 COMMON_EXITS = (errors.FINISHED, errors.Diverged.exit_code, *errors.STOPPED)

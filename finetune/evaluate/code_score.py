@@ -42,7 +42,6 @@ class CodeScore:
 
     @property
     def notice(self) -> str:
-        """What is run where."""
         return f"the answers' code is run here, {_RUN_S} s each, without network; it can't read your home or write files"
 
     def __call__(self, prompt: str, expected: str, answer: str) -> RowScore:

@@ -44,7 +44,6 @@ class Judge:
 
     @property
     def notice(self) -> str:
-        """What is sent where."""
         return f"prompts, expected answers and the answers of both models are sent to {self.url}"
 
     def keep_in(self, run: RunDirectory) -> None:

@@ -84,7 +84,6 @@ class ChatMemory:
         return (self.model_bytes or 0) + (self.cache_bytes or 0) <= self.free_bytes
 
     def summary(self) -> str:
-        """One line."""
         model = format_bytes(self.model_bytes) if self.model_bytes is not None else "unknown"
         cache = format_bytes(self.cache_bytes) if self.cache_bytes is not None else "unknown"
         fits = "" if self.fits else ": it may not fit"

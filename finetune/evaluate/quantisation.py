@@ -19,14 +19,7 @@ from finetune.evaluate.paired import difference
 from finetune.files import read_json, sha256_of
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
-from finetune.planner.quantisation_cost import (
-    FormatLoss,
-    QuantisationCost,
-    Sequences,
-    cost_path,
-    read_losses,
-    write_losses,
-)
+from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Sequences, cost_path, read_losses, write_losses
 from finetune.planner.shape import shape_of
 from finetune.privacy import keep_private
 from finetune.run.card_queue import card_queue

@@ -124,7 +124,6 @@ class NoCall:
         return self.difference is not None and self.difference.is_significant and self.difference.value < 0
 
     def summary(self) -> str:
-        """One line."""
         shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
         shown = format_difference(self.difference, 100, " points", "now - before")
         return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"

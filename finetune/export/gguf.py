@@ -14,11 +14,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError
+from finetune.evaluate.rows import EvalRows
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
@@ -34,11 +35,8 @@ from finetune.export.parity import (
 )
 from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
+from finetune.run.directory import RunDirectory
 from finetune.system import link_or_copy
-
-if TYPE_CHECKING:
-    from finetune.evaluate.rows import EvalRows
-    from finetune.run.directory import RunDirectory
 
 Progress = Callable[[str], None]
 CONVERTER = "convert_hf_to_gguf.py"
@@ -59,7 +57,6 @@ class Exported:
     parity: ParityReport
 
     def as_json(self) -> dict[str, Any]:
-        """All fields."""
         paths = {"folder": self.folder, "file": self.file, "adapter": self.adapter, "modelfile": self.modelfile}
         return {**{name: str(path) if path else None for name, path in paths.items()},
                 "why_no_modelfile": self.no_modelfile_reason, "check": asdict(self.parity)}  # fmt: skip

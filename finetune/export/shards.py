@@ -125,7 +125,6 @@ class AdapterChanges:
             raise ShardMergeError(f"{parameter} is not stored under its name")
 
     def _with_rows(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A table of embeddings with the trained rows."""
         trained_rows = self._tables[self._table_of[name]]
         first, end = trained_rows.first_and_end
         grown = weight.new_zeros(max(len(weight), end), weight.shape[1])
@@ -150,7 +149,6 @@ class AdapterChanges:
         return _finite(merged_weight, name)
 
     def _checkpoint_shapes(self, parameter: str) -> dict[str, tuple[int, ...]]:
-        """Names and shapes in the checkpoint of a parameter of the model."""
         layer = self._layers[parameter]
         shape = _shape(layer)
         try:
@@ -283,7 +281,6 @@ def _write(path: Path, tensors: list[StoredTensor], changes: AdapterChanges) -> 
 
 
 def _merged_size(stored: StoredTensor, changes: AdapterChanges) -> int:
-    """Bytes of the merged tensor."""
     return stored.size if stored.name not in changes else math.prod(changes.shape(stored)) * _DTYPES[stored.dtype].itemsize
 
 

@@ -335,7 +335,6 @@ class _Recomputed:
         self._offloading, self._index, self._checkpoint = offloading, index, checkpoint
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Run the layer and save its inputs."""
 
         def run_layer(*layer_inputs: Any) -> Any:
             self._offloading.ensure_on_device(self._index)  # already there unless layers are recomputed in another order

@@ -348,18 +348,6 @@ class Store:
         data, entries = self.part_bytes(part), next(p.entries for p in self.parts if p.name == part)
         return {entry.key: view(data, entry) for entry in entries}
 
-    def layers(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Each decoder layer's number and tensors, in order, as views into the mapped file.
-
-        For layer offloading: names are those of the base model's parameters (`model.layers.0.mlp.up_proj.weight`), those of a
-        4-bit weight's tables have `.absmax`, `.nested_absmax` and `.nested_offset` behind it, and `states` has the rest of its
-        quantisation state. The order is that of the run (`run(f"layers.{number}")`), whose first bytes are all matrices with
-        their tables: one copy takes them to pinned memory or to a card, and `view(copy, entry)` are the tensors there. For
-        reading past this mapping, `place` says where in the file a run is.
-        """
-        for number in range(len(self.parts) - 1):
-            yield number, self.tensors(f"layers.{number}")
-
     def rows(self, part: Part, entry: Entry, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Rows of a tensor, read into memory of their own; all of it without `count`. The rest of the file is not read."""
         shape = entry.shape if count is None else (count, *entry.shape[1:])

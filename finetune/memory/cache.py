@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import json
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from finetune.checksum import with_checksum
-from finetune.files import cache_dir, read_json, write_text
+from finetune.files import cache_dir, read_object, write_text
+from finetune.requirements import installed_version
 
 #: Libraries whose code decides how much memory a step takes.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -21,13 +21,7 @@ _OWN_CODE = ("compat", "memory", "methods", "model")
 @cache
 def library_versions() -> dict[str, str]:
     """Name -> version of each installed library that the forecast depends on."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in LIBRARIES if (version := installed_version(name))}
 
 
 def key_of(**inputs: Any) -> str:
@@ -38,10 +32,7 @@ def key_of(**inputs: Any) -> str:
 
 def read(key: str) -> dict[str, Any] | None:
     """The cached values of a key; None when there are none, or when the file is damaged."""
-    try:
-        return read_json(_path(key), dict)
-    except (OSError, ValueError):
-        return None
+    return read_object(_path(key))
 
 
 def write(key: str, values: dict[str, Any]) -> None:

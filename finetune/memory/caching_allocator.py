@@ -88,7 +88,6 @@ class Pool:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Remove a block."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, self._tie(block)))]
         else:
@@ -119,7 +118,6 @@ class CachingAllocator:
         self._next_address = 1 << 62
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to the current values."""
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
     def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:

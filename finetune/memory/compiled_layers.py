@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from finetune.compat.torch import activation_budget, split_by_compiler, without_modes
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 #: (dictionary, key) of a tensor of a module.
 _Slot = tuple[dict[str, Any], str]

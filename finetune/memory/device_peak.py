@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.card.allocator import AllocatorSettings, expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.allocator_choice import candidates, choose
-from finetune.memory.forecast import DRY_RUN_ERROR, AtLimit, Forecast
+from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, AtLimit, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
 from finetune.memory.sharding import shard
@@ -24,14 +24,10 @@ if TYPE_CHECKING:
 
     from finetune.card.card import Card
     from finetune.memory.allocator_replay import Replay
+    from finetune.memory.forecast import RowShape
     from finetune.memory.ledger import DryRun
-    from finetune.memory.row_shape import RowShape
     from finetune.settings import Settings
 
-#: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
-#: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on
-#: 18 measured A100 rows with a fused loss.
-EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 #: Two pages of expandable segments, which have 20 MiB: more than the share in small models.
 PAGES = 40 * MIB
 #: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
@@ -204,12 +200,7 @@ def _growth_note(growth: float, why: str, share: float | None, *, read: bool) ->
 
 
 def _at_limit(
-    config: PretrainedConfig | dict[str, Any],
-    settings: Settings,
-    card: Card,
-    rows: RowShape,
-    unlimited: Replay,
-    limit: int,
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int
 ) -> AtLimit | None:
     """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
 
@@ -251,11 +242,7 @@ def _replayed(
 
 
 def _replay_of(
-    config: PretrainedConfig | dict[str, Any],
-    settings: Settings,
-    card: Card,
-    rows: RowShape,
-    limit: int | None = None,
+    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
 ) -> Replay | None:
     return replayed(
         config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,

@@ -6,21 +6,16 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.compat.peft import dora_weights
 from finetune.compat.transformers import name_in_checkpoint
-from finetune.layers.layer_offloading import offloading_of
-from finetune.memory.tracker import OFFLOADED
+from finetune.layers.layer_offloading import LayerOffloading, offloading_of
+from finetune.memory.tracker import OFFLOADED, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
-
-if TYPE_CHECKING:
-    from finetune.layers.layer_offloading import LayerOffloading
-    from finetune.memory.tracker import StorageTracker
-
 
 #: Attribute of a loaded table: the rows that it gets for new tokens.
 GROWN_ROWS = "_grown_rows"

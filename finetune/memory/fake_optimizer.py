@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.compat.bitsandbytes import optimizer_states
 from finetune.compat.transformers import trainers_optimizer
 from finetune.memory.fake_model import layer_number
+from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.techniques import optimizer_class
-
-if TYPE_CHECKING:
-    from finetune.memory.tracker import StorageTracker
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:

@@ -13,6 +13,10 @@ PARTS = (
 )  # fmt: skip
 #: Largest error of the dry run on measured rows, as a share of allocated memory.
 DRY_RUN_ERROR = 0.02
+#: Share of allocated memory that torch reserves on top where the allocator is not replayed: (least, likely, most). With
+#: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on
+#: 18 measured A100 rows with a fused loss.
+EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,27 @@ class Forecast:
 
     @property
     def layers(self) -> int:
-        """How many decoder layers the model has."""
         return sum(name.startswith("layers.") for name in self.per_layer_bytes)
 
     def of_phase(self, phase: str) -> PhaseForecast:
         """The peaks of a phase by its name in the events: load, train, evaluate or save."""
         name = "eval" if phase == "evaluate" else phase
         return PhaseForecast(self.peaks.get(name), self.reserved_peaks.get(name), self.segments.get(name))
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """Tokens of the longest row, and the largest share of a micro-batch's positions that count in the loss.
+
+    `mismatched_tokens`: width of a KL batch, whose rows have a prompt and another one's answer; None: as `tokens`.
+    `pictures`: width and height of those of the row with most pixels, after `max_pixels`; `eval_pictures` of the held-out row.
+    `eval_tokens` and `eval_trained_share`: the same of the held-out rows; as for training where they are not known.
+    """
+
+    tokens: int
+    trained_share: float = 1.0
+    eval_tokens: int | None = None
+    eval_trained_share: float | None = None
+    mismatched_tokens: int | None = None
+    pictures: tuple[tuple[int, int], ...] = ()
+    eval_pictures: tuple[tuple[int, int], ...] = ()

@@ -6,7 +6,7 @@ import gc
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from finetune.card.allocator import AllocatorSettings
-    from finetune.memory.row_shape import RowShape
+    from finetune.memory.forecast import RowShape
     from finetune.memory.simulate import Batch, Simulation
     from finetune.memory.tracker import Peak
     from finetune.settings import Settings
@@ -102,9 +102,16 @@ def dry_run(
     cached = cache.read(key)
     if cached is not None:
         return DryRun(**{**cached, "notes": tuple(cached["notes"])})
-    from finetune.memory.simulate import Batch
+    from finetune.compat.imports import import_libraries
 
-    run = _run(values, settings, Batch(**shape), capability)
+    import_libraries()
+    from finetune.memory.depth import count_parameters
+    from finetune.memory.simulate import Batch
+    from finetune.model.transformers_config import config_from
+
+    model_config = config_from(values, settings)
+    simulation, method = _simulated(model_config, settings, Batch(**shape), capability)
+    run = ledger_of(simulation, capability, parameters=count_parameters(model_config), method=method)
     cache.write(key, asdict(run))
     return run
 
@@ -135,8 +142,14 @@ def replayed(
     )  # fmt: skip
 
     def make() -> dict[str, Any] | None:
-        replay = _replay(values, settings, shape, capability, expandable, limit)
-        return asdict(replay) if replay else None
+        from finetune.memory.simulate import Batch
+        from finetune.model.transformers_config import config_from
+
+        simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
+        with _without_garbage_collection(), suppress(OutOfMemory):
+            trace = simulation.trace()
+            return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
+        return None
 
     cached = _cached(key, make)
     return Replay(**cached) if cached else None
@@ -166,8 +179,30 @@ def replay_rows(
     )  # fmt: skip
 
     def make() -> list[dict[str, Any] | None]:
-        growths = _replay_rows(config, settings, rows, capability, widths, tried, limit)
-        return [asdict(growth) if growth else None for growth in growths]
+        from finetune.memory.simulate import Batch
+        from finetune.model.transformers_config import config_from
+
+        model_config = config_from(config, settings)
+        narrow = replace(rows, tokens=rows.tokens // 2)
+        with _without_garbage_collection():
+            wide, other = (
+                _simulated(model_config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
+                for shape in (rows, narrow)
+            )
+            if wide is None or other is None:
+                return []
+            try:
+                micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
+            except NotRepeated:
+                return []
+            growths: list[Growth | None] = []
+            for setting in tried:
+                usual = growths[0] if growths else None
+                growths.append(replay_widths(
+                    wide, micro_batches, widths, accumulation, setting, most=clearly_less(usual) if usual else math.inf,
+                    limit=limit if setting.garbage_collection_threshold else None,
+                ))  # fmt: skip
+            return [asdict(growth) if growth else None for growth in growths]
 
     cached: list[dict[str, Any] | None] = _cached(key, make)
     return [Growth(**{**growth, "by_step": tuple(growth["by_step"])}) if growth else None for growth in cached]
@@ -182,43 +217,6 @@ def _cached(key: str, make: Callable[[], Any]) -> Any:
     return cached["made"]
 
 
-def _replay_rows(
-    values: dict[str, Any],
-    settings: Settings,
-    rows: RowShape,
-    capability: tuple[int, int],
-    widths: list[int],
-    tried: Sequence[AllocatorSettings],
-    limit: int | None,
-) -> list[Growth | None]:
-    from finetune.memory.simulate import Batch
-    from finetune.model.transformers_config import config_from
-
-    config = config_from(values, settings)
-    narrow, micro = replace(rows, tokens=rows.tokens // 2), settings.per_device_train_batch_size
-    with _without_garbage_collection():
-        traces = [
-            _simulated(config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
-            for shape in (rows, narrow)
-        ]
-        wide, other = traces
-        if wide is None or other is None:
-            return []
-        try:
-            micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
-        except NotRepeated:
-            return []
-
-        growths: list[Growth | None] = []
-        for setting in tried:
-            usual = growths[0] if growths else None
-            growths.append(replay_widths(
-                wide, micro_batches, widths, settings.gradient_accumulation_steps, setting,
-                limit=limit if setting.garbage_collection_threshold else None, most=clearly_less(usual) if usual else math.inf,
-            ))  # fmt: skip
-        return growths
-
-
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Inside, garbage collection is off: a hundred thousand small objects have no reference cycle."""
@@ -229,26 +227,6 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _replay(
-    values: dict[str, Any],
-    settings: Settings,
-    shape: dict[str, Any],
-    capability: tuple[int, int],
-    expandable: bool,
-    limit: int | None,
-) -> Replay | None:
-    from finetune.memory.simulate import Batch
-    from finetune.model.transformers_config import config_from
-
-    simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
-    with _without_garbage_collection():
-        trace = simulation.trace()
-        try:
-            return replay(trace, expandable=expandable, limit=limit) if trace else None
-        except OutOfMemory:
-            return None
 
 
 def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
@@ -287,18 +265,6 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
         if reduce is not None:
             key[name] = reduce(settings)
     return key
-
-
-def _run(values: dict[str, Any], settings: Settings, batch: Batch, capability: tuple[int, int] | None) -> DryRun:
-    from finetune.compat.imports import import_libraries
-
-    import_libraries()
-    from finetune.memory.depth import count_parameters
-    from finetune.model.transformers_config import config_from
-
-    config = config_from(values, settings)
-    simulation, method = _simulated(config, settings, batch, capability)
-    return ledger_of(simulation, capability, parameters=count_parameters(config), method=method)
 
 
 def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:

@@ -6,16 +6,12 @@ Exact for identical layers.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from finetune.memory.simulate import AUXILIARY, Simulation
-from finetune.memory.tracker import OFFLOADED, Peak
+from finetune.memory.tracker import OFFLOADED, Peak, PhaseKey, Tag
+from finetune.settings import Settings
 from finetune.settings.compatibility import is_zero3
 from finetune.settings.optimizers import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from finetune.memory.tracker import PhaseKey, Tag
-    from finetune.settings import Settings
 
 #: Phases in which it matters whether a layer is checkpointed.
 _MIXED = ("forward", "loss", AUXILIARY, "loss backward", "backward")

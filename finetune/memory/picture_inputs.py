@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.compat.torch import with_values, without_modes
 from finetune.data.pictures.processing import PictureProcessor, blank
 from finetune.memory.picture_prompt import Sizes, picture_prompt
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:

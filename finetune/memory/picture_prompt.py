@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import finetune.model
 from finetune.bundled import model_path
@@ -22,11 +22,8 @@ from finetune.errors import ModelError
 from finetune.hub import HOLDS_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
-from finetune.settings import DatasetRecipe, Recipe
+from finetune.settings import DatasetRecipe, Recipe, Settings
 from finetune.settings.vision import pixel_limit
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 _FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
 Sizes = tuple[tuple[int, int], ...]

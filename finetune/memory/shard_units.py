@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.memory import cache
+from finetune.settings import Settings
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 #: Units besides the layers: the input embedding, the output layer (with an embedding tied to it), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"

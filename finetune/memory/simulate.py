@@ -6,24 +6,18 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward, fake_tensor_mode
-from finetune.compat.transformers import (
-    auxiliary_loss,
-    fake_experts,
-    keys_repeated,
-    without_packing_detection,
-    wrap_checkpoint,
-)
+from finetune.compat.transformers import auxiliary_loss, fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
 from finetune.layers.host_embedding import offload_table
@@ -33,30 +27,24 @@ from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.compiled_layers import SplitLayers, splits
+from finetune.memory.depth import Depth
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.memory.picture_inputs import picture_inputs
-from finetune.memory.rules import cublas_workspace_bytes, rules_for, rules_for_cpu
+from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.small_values import SmallValues
-from finetune.memory.trace import NotRepeated
-from finetune.memory.tracker import StorageTracker
+from finetune.memory.trace import NotRepeated, Recording, Trace
+from finetune.memory.tracker import Peak, PhaseKey, StorageTracker
 from finetune.methods import method_of
+from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, read_outside, why_experts_stay_16_bit
 from finetune.model.techniques import apply_techniques, step_context
+from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
-
-if TYPE_CHECKING:
-    from finetune.memory.depth import Depth
-    from finetune.memory.rules import Capability
-    from finetune.memory.trace import Recording, Trace
-    from finetune.memory.tracker import Peak, PhaseKey
-    from finetune.methods.method import TrainingMethod
-    from finetune.settings import Settings
-
 
 #: The phase of the router's auxiliary loss of a mixture, after the loss.
 AUXILIARY = "auxiliary loss"
@@ -86,7 +74,6 @@ class Batch:
     eval_pictures: tuple[tuple[int, int], ...] = ()
 
     def for_evaluation(self) -> Batch:
-        """The micro-batch of an evaluation."""
         tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
         trained = self.trained_tokens if self.eval_trained_tokens is None else self.eval_trained_tokens
         return replace(self, rows=self.eval_rows, tokens=tokens, trained_tokens=trained, pictures=self.eval_pictures)
@@ -209,35 +196,20 @@ def _run(
     method.keep_reference(model)
     for (name, _), copy in zip(trainable, method.reference_copies, strict=False):
         tracker.retag(copy, "weights", layer_number(name))
-    parameters = [parameter for _, parameter in trainable]
-    for parameter in parameters:
-        parameter.register_hook(functools.partial(record_accumulation, tracker, parameter))
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    batches: list[dict[str, Any]] = []
+
+    def loss() -> torch.Tensor:
+        tracker.phase = "forward"
+        # the trainer puts all micro-batches of a step on the GPU before it; those of text are small, and one is counted
+        at_once = settings.gradient_accumulation_steps if settings.vision is True else 1
+        batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
+        return _forward(method, model, batch, batches[-1], tracker, "forward")
+
     optimizer = make_optimizer(settings, model, on_cpu=on_cpu)
-    first_step(optimizer, model, tracker, on_cpu=on_cpu)
-    if settings.gradient_accumulation_steps != 1:
-        zero_gradients(model, tracker)
-    tracker.recording.begin("micro-batch")
-    tracker.phase = "forward"
-    batches = [_inputs(settings, batch, tracker) for _ in range(_batches_at_once(settings))]
-    with step_context(settings, "cpu"):
-        loss = _forward(method, model, batch, batches[-1], tracker, "forward")
-        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
-        backward(loss)
-    del loss
-    tracker.recording.begin("clipping")
-    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
-    torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm, foreach=not on_cpu)
-    tracker.recording.begin("optimizer")
-    with paged_states_on_host(on_cpu):
-        optimizer.step()
-    optimizer.zero_grad()
+    take_step(model, optimizer, tracker, loss, settings, context=step_context(settings, "cpu"), on_cpu=on_cpu)
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
-    tracker.recording.begin("save")
-    gc.collect()
-    tracker.phase, tracker.part = "save", "workspace"
-    state_dict_copies(model, tracker)
+    save(model, tracker)
     tracker.record("steady state")
     if batch.eval_rows:
         tracker.recording.begin("eval")
@@ -250,8 +222,43 @@ def _run(
             _forward(method, model, held_out, _inputs(settings, held_out, tracker), tracker, "eval")
 
 
-def record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Record which gradient a new one is added to."""
+def take_step(
+    model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
+    context: AbstractContextManager[Any], on_cpu: bool,
+) -> None:  # fmt: skip
+    """An optimizer step of one micro-batch, whose forward and backward passes are in `context`. `arguments`: the trainer's, or
+    settings, which call these the same."""
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    first_step(optimizer, model, tracker, on_cpu=on_cpu)
+    if arguments.gradient_accumulation_steps != 1:
+        zero_gradients(model, tracker)
+    tracker.recording.begin("micro-batch")
+    with context:
+        value = loss()
+        tracker.phase, tracker.part, tracker.layer, tracker.inherits = "loss backward", "loss", None, True
+        backward(value)
+    del value
+    tracker.recording.begin("clipping")
+    tracker.phase, tracker.part, tracker.layer = "optimizer", "workspace", None
+    torch.nn.utils.clip_grad_norm_(parameters, arguments.max_grad_norm, foreach=not on_cpu)
+    tracker.recording.begin("optimizer")
+    with paged_states_on_host(on_cpu):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(model: Any, tracker: StorageTracker) -> None:
+    """The copies that saving a checkpoint makes."""
+    tracker.recording.begin("save")
+    gc.collect()
+    tracker.phase, tracker.part = "save", "workspace"
+    state_dict_copies(model, tracker)
+
+
+def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad: torch.Tensor) -> None:
     if parameter.grad is not None:
         tracker.recording.accumulate(*(values.untyped_storage()._cdata for values in (grad, parameter.grad)))
 
@@ -272,11 +279,6 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
         return inputs
     masked = inputs | {"attention_mask": torch.ones(shape, dtype=torch.long)}
     return masked | method_of(settings).more_inputs(batch.rows, batch.mismatched_tokens or batch.tokens)
-
-
-def _batches_at_once(settings: Settings) -> int:
-    """Micro-batches that the trainer puts on the GPU before a step: all of it. Those of text are small; one is counted."""
-    return settings.gradient_accumulation_steps if settings.vision is True else 1
 
 
 def _forward(
@@ -415,8 +417,7 @@ def _quiet() -> Iterator[None]:
     level = quantiser.level
     quantiser.setLevel(ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(before)

@@ -85,11 +85,9 @@ class Recording:
         self._section, self._running, self._layer = self._section + 1, phase in _RUNNING, -1
 
     def enter(self, layer: int) -> None:
-        """Set the running layer."""
         self._layer = layer
 
     def allocate(self, storage: int, size: int, layer: int | None) -> None:
-        """Record the allocation of a storage of `layer`."""
         self._numbers[storage] = self._add(size, layer)
 
     def release(self, storage: int) -> None:

@@ -80,7 +80,6 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def phase(self) -> str:
-        """The current phase of the step."""
         return self._phase
 
     @phase.setter

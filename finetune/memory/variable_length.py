@@ -6,21 +6,16 @@ fixed, linear or quadratic in the width (scores of eager attention, masks of pad
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from finetune.card.allocator import AllocatorSettings
 from finetune.memory.allocator_replay import WARM_UP, Player, states_of
 from finetune.memory.caching_allocator import CachingAllocator, OutOfMemory
-from finetune.memory.trace import RELEASED, Event, NotRepeated
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.card.allocator import AllocatorSettings
-    from finetune.memory.trace import Trace
-
+from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
 #: Micro-batches that are replayed after the first two steps, and at most in all: fragmentation shows early.
 LATER_MICRO_BATCHES, MOST_MICRO_BATCHES = 16, 64
@@ -112,46 +107,33 @@ def replay_widths(
 
     None as soon as more than `most` bytes are reserved, or when the run does not fit `limit`.
     """
-    try:
-        return _replay_widths(trace, micro_batches, widths, accumulation, settings, limit, most)
-    except OutOfMemory:
-        return None
-
-
-def _replay_widths(
-    trace: Trace,
-    micro_batches: MicroBatchEvents,
-    widths: Sequence[int],
-    accumulation: int,
-    settings: AllocatorSettings,
-    limit: int | None,
-    most: float,
-) -> Growth | None:
-    allocator = CachingAllocator(settings, limit=limit)
-    player = Player(allocator, trace.persistent)
-    player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
-    player.play(trace.parts["load"])
-    allocator.empty_cache()
-    if settings.warm_up_bytes:
-        player.play([(WARM_UP, settings.warm_up_bytes), (WARM_UP, RELEASED)])
-        allocator.reset_peaks()
-    loaded = allocator.returned
-    gradients, parts = trace.gradients or {}, trace.parts
-    by_step = []
-    for begin in range(0, len(widths), accumulation):
-        for index, width in enumerate(widths[begin : begin + accumulation]):
-            events = micro_batches.at(width)
-            if index == 0:  # a new gradient is stored, not added
-                events = [
-                    (gradients.get(number, number), size) for number, size in events if size >= 0 or number not in gradients
-                ]
-            player.play(events)
-            if allocator.peak_reserved > most:
-                return None
-        player.play(parts["clipping"])
-        if not begin:
-            player.play(states_of(trace))
-        player.play(parts["optimizer"])
-        by_step.append(allocator.reserved)
-    returned = allocator.returned - loaded
-    return Growth(allocator.peak_allocated, allocator.peak_reserved, tuple(by_step), allocator.retries, returned)
+    with contextlib.suppress(OutOfMemory):
+        allocator = CachingAllocator(settings, limit=limit)
+        player = Player(allocator, trace.persistent)
+        player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
+        player.play(trace.parts["load"])
+        allocator.empty_cache()
+        if settings.warm_up_bytes:
+            player.play([(WARM_UP, settings.warm_up_bytes), (WARM_UP, RELEASED)])
+            allocator.reset_peaks()
+        loaded = allocator.returned
+        gradients, parts = trace.gradients or {}, trace.parts
+        by_step = []
+        for begin in range(0, len(widths), accumulation):
+            for index, width in enumerate(widths[begin : begin + accumulation]):
+                events = micro_batches.at(width)
+                if index == 0:  # a new gradient is stored, not added
+                    events = [
+                        (gradients.get(number, number), size) for number, size in events if size >= 0 or number not in gradients
+                    ]
+                player.play(events)
+                if allocator.peak_reserved > most:
+                    return None
+            player.play(parts["clipping"])
+            if not begin:
+                player.play(states_of(trace))
+            player.play(parts["optimizer"])
+            by_step.append(allocator.reserved)
+        returned = allocator.returned - loaded
+        return Growth(allocator.peak_allocated, allocator.peak_reserved, tuple(by_step), allocator.retries, returned)
+    return None

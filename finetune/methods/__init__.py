@@ -6,13 +6,10 @@ finetune/settings/methods.py has the table, with what data, forecast and planner
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING
 
 from finetune.methods.method import TrainingMethod
+from finetune.settings import Settings
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 
 def method_of(settings: Settings) -> TrainingMethod:

@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from finetune.settings import Settings
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
 
 #: Rows of the dataset -> a batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -129,3 +127,18 @@ def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
     is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
     router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)
+
+
+class Sft(TrainingMethod):
+    """Mean negative log-likelihood of the trained tokens, as TRL's SFTTrainer."""
+
+    evaluates_as_sft = True
+
+    def loss(
+        self, model: Any, inputs: dict[str, Any], *, items: torch.Tensor | int | None = None, routed: bool | None = None
+    ) -> MicroBatchLoss:
+        """`correct`: trained tokens that are the likeliest."""
+        outputs = forward(model, inputs, routed=routed)
+        tokens = outputs.label_mask.sum() if items is None else items
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
+        return MicroBatchLoss(loss, outputs.aux_loss, {"correct": outputs.is_top1.sum()})

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.model.techniques import training_arguments
+from finetune.settings import Settings
 from finetune.settings.compatibility import padding_multiple
 from finetune.settings.methods import METHODS
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
-
-
-def _warmup_steps(settings: Settings, total_steps: int) -> int:
-    return round(settings.warmup_ratio * total_steps) if settings.warmup_steps is None else settings.warmup_steps
 
 
 def trl_arguments(
@@ -23,6 +17,7 @@ def trl_arguments(
 
     `total_steps`: of the run; `evaluates`: whether there are held-out rows.
     """
+    warmup_steps = settings.warmup_steps
     return dict(
         output_dir=output_dir,
         dataset_kwargs={"skip_prepare_dataset": True},  # rows come tokenised, with labels, none over max_length
@@ -37,7 +32,7 @@ def trl_arguments(
         max_steps=settings.max_steps or -1,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.lr_scheduler_type,
-        warmup_steps=_warmup_steps(settings, total_steps or 0),
+        warmup_steps=round(settings.warmup_ratio * (total_steps or 0)) if warmup_steps is None else warmup_steps,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,

@@ -122,6 +122,5 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
             "it while loading."
         )
     raise RecipeError(
-        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
-        fix,
+        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation", fix
     )

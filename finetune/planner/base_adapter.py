@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import RecipeError
 from finetune.files import read_json
 from finetune.model.adapter_files import config_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.planner.plan import read_plan
-from finetune.settings import AUTO, resolved
+from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import requested_formats
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
 
 #: Settings that an adapter's parameters and their scale follow from.
 _SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "new_tokens", "trained_embedding_rows")

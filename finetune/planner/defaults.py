@@ -6,23 +6,21 @@ import hashlib
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.planner.attention import PACKED_LENGTH, choose_packing
+from finetune.planner.choices import Choices
+from finetune.planner.plan import DataStatistics, LengthCost
+from finetune.planner.shape import ModelShape
+from finetune.planner.speed import Batches
 from finetune.recipe import write_recipe
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import METHODS
 from finetune.settings.optimizers import FUSED
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.choices import Choices
-    from finetune.planner.plan import DataStatistics
-    from finetune.planner.shape import ModelShape
-    from finetune.settings import Recipe
 
 #: Rows per optimizer step when the recipe doesn't say.
 USUAL_BATCH = 16
@@ -36,6 +34,8 @@ TEXT_BESIDE = 512
 TILE, LONG_ROW = 4096, 8192
 #: About this many evaluations and checkpoints in a run.
 CADENCE = 10
+#: The planner never chooses a limit below this.
+LEAST_LENGTH = 256
 
 
 def choose_basics(
@@ -122,7 +122,8 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
             length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
-        usual = max(USUAL_LENGTH, _with_text(sum(data.picture_tokens)) if data is not None else 0)
+        beside_pictures = sum(data.picture_tokens) + TEXT_BESIDE if data is not None else 0
+        usual = max(USUAL_LENGTH, -(-beside_pictures // LENGTH_STEP) * LENGTH_STEP)
         length = min(usual, limit or usual)
         why = "the pictures and their text" if usual > USUAL_LENGTH else "the default length"
         why = "the model's limit" if length < usual else why
@@ -132,11 +133,6 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
         above = f"; above the {limit:,} positions the model was trained for"
         choices = choices.with_reason("max_length", choices.reasons["max_length"] + above)
     return choices
-
-
-def _with_text(picture_tokens: int) -> int:
-    """A max_length for pictures of so many tokens, and TEXT_BESIDE of text."""
-    return -(-(picture_tokens + TEXT_BESIDE) // LENGTH_STEP) * LENGTH_STEP
 
 
 def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
@@ -190,3 +186,39 @@ def _directory(recipe: Recipe) -> str:
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe.model_name_or_path.rstrip("/").rpartition("/")[2]).strip("-.") or "model"
     digest = hashlib.sha256(json.dumps(write_recipe(recipe)).encode()).hexdigest()[:8]
     return f"runs/{model}-{digest}"
+
+
+def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
+    """The chosen max_length, then shorter ones if the recipe leaves it open and allows losing long rows."""
+    first: int = choices.value("max_length")
+    keeps_rows = data is not None and bool(data.lengths) and choices.recipe.excess_length == "raise"
+    if choices.is_set("max_length") or keeps_rows:
+        return [first]
+    least = LEAST_LENGTH + (sum(data.picture_tokens) if data else 0)
+    return [first, *(length for length in (first // part for part in (2, 4, 8)) if length >= least)]
+
+
+def with_length(choices: Choices, length: int, data: DataStatistics | None) -> Choices:
+    """Resolve max_length to a shorter limit; the reason says what that costs."""
+    first = choices.value("max_length")
+    if length == first:
+        return choices
+    rows, tokens = batches_of(choices, data).dropped_above(length)
+    lengths_known = data and data.lengths
+    cost = f"{rows:,} rows are longer, by {tokens:,} tokens in all" if lengths_known else "longer rows are dropped or truncated"
+    return choices.choose("max_length", length, f"rows of {first:,} tokens do not fit on this card; {cost}")
+
+
+def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
+    """Micro-batches under the chosen max_length."""
+    return Batches(choices.value("max_length"), choices.value("packing") is True, data)
+
+
+def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
+    """Other values of max_length: rows and tokens dropped."""
+    lengths = batches.data.lengths if batches.data else ()
+    if not lengths:
+        return ()
+    at = [lengths[min(len(lengths) - 1, int(share * len(lengths)))] for share in (0.5, 0.9, 0.99)]
+    limits = sorted({-(-length // LENGTH_STEP) * LENGTH_STEP for length in at} | {batches.max_length, 2 * batches.max_length})
+    return tuple(LengthCost(limit, *batches.dropped_above(limit)) for limit in limits)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from finetune.memory.forecast import Forecast
+from finetune.planner.choices import AS_SET, Choices
 from finetune.planner.plan import Alternative, Verdict, verdict_of
-from finetune.planner.speed import knows_rates
-from finetune.settings import AUTO
+from finetune.planner.speed import Job, knows_rates, time_step
+from finetune.planner.strategy import Strategy
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
+from finetune.settings.methods import METHODS
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.planner.choices import Choices
     from finetune.planner.search import EvaluatedStrategy, Search
-    from finetune.planner.speed import Job
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Recipe
 
 #: Held-out prompts answered at each evaluation when the recipe doesn't say.
 USUAL_SAMPLES = 3
 #: Where offloaded layers are, in a plan's summary.
 OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
+#: Seconds to compile one layer's forward and backward, and graphs of a run: first and other layers, training and evaluation.
+#: An estimate: nothing of compiling was measured on a card, so the planner reports it and leaves the choice to the recipe.
+GRAPH_S, GRAPHS = 30.0, 4
 
 
 class Comparison:
@@ -196,7 +201,6 @@ def alternatives(
 
 
 def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
-    """This strategy's values of the settings that the recipe leaves open."""
     values = candidate.strategy.settings(job.batch, job.world) | {"lora_r": candidate.rank}
     values["max_length"] = choices.value("max_length") if candidate.width == chosen.width else candidate.width
     if candidate.strategy.checkpointing is not True:
@@ -220,5 +224,38 @@ def describe(strategy: Strategy, batch: int, world: int) -> str:
 
 
 def _as_overrides(values: dict[str, Any]) -> str:
-    """The values as overrides on a command line."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())
+
+
+def explain_compiling(choices: Choices, search: Search, strategy: Strategy, steps: int | None) -> Choices:
+    """Give the reason of `torch_compile`: on, or off where it might pay in a run of so many steps; else nothing is said."""
+    recipe = choices.recipe
+    plain, compiled = (time_step(dataclasses.replace(search.job, compiled=on), strategy).step_s for on in (False, True))
+    gain, needed = 1 - compiled / plain, math.ceil(GRAPHS * GRAPH_S / (plain - compiled)) if plain > compiled else None
+    pays = f"pays off after about {needed:,} steps" if needed else "does not pay off"
+    if needed and steps:
+        pays += f" of {steps:,}"
+    model = f"by the model of a step, not measured on a card: saves at most {gain:.0%} of time, {pays}"
+    if recipe.torch_compile:
+        return choices.with_reason("torch_compile", f"{AS_SET}; {model}")
+    excluded = search.job.card.is_cpu or recipe.int8_activations or strategy.offloaded
+    if excluded or not needed or not steps or needed > steps / 2:
+        return choices
+    return choices.with_reason("torch_compile", f"{model}; torch_compile=true tries it, where Triton and a C compiler work")
+
+
+def price_beside_sft(
+    job: Job, strategy: Strategy, settings: Settings, peak_bytes: int, forecast: Callable[[Settings], Forecast]
+) -> str:
+    """A sentence for a method that is not SFT, whose peak with these settings is `peak_bytes`; else empty. `forecast`: of
+    other settings with the same rows."""
+    if not METHODS[settings.method].has_own_format:
+        return ""
+    sft = METHODS["sft"]
+    others = dict.fromkeys(METHODS[settings.method].settings)
+    memory = peak_bytes / forecast(resolved(settings, method="sft", precompute_ref_log_probs=False, **others)).peak_bytes
+    price = f"{memory:.1f} x the memory"
+    if knows_rates(job.card):
+        time = time_step(job, strategy).step_s / time_step(dataclasses.replace(job, method=sft), strategy).step_s
+        price += f" and {time:.1f} x the time"
+    return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"

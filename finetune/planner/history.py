@@ -6,16 +6,13 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.checksum import with_checksum
 from finetune.files import cache_dir, parse_checked, write_text
+from finetune.planner.plan import Plan
 from finetune.planner.run_time import MeasuredRun
 from finetune.settings.base_formats import base_format_of
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Plan
-
 
 #: Runs kept for each card; older ones are dropped.
 KEPT = 20

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finetune.errors import ModelError, RecipeError
+from finetune.card.card import Card
+from finetune.errors import CommandError, FinetuneError, ModelError, RecipeError
+from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
-from finetune.planner.largest_model import find_largest_model
-from finetune.planner.planner import make_plan, plan_or_excess
+from finetune.planner.choices import Choices
+from finetune.planner.plan import DataStatistics, Plan
+from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_if_fits, plan_or_excess
 from finetune.planner.planning import RowsRead, for_rows, prepared
-from finetune.planner.shape import shape_of
+from finetune.planner.resources import choose_budget
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.recipe.load import NO_DATASET
-from finetune.settings import AUTO, resolved
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.plan import DataStatistics, Plan
-    from finetune.planner.planner import MakeForecast, Progress
-    from finetune.planner.shape import ModelShape
-    from finetune.settings import Recipe
+from finetune.settings import AUTO, Recipe, resolved
+from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 
 #: Where a model's configuration names no limit.
 MOST_TOKENS = 2**20
+#: Bytes that neither weights nor adapters have: context and activations take at least so much.
+LEAST_OTHER_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Largest:
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
         value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (self.value, self.too_large))
         if not self.value:
             return f"{self.setting}: {too_large} does not fit either"
@@ -178,3 +177,39 @@ def _between(fitting: int, too_large: int, excesses: dict[int, int]) -> int:
     first, second = nearest
     zero = first - excesses[first] * (second - first) / (excesses[second] - excesses[first])
     return min(max(int(zero), fitting + 1), too_large - 1)
+
+
+def find_largest_model(
+    recipe: Recipe, card: Card, *, forecaster: MakeForecast | None = None, progress: Progress | None = None
+) -> tuple[str, str | None, Plan, tuple[str, ...]]:
+    """The model, the next larger one that was tried and does not fit, the plan, and the overrides that give it.
+
+    Planned for rows of max_length, as another model has another tokenizer; without offloaded layers, unless the recipe has
+    them. From the most parameters down, without those whose weights alone are too large. Raises CommandError when none fits.
+    """
+    report_progress = progress or (lambda _: None)
+    changes = {"layer_offloading": False} if recipe.layer_offloading == AUTO else {}
+    _, budget = choose_budget(Choices(recipe), card)
+    may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
+    smallest_format = NF4 if may_be_quantised else BITS_16
+    ranked = sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0]))
+    too_large = None
+    for name, entry in ranked:
+        if not entry.first or smallest_format.weight_bytes * entry.parameters * 0.9 > budget - LEAST_OTHER_BYTES:
+            continue
+        try:
+            other = resolved(
+                recipe, model_name_or_path=name, model_revision=None, trust_remote_code=False, chat_template=None, **changes
+            )
+            weights = shape_of(read_config(other), other).weight_bytes(smallest_format)
+            if changes and weights > budget - LEAST_OTHER_BYTES:
+                continue
+            report_progress(f"planning {name}")
+            plan = plan_if_fits(other, card, None, forecaster)
+        except (FinetuneError, ValueError):  # named layers that this model doesn't have, a row longer than its limit
+            continue
+        if plan is not None:
+            overrides = [f"{setting}={str(value).lower()}" for setting, value in changes.items()]
+            return name, too_large, plan, (f"model_name_or_path={name}", *overrides)
+        too_large = name
+    raise CommandError("no model of the catalogue fits with this recipe", "Lower max_length, or the batch size.")

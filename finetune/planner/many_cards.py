@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.memory.forecast import Forecast
 from finetune.planner.plan import CardNeeds, ManyCards, verdict_of
-from finetune.settings import AUTO, resolved
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, base_format_of, switches
 from finetune.settings.compatibility import NOT_REENTRANT
 from finetune.settings.optimizers import FUSED, OPTIMIZERS
-
-if TYPE_CHECKING:
-    from finetune.memory.forecast import Forecast
-    from finetune.settings import Recipe, Settings
 
 #: The strategies compared: the name shown, and its `launch` settings.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (

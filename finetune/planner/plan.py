@@ -18,10 +18,8 @@ from finetune.card.card import Card
 from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
-from finetune.planner.run_cost import RunCost
-from finetune.planner.run_time import RunTime
+from finetune.memory.forecast import Forecast, RowShape
+from finetune.planner.run_time import RunCost, RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import BEFORE, Settings
 from finetune.settings.methods import has_kl
@@ -363,6 +361,11 @@ class Plan:
         values = _upgraded(values) if "version" not in values else dict(values)
         settings = {**BEFORE, **values.pop("plan")}
         return from_json(cls, {**values, "settings": settings})
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of the card that the run may take, with the CUDA context."""
+        return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
 
     def with_note(self, note: str) -> Plan:
         """The same plan with one more note on its forecast."""

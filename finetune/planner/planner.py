@@ -8,55 +8,50 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.card.allocator import expandable_segments
+from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import Forecast, RowShape
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
-from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
-from finetune.planner.compiling import explain_compiling
-from finetune.planner.defaults import choose_basics, choose_cadence, total_steps
-from finetune.planner.explain import alternatives, describe, explain_strategy
-from finetune.planner.history import read_history
-from finetune.planner.lengths import batches_of, length_costs, open_lengths, with_length
+from finetune.planner.defaults import (
+    batches_of,
+    choose_basics,
+    choose_cadence,
+    length_costs,
+    open_lengths,
+    total_steps,
+    with_length,
+)
+from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy, price_beside_sft
+from finetune.planner.history import History, read_history
 from finetune.planner.many_cards import needs_of_each_card
-from finetune.planner.method_price import price_beside_sft
-from finetune.planner.plan import Plan, Verdict, verdict_of
+from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,
+    choose_budget,
     free_for_offload,
     layer_copies_of,
     offloading_error,
     pinned_bytes,
     pinned_inputs_note,
 )
-from finetune.planner.run_cost import run_cost
-from finetune.planner.run_time import run_time, slowdowns_by_load, workload_s
-from finetune.planner.search import Search
-from finetune.planner.shape import shape_of
+from finetune.planner.run_time import run_cost, run_time, slowdowns_by_load, workload_s
+from finetune.planner.search import EvaluatedStrategy, Search
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Job, knows_rates
-from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, neighbours, offloading_strategies, strategies
+from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, offloading_strategies, strategies
 from finetune.planner.suggest import largest_model, shortfall_of, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe, Settings
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
 from finetune.system import load_averages
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.history import History
-    from finetune.planner.plan import DataStatistics, ManyCards
-    from finetune.planner.search import EvaluatedStrategy
-    from finetune.planner.shape import ModelShape
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Recipe, Settings
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.
@@ -136,13 +131,11 @@ class _Attempt:
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
-        """The chosen strategy with its forecast."""
         assert self.chosen is not None
         return self.chosen
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the chosen strategy."""
         return verdict_of(self.evaluated.forecast, self.search.budget_bytes)
 
 
@@ -283,7 +276,6 @@ class _Planner:
         )  # fmt: skip
 
     def plan(self, attempt: _Attempt) -> Plan:
-        """The plan with reasons, forecast and alternatives."""
         search, chosen, factor = attempt.search, attempt.evaluated, self.history.speed_factor or 1.0
         choices = explain_strategy(attempt.choices, search, chosen)
         steps = self._total_steps(choices, chosen.strategy)
@@ -365,7 +357,6 @@ class _Planner:
         return forecast
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
-        """The settings that a strategy is forecast with."""
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
         every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
@@ -411,7 +402,6 @@ class _Planner:
         return needs_of_each_card(self.recipe, settings, self.budget, forecast)
 
     def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
-        """Shortfall, suggestions, and the largest model that fits."""
         longest = attempt.search.job.batches.longest
 
         def forecast_of(changed: Settings) -> Forecast:
@@ -430,7 +420,6 @@ class _Planner:
 
 
 def _with_rank(choices: Choices, rank: int) -> Choices:
-    """The choices with a rank below the advised one, and its alpha."""
     advised = choices.value("lora_r")
     if rank == advised:
         return choices

@@ -53,7 +53,6 @@ class RowsRead:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether some row has a picture."""
         return self.statistics is not None and bool(self.statistics.pictures)
 
 
@@ -318,7 +317,6 @@ def _largest(counts: np.ndarray) -> tuple[int, ...]:
 
 
 def _missing_paths(recipe: Recipe) -> list[str]:
-    """Dataset paths of the recipe that are not on this machine."""
     from finetune.data.sources import is_local
 
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path

@@ -89,7 +89,6 @@ class QuantisationCost:
 
     @property
     def sentence(self) -> str:
-        """All formats in words."""
         plain, *others = self.formats
         who = "the tuned model" if self.tuned else "the base model"
         measured = f"on {self.rows:,} held-out rows {who} has a loss of {plain.loss:.4f} in {plain.label}"

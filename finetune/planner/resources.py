@@ -1,28 +1,25 @@
-"""Host memory and disk that a run needs, and whether this machine has them."""
+"""The memory budget: what of the card a run may take; host memory and disk that it needs, and whether this machine has them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finetune.card.card import Card
 from finetune.card.host import PROCESS_BYTES, host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
+from finetune.memory.forecast import Forecast
+from finetune.planner.choices import Choices
 from finetune.planner.plan import LayerCopies, ResourceCheck
-from finetune.planner.speed import knows_rates
+from finetune.planner.shape import ModelShape
+from finetune.planner.speed import Job, Timing, knows_rates
+from finetune.planner.strategy import Strategy
+from finetune.settings import Recipe, Settings
 from finetune.settings.base_formats import BITS_16, NF4
 from finetune.settings.schema import AUTO
-from finetune.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.memory.forecast import Forecast
-    from finetune.planner.shape import ModelShape
-    from finetune.planner.speed import Job, Timing
-    from finetune.planner.strategy import Strategy
-    from finetune.settings import Recipe, Settings
+from finetune.units import GIB, format_bytes, parse_bytes
 
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
@@ -117,3 +114,27 @@ def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Fore
         pinned_bytes=forecast.pinned_bytes, moved_bytes_per_step=copies.bytes_per_step, copied_bytes_per_s=copies.bytes_per_s,
         **seconds,
     )  # fmt: skip
+
+
+def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
+    """The choices with memory_budget resolved, and the budget in bytes.
+
+    Raises RecipeError when the budget does not exceed the CUDA context.
+    """
+    free = math.floor(card.free_bytes / GIB * 100)
+    text = f"{free / 100:.2f}GiB"
+    budget, named = parse_bytes(text), f"{format_bytes(card.free_bytes)} free"
+    choices = choices.choose("memory_budget", text, f"free of the {format_bytes(card.total_bytes)} on {card.name}")
+    if choices.is_set("memory_budget"):
+        wanted = parse_bytes(choices.recipe.memory_budget)
+        if wanted > card.free_bytes:
+            only = f", but only {format_bytes(card.free_bytes)} are free"
+            choices = choices.with_reason("memory_budget", choices.reasons["memory_budget"] + only)
+        budget, named = min(wanted, card.free_bytes), f"memory_budget {choices.recipe.memory_budget}"
+    context = (card.context_bytes or 0) + card.context_uncertainty_bytes
+    if budget <= context:
+        raise RecipeError(
+            f"{named} on {card.name}, but the CUDA context alone may take {format_bytes(context)}",
+            "Raise memory_budget, or free memory on the card.",
+        )
+    return choices, budget

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from finetune.memory.forecast import Forecast
-from finetune.planner.speed import SAVED_BYTES, saved_bytes, time_step
+from finetune.planner.shape import ModelShape
+from finetune.planner.speed import SAVED_BYTES, Job, Timing, saved_bytes, time_step
 from finetune.planner.strategy import Strategy
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import GIB
-
-if TYPE_CHECKING:
-    from finetune.planner.shape import ModelShape
-    from finetune.planner.speed import Job, Timing
 
 #: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
 #: Llama-3.1-8B, 3.1 with dropout.

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import AUTO, plainest, resolved
+from finetune.settings import AUTO, Recipe, plainest, resolved
 from finetune.settings.base_formats import BaseFormat
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
 
 #: Names of the number of experts of a token in configurations.
 _USED = ("num_experts_per_tok", "top_k_experts")

@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from finetune.card.card import Card
 from finetune.errors import RecipeError
+from finetune.planner.choices import Choices
 from finetune.settings import AUTO
 from finetune.settings.base_formats import (
     BITS_16,
@@ -23,10 +25,6 @@ from finetune.settings.base_formats import (
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
-
-if TYPE_CHECKING:
-    from finetune.card.card import Card
-    from finetune.planner.choices import Choices
 
 #: Gradient checkpointing in order of time cost: (activation_checkpointing, every n-th layer). n above 3 gains little, and its
 #: dry run takes 3 n layers.

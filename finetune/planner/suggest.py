@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
-from finetune.planner.plan import Shortfall, Suggestion
+from finetune.planner.plan import DataStatistics, Shortfall, Suggestion
 from finetune.planner.shape import shape_of
-from finetune.settings import AUTO, Settings, resolved
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
 from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import DataStatistics
-    from finetune.settings import Recipe
 
 Forecasts = Callable[[Settings], Forecast]
 #: At most this many catalogue models are forecast, from the largest down.
@@ -40,8 +36,10 @@ def suggest(
     """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
     rows = []
     for override, changes, cost in _changes(recipe, settings, data):
+        if "layer_offloading" in changes:
+            changes = {**changes, "offloaded_layers": forecast.layers}
         try:
-            changed = resolved(settings, **changes, **_all_layers(changes, forecast))
+            changed = resolved(settings, **changes)
         except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
             continue
         lower = forecasts(changed)
@@ -49,11 +47,6 @@ def suggest(
         if saved > 0:
             rows.append(Suggestion(override, saved, lower.peak_high_bytes, cost))
     return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
-
-
-def _all_layers(changes: dict[str, Any], forecast: Forecast) -> dict[str, int]:
-    """The number of layers to offload, where they are: all that the forecast has."""
-    return {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
@@ -80,10 +73,11 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
         offer(every, "forward pass runs twice: up to 45 % more time")
     if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
         offer({"optim": EIGHT_BIT}, "8-bit optimizer states")
+    drop = {"excess_length": "drop"} if settings.excess_length == "raise" else {}
     least = 256 + (sum(data.picture_tokens) if data else 0)
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= least:
-            offer({"max_length": length, **_drop(settings)}, _length_cost(length, data))
+            offer({"max_length": length, **drop}, _length_cost(length, data))
     if recipe.layer_offloading is False and settings.vision is not True:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
         offer(
@@ -99,10 +93,6 @@ def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) ->
     if settings.use_dora:
         offer({"use_dora": False}, "plain LoRA")
     return offers
-
-
-def _drop(settings: Settings) -> dict[str, Any]:
-    return {"excess_length": "drop"} if settings.excess_length == "raise" else {}
 
 
 def _length_cost(length: int, data: DataStatistics | None) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import plainest
-
-if TYPE_CHECKING:
-    from finetune.settings import Recipe
+from finetune.settings import Recipe, plainest
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class _LinearCounts:
         self._adapters: list[_Linear] = []
 
     def watch(self, name: str, module: Any) -> None:
-        """Count the rows of this layer."""
         (self._adapters if ".lora_" in name else self._base).append(_Linear(module))
 
     def work(self, forward_flops: int, gradient_flops: int) -> VisionWork:

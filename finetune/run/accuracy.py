@@ -5,17 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from finetune.card.context import record_measurement
-from finetune.events import ForecastCheck, Memory, Start, State
+from finetune.events import Event, ForecastCheck, Memory, Start, State, Step
 from finetune.planner.history import record_run
-from finetune.planner.plan import Verdict
+from finetune.planner.plan import Plan, Verdict
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.events import Event, Step
-    from finetune.planner.plan import Plan
 
 #: First steps that allocate more than this share over the forecast are worth a warning.
 MARGIN = 0.10
@@ -51,13 +46,8 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
     return (
         f"the first steps allocated {format_bytes(check.measured_allocated_bytes)}, but the forecast was "
         f"{format_bytes(check.predicted_allocated_bytes)} ({error:+.0%}); it still fits the budget of "
-        f"{format_bytes(budget_bytes(plan))}. This is a bug in the forecast: please report it with plan.json."
+        f"{format_bytes(plan.usable_bytes)}. This is a bug in the forecast: please report it with plan.json."
     )
-
-
-def budget_bytes(plan: Plan) -> int:
-    """Memory of the card that the run may take, with the CUDA context."""
-    return plan.card.free_bytes if plan.budget_bytes is None else plan.budget_bytes
 
 
 def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:

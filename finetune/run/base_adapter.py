@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import CommandError, RecipeError
 from finetune.files import read_object, write_json
@@ -14,12 +14,9 @@ from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
-from finetune.run.directory import open_run
+from finetune.run.directory import RunDirectory, open_run
 from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Recipe, Settings
+from finetune.settings import Recipe, Settings
 
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
 _FACTS, HELD_OUT = "origin.json", "held-out"
@@ -147,6 +144,5 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run directory that an adapter's or checkpoint's folder is in."""
     run = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
     return run if (run / "plan.json").is_file() else None

@@ -82,14 +82,13 @@ class RunCallback(TrainerCallback):
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
         events.listeners.append(self._watch.observe)
         self.spike: str | None = None
-        self.trainer: RunTrainer | None = None
+        self.trainer: RunTrainer  # which is made with this callback
         self.diverged: str | None = None
         self.stopped_early: str | None = None
         self._first: list[Memory] = []
         self._compilations = Compilations()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the step's clock."""
         self._began = time.perf_counter()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -112,7 +111,7 @@ class RunCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Emit the step: loss and gradient norm are known here, and the device is synchronised."""
-        if not logs or "loss" not in logs or self.trainer is None:
+        if not logs or "loss" not in logs:
             return
         tokens = self.trainer.take_counts()
         correct, supervised = tokens["correct"], tokens["supervised"]
@@ -147,8 +146,6 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
-        if self.trainer is None:
-            return
         self._warm_up(self.trainer.plan)
         if state.global_step == 0:
             return
@@ -177,8 +174,6 @@ class RunCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step so far, and end the run when none was better for the recipe's patience."""
-        if self.trainer is None:
-            return
         is_best = self.trainer.is_best_so_far()
         if state.global_step >= state.max_steps:  # its adapter is written next
             return
@@ -200,7 +195,6 @@ class RunCallback(TrainerCallback):
     def _report_compiling(self, step: int) -> None:
         """Emit what torch has compiled since the last step, if anything; warn when a layer is not one graph."""
         compilations, breaks_before = self._compilations, self._compilations.graph_breaks
-        assert self.trainer is not None
         if not self.trainer.plan.settings.torch_compile or not compilations.update():
             return
         self._events.emit(Compiled(step=step, **vars(compilations)))
@@ -211,7 +205,7 @@ class RunCallback(TrainerCallback):
 
     def _compare(self, state: Any, memory: Memory) -> None:
         """After step 2 (or the only one) compare the peak so far with the forecast; a run resumed later has passed it."""
-        if self.trainer is None or state.global_step > _COMPARED_STEP:
+        if state.global_step > _COMPARED_STEP:
             return
         self._first.append(memory)
         if state.global_step == min(_COMPARED_STEP, state.max_steps):
@@ -222,7 +216,7 @@ class RunCallback(TrainerCallback):
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
         """Opt-in watchdog: a loss far above its recent median ends the attempt without a checkpoint."""
-        factor = self.trainer.plan.settings.loss_spike_factor if self.trainer is not None else None
+        factor = self.trainer.plan.settings.loss_spike_factor
         if factor is not None and len(self._losses) == _SPIKE_WINDOW and math.isfinite(loss):
             usual = statistics.median(self._losses)
             if loss > factor * usual:
@@ -233,7 +227,7 @@ class RunCallback(TrainerCallback):
 
     def _check_finite(self, step: int, logs: dict[str, Any], control: Any) -> None:
         """A loss or gradient norm that isn't finite ends the run, except while fp16's loss scaler skips such steps."""
-        skipped = self.trainer is not None and self.trainer.accelerator.optimizer_step_was_skipped
+        skipped = self.trainer.accelerator.optimizer_step_was_skipped
         self._skipped_steps = self._skipped_steps + 1 if skipped else 0
         for name in ("loss", "grad_norm"):
             value = logs.get(name)
@@ -246,7 +240,6 @@ class RunCallback(TrainerCallback):
 
     def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
         """End a run whose chosen answers have become unlikely: losses on pairs ask only that rejected ones become more so."""
-        assert self.trainer is not None
         collapse = self.trainer.method.collapse(counts)
         self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
         if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
-from finetune.card import cuda
+from finetune.card import Card, cuda
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
-from finetune.card.usable import problem_of_torch
-from finetune.card.vendor import DriverError
+from finetune.card.device_selection import problem_of_torch
+from finetune.card.vendor import Device, DriverError
 from finetune.card.vendors import current_vendor
-from finetune.card.visible import for_processes, visible
+from finetune.card.visible import for_processes, usable_devices
 from finetune.errors import CardError
-from finetune.memory.device_peak import EXPANDABLE, SEGMENTED
-from finetune.run.accuracy import budget_bytes
+from finetune.memory.forecast import EXPANDABLE, SEGMENTED
+from finetune.planner.plan import Plan, read_plan
+from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from finetune.card import Card
-    from finetune.planner.plan import Plan
 
 _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 
@@ -38,10 +33,7 @@ def cards_of(plan: Plan) -> tuple[str, ...]:
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:
         return ()
-    try:
-        devices = [device for device in visible(current_vendor().read_devices()[0]) if device.uuid]
-    except DriverError:
-        return ()
+    devices = [device for device in usable_devices() if device.uuid]
     processes = plan.settings.launch.processes_here
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
@@ -54,11 +46,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
     """A message when the run uses another kind of card than the planned one, or a smaller one; else an empty text."""
     if not cards or plan.card.uuid in cards:
         return ""
-    try:
-        devices = [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
-    except DriverError:
-        return ""
-    taken = min(devices, key=lambda device: device.total_bytes, default=None)
+    taken = min(_devices(cards), key=lambda device: device.total_bytes, default=None)
     if taken is None or (taken.name == plan.card.name and taken.total_bytes >= plan.card.total_bytes):
         return ""
     size, planned = format_bytes(taken.total_bytes), format_bytes(plan.card.total_bytes)
@@ -91,13 +79,22 @@ def visibility(cards: Sequence[str]) -> dict[str, str]:
     return {vendor.visible_variable: ",".join(cards), **dict([vendor.driver_order])} if cards else {}
 
 
+def restrict_visible_devices(run: RunDirectory) -> None:
+    """Let this process see only the card that the run was planned for; before imports, as bitsandbytes asks CUDA in its own."""
+    os.environ.update(visibility(cards_of(read_plan(run.plan))[:1]))
+
+
 def holders_of(cards: tuple[str, ...]) -> list[str]:
     """Processes that use these cards, with their bytes, largest first."""
+    return [holder for device in _devices(cards) for holder in device.holders]
+
+
+def _devices(cards: Collection[str]) -> list[Device]:
+    """The devices with these UUIDs, visible or not; none without a driver."""
     try:
-        devices, _ = current_vendor().read_devices()
+        return [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
     except DriverError:
         return []
-    return [holder for device in devices if device.uuid in cards for holder in device.holders]
 
 
 def ignored_settings_message(plan: Plan) -> str:
@@ -119,11 +116,8 @@ def ignored_settings_message(plan: Plan) -> str:
 
 def available_bytes(plan: Plan) -> int | None:
     """What the run may take of its card now, with a CUDA context that is not open yet; None where the driver does not say."""
-    try:
-        free = [device.free_bytes for device in current_vendor().read_devices()[0] if device.uuid in cards_of(plan)]
-    except DriverError:
-        return None
-    return min(budget_bytes(plan), *free) if free else None
+    free = [device.free_bytes for device in _devices(cards_of(plan))]
+    return min(plan.usable_bytes, *free) if free else None
 
 
 def open_card(plan: Plan, number: int) -> None:
@@ -141,7 +135,7 @@ def limit_card(plan: Plan) -> str:
     More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
     """
     context, free = plan.card.context_bytes or 0, cuda.free_bytes()
-    limit = max(0, budget_bytes(plan) - context)
+    limit = max(0, plan.usable_bytes - context)
     allowed = min(limit, free) if has_windows_driver() else limit
     cuda.limit_reserved(min(1.0, allowed / cuda.total_bytes()))
     upper_end = plan.forecast.peak_high_bytes - context if plan.forecast else limit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from finetune.card.visible import environment_with_gpus
 from finetune.errors import CommandError, DiskFull
@@ -13,13 +12,10 @@ from finetune.files import write_json
 from finetune.memory.cache import LIBRARIES
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
-from finetune.run.directory import require_data
+from finetune.run.directory import RunDirectory, require_data
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
 from finetune.system import start_detached
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 
 def start(run: RunDirectory) -> int:
@@ -37,7 +33,7 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        stopping.clear_stop_requests(run)
+        run.stop_requests.unlink(missing_ok=True)  # which an earlier start obeyed
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull, FinetuneError
-from finetune.events import OutOfMemory
+from finetune.events import Memory, OutOfMemory
 from finetune.memory.forecast import PhaseForecast
-from finetune.run.accuracy import budget_bytes
+from finetune.planner.plan import Plan
 from finetune.run.card import lost_card
+from finetune.run.memory import MemorySampler
 from finetune.run.out_of_memory import free_memory, holders, requested_bytes, reservable_bytes
 from finetune.run.snapshot import allocator_now
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.events import Memory
-    from finetune.planner.plan import Plan
-    from finetune.run.memory import MemorySampler
 
 
 def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler) -> OutOfMemory:
@@ -43,7 +38,7 @@ def _free(snapshot: Any, asked: int | None, plan: Plan, now: Memory) -> dict[str
     card_free = (
         None if now.card_total_bytes is None or now.card_used_bytes is None else now.card_total_bytes - now.card_used_bytes
     )
-    reservable = reservable_bytes(budget_bytes(plan) - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
+    reservable = reservable_bytes(plan.usable_bytes - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
     largest = max(free.usable, default=0)
     enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked
     return {

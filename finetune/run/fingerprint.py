@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.errors import CommandError
 from finetune.files import read_object, sha256_of
@@ -14,17 +15,13 @@ from finetune.model.weights import (
     generation_fingerprint,
     weights_fingerprint,
 )  # fmt: skip
+from finetune.planner.plan import Plan
+from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
+from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
-    from finetune.settings import Settings
 
 _HASHES = {"data", "base", "base_config", "origin", "reference"}
 #: The hashes of the base model say what it is, wherever it is; the rows' hash is `data`.

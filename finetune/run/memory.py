@@ -24,19 +24,27 @@ class MemorySampler:
         self._on_cuda = on_cuda
 
     @cached_property
-    def _card(self) -> _WholeGpu | None:
-        return _WholeGpu() if self._on_cuda else None
+    def _gpu(self) -> OpenDevice | None:
+        """The whole GPU; None on a CPU, and where the driver does not answer."""
+        with contextlib.suppress(DriverError):
+            return current_vendor().open_device(cuda.uuid()) if self._on_cuda else None
+        return None
 
     def sample(self) -> Memory:
         """Bytes now and at the peak since `reset_peak`."""
         return Memory(
             process_rss_bytes=self._process.memory_info().rss, process_peak_rss_bytes=peak_rss_bytes(),
-            **(cuda.allocator_bytes() if self._on_cuda else {}), **(self._card.sample() if self._card is not None else {}),
+            **(cuda.allocator_bytes() if self._on_cuda else {}), **(_whole_gpu(self._gpu) if self._gpu else {}),
         )  # fmt: skip
 
     def sensors(self) -> dict[str, Any]:
-        """Temperature and power of the card; null on a CPU."""
-        return self._card.sensors() if self._card is not None else {"temperature_c": None, "power_w": None}
+        """Temperature and power of the card; null on a CPU, and what the driver does not report."""
+        values: dict[str, float | None] = {"temperature_c": None, "power_w": None}
+        if self._gpu is not None:
+            with contextlib.suppress(DriverError):
+                values["temperature_c"] = self._gpu.temperature_c()
+                values["power_w"] = self._gpu.power_w()
+        return values
 
     def reset_peak(self) -> None:
         """Reset the peak; each step and phase has its own."""
@@ -44,35 +52,13 @@ class MemorySampler:
             cuda.reset_peak()
 
 
-class _WholeGpu:
-    """The whole GPU; values that the driver does not report are null."""
-
-    def __init__(self) -> None:
-        self._device: OpenDevice | None = None
-        with contextlib.suppress(DriverError):
-            self._device = current_vendor().open_device(cuda.uuid())
-
-    def sample(self) -> dict[str, int | None]:
-        """Bytes as torch sees the card: the driver's reserve is in neither of them."""
-        if self._device is None:
-            return {}
-        try:
-            total, _, used = self._device.memory()
-        except DriverError:
-            return {}
-        others = _other_processes_bytes(self._device)
-        return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": others}
-
-    def sensors(self) -> dict[str, float | None]:
-        values: dict[str, float | None] = {"temperature_c": None, "power_w": None}
-        if self._device is None:
-            return values
-        try:
-            values["temperature_c"] = self._device.temperature_c()
-            values["power_w"] = self._device.power_w()
-        except DriverError:
-            return values
-        return values
+def _whole_gpu(device: OpenDevice) -> dict[str, int | None]:
+    """Bytes as torch sees the card: the driver's reserve is in neither of them. Empty where the driver does not report them."""
+    try:
+        total, _, used = device.memory()
+    except DriverError:
+        return {}
+    return {"card_used_bytes": used, "card_total_bytes": total, "other_processes_bytes": _other_processes_bytes(device)}
 
 
 def _other_processes_bytes(device: OpenDevice) -> int | None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING
 
 from finetune.card.allocator import has_windows_driver
-from finetune.events import Phase
+from finetune.events import Event, Memory, Phase
 from finetune.units import GIB, MIB, format_bytes
-
-if TYPE_CHECKING:
-    from finetune.events import Event, Memory
 
 _SLOW_FACTOR = 5.0  # a spill to host memory is silent; steps are reported to be 10 to 1000 times slower
 _OTHERS_GREW_BYTES = 512 * MIB
@@ -39,9 +35,11 @@ class MemoryWatch:
     def step(self, memory: Memory, step_s: float) -> list[str]:
         """Warnings after an optimizer step that took `step_s` seconds."""
         self._raise_peak(memory)
-        warnings = [self._spill(memory, step_s), self._others(memory), self._fragmentation(memory)]
+        warnings = {
+            "spill": self._spill(memory, step_s), "others": self._others(memory), "fragments": self._fragmentation(memory),
+        }  # fmt: skip
         self._step_s.append(step_s)
-        return [text for kind, text in warnings if text and self._first(kind)]
+        return [text for kind, text in warnings.items() if text and self._first(kind)]
 
     def epoch(self, memory: Memory) -> list[str]:
         """Warnings at the end of an epoch: allocated memory that grows from epoch to epoch is a leak."""
@@ -60,38 +58,35 @@ class MemoryWatch:
         self._warned.add(kind)
         return new
 
-    def _spill(self, memory: Memory, step_s: float) -> tuple[str, str]:
+    def _spill(self, memory: Memory, step_s: float) -> str:
         reserved, total, others = memory.reserved_bytes, memory.card_total_bytes, memory.other_processes_bytes or 0
         if not self._may_spill or reserved is None or total is None or reserved + others <= total:
-            return "spill", ""
+            return ""
         slow = len(self._step_s) >= 5 and step_s > _SLOW_FACTOR * statistics.median(self._step_s)
         speed = f"; this step took {step_s:.1f} s, the median is {statistics.median(self._step_s):.1f} s" if slow else ""
         used = f"{format_bytes(reserved + others)} are in use on a card of {format_bytes(total)}"
         fix = "Set 'Prefer No Sysmem Fallback' in the NVIDIA control panel, or plan with a smaller memory_budget"
-        return "spill", f"{used}: the driver spills to host memory{speed}. {fix}"
+        return f"{used}: the driver spills to host memory{speed}. {fix}"
 
-    def _others(self, memory: Memory) -> tuple[str, str]:
+    def _others(self, memory: Memory) -> str:
         others = memory.other_processes_bytes
         if others is None:
-            return "others", ""
+            return ""
         if self._others_bytes is None:
             self._others_bytes = others
         grown = others - self._others_bytes
         if grown < _OTHERS_GREW_BYTES:
-            return "others", ""
-        return (
-            "others",
-            f"other programs use {format_bytes(grown)} more of the card than at the start; this run has not grown",
-        )
+            return ""
+        return f"other programs use {format_bytes(grown)} more of the card than at the start; this run has not grown"
 
-    def _fragmentation(self, memory: Memory) -> tuple[str, str]:
+    def _fragmentation(self, memory: Memory) -> str:
         reserved = memory.peak_reserved_bytes
         if reserved is None:
-            return "fragments", ""
+            return ""
         unused = reserved - self._peak_allocated_bytes
         if unused < _FRAGMENTED_BYTES or unused < _FRAGMENTED_SHARE * reserved:
-            return "fragments", ""
-        return "fragments", (
+            return ""
+        return (
             f"fragmentation: {format_bytes(unused)} of {format_bytes(reserved)} reserved memory were never allocated; "
             "packing=true or rows of similar length reduce it"
         )

@@ -8,10 +8,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from finetune.events import State
+from finetune.events import State
 
 _DEADLINE_S = 20.0
 _PROGRAMS = {"desktop": "notify-send", "apprise": "apprise"}

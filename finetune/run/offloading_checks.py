@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.card.host import free_for_run
 from finetune.errors import DiskFull, MachineError
-from finetune.files import cache_dir, free_disk_bytes
+from finetune.files import cache_dir, existing_parent, free_disk_bytes
+from finetune.planner.plan import LayerCopies, Plan
 from finetune.planner.resources import too_little_host_memory
-from finetune.run.disk_speed import measure_read_rate
-from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import LayerCopies, Plan
+from finetune.units import MIB, format_bytes
 
 #: A drive with which a step takes more than so many times its arithmetic is refused: one of spinning discs, or over a network.
 MOST_TIMES = 5.0
 _OTHER_DRIVE = "set FINETUNE_CACHE to a folder on an NVMe drive"
+#: Bytes that are written and read, one piece after another, and the seconds that each of both takes at most.
+SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0
 
 
 def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
@@ -66,3 +67,30 @@ def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -
             "or run anyway: --force.",
         )
     return dataclasses.replace(plan, layer_copies=seen).with_note(summary)
+
+
+def measure_read_rate(folder: Path, sample_bytes: int = SAMPLE_BYTES) -> float | None:
+    """Bytes per second that are read of a new file in `folder`, past the system's cache; None where that can't be avoided.
+
+    Takes up to two times MOST_S and leaves nothing. Raises DiskFull when the file can't be written.
+    """
+    if not hasattr(os, "posix_fadvise"):  # Windows
+        return None
+    parent = existing_parent(folder)
+    try:
+        with tempfile.TemporaryFile(dir=parent, buffering=0) as file:
+            written, piece, end = 0, os.urandom(PIECE_BYTES), time.monotonic() + MOST_S
+            while written < sample_bytes and time.monotonic() < end:
+                written += file.write(piece)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            buffer, n_read, begin = bytearray(PIECE_BYTES), 0, time.perf_counter()
+            while n_read < written and time.perf_counter() < begin + MOST_S:
+                n_read += file.readinto(buffer)
+            return n_read / (time.perf_counter() - begin)
+    except OSError as error:
+        raise DiskFull(
+            f"{parent}: a file of weights can't be written there: {error.strerror or error}",
+            "Free some space, or set FINETUNE_CACHE to a folder on another drive.",
+        ) from None

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.events import OutOfMemory
 from finetune.memory.caching_allocator import SMALL_REQUEST
 from finetune.memory.forecast import DRY_RUN_ERROR
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from finetune.events import OutOfMemory
 
 #: Holders that are named.
 MOST_HOLDERS = 6

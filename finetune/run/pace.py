@@ -50,7 +50,6 @@ class Pace:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Pace:
-        """The pace after these events."""
         pace = cls()
         for event in events:
             pace.add(event)

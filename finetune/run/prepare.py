@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from finetune.data.preparation import PreparedData, SelectedRows
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
-    from finetune.settings import Recipe, Settings
+    from finetune.settings import Recipe
 
 Progress = Callable[[str], None]
 
@@ -61,7 +61,9 @@ def prepare(recipe: Recipe, *, force: bool = False, progress: Progress = lambda 
     settings = plan.settings
     require_usable_adapter(settings)
     recipe = resolved(recipe, method=settings.method) if recipe.method == AUTO else recipe
-    prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or _shorter(settings, plan))
+    longest = (plan.data.longest if plan.data else None) or 0
+    shorter = settings.max_length if longest > settings.max_length else None  # the planner's own, where rows are longer
+    prepared = rows.selected.encoded.select(recipe, limit_of(recipe) or shorter)
     prepared.raise_problems()
     if len(prepared.lengths) < settings.effective_batch_size and settings.max_steps is None:
         raise DataError(
@@ -96,12 +98,6 @@ class _Rows:
         token_rows = tuple(self.selected.encoded.trained_embedding_rows)
         held_out = held_out_sequences(self.selected.splits)
         return RowsRead(statistics_of(self.selected), held_out=held_out, trained_embedding_rows=token_rows)
-
-
-def _shorter(settings: Settings, plan: Plan) -> int | None:
-    """The planner's own `max_length`, where rows are longer."""
-    longest = plan.data.longest if plan.data else None
-    return settings.max_length if longest and longest > settings.max_length else None
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:

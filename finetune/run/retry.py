@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.card.host import free_for_run
 from finetune.errors import CommandError, FinetuneError
@@ -14,7 +15,8 @@ from finetune.files import read_json, write_json
 from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
-from finetune.planner.plan import read_plan
+from finetune.planner.plan import DataStatistics, Plan, read_plan
+from finetune.run.directory import RunDirectory
 from finetune.serialise import from_json, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
@@ -22,13 +24,6 @@ from finetune.settings.compatibility import is_zero3
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.planner.plan import DataStatistics, Plan
-    from finetune.run.directory import RunDirectory
-
 
 MOST_RETRIES = 4
 
@@ -200,7 +195,6 @@ class _AdjustedForecast:
 
 
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    """The forecast that an earlier attempt with the same changes saved."""
     try:
         adjusted = from_json(_AdjustedForecast, read_json(run.adjusted_forecast))
     except (OSError, ValueError):  # none, or a damaged one: it is made again

@@ -157,7 +157,6 @@ def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _seal_of(manifest: dict[str, Any]) -> str:
-    """The manifest's own checksum, over everything in it but itself."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.card import cuda
+from finetune.events import Memory
+from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.system import replace
-
-if TYPE_CHECKING:
-    from finetune.events import Memory
-    from finetune.run.directory import RunDirectory
 
 _MOST_ENTRIES = 100_000
 #: The first step whose peak is written: from the second on optimizer states are in memory, too.
@@ -53,7 +51,6 @@ class MemoryHistory:
             self._run.snapshot_request.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Write the history of the last steps."""
         self.write("end")
         self._run.snapshot_request.unlink(missing_ok=True)
 

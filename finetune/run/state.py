@@ -57,8 +57,10 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
         "loss": step.loss if step and step.loss is not None and math.isfinite(step.loss) else None,
     }  # fmt: skip
     alive = is_alive(run)
-    if last and state in ENDED and not (alive and _started_since(run, last.time_s or 0.0)):
-        return RunState(state, message, last.exit_code, **values)
+    if last and state in ENDED:
+        living = [record for record in read_processes(run).values() if is_recorded_process(record)] if alive else []
+        if not any(record["started_s"] > (last.time_s or 0.0) for record in living):  # else resumed, with no event yet
+            return RunState(state, message, last.exit_code, **values)
     if alive:
         return RunState("starting" if state in ENDED else state, message, None, **values)
     if last is None and not run.process.exists():
@@ -109,11 +111,6 @@ def _ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _started_since(run: RunDirectory, time_s: float) -> bool:
-    """True when a live process of the run started after `time_s`: resumed, with no event yet."""
-    return any(is_recorded_process(record) and record["started_s"] > time_s for record in read_processes(run).values())
 
 
 def _last_events(path: Path) -> list[Event]:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
+from finetune.run.directory import RunDirectory
 from finetune.system import WINDOWS, take_lock
-
-if TYPE_CHECKING:
-    from finetune.run.directory import RunDirectory
 
 
 def request_stop(run: RunDirectory, pid: int, number: int) -> None:
@@ -54,8 +51,3 @@ def read_stop_requests(run: RunDirectory) -> list[int]:
         return [int(line) for line in run.stop_requests.read_bytes().splitlines() if line.isdigit()]
     except OSError:
         return []
-
-
-def clear_stop_requests(run: RunDirectory) -> None:
-    """Remove requests that an earlier start of the run obeyed."""
-    run.stop_requests.unlink(missing_ok=True)

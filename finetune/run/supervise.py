@@ -12,33 +12,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from finetune import errors
 from finetune.card.allocator import AllocatorSettings, usual_settings
-from finetune.distributed.processes import launcher_for
-from finetune.events import EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
+from finetune.distributed.processes import Launcher, launcher_for
+from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
-from finetune.run.card_queue import card_queue
+from finetune.run.card_queue import Queue, card_queue
 from finetune.run.directory import RunDirectory
 from finetune.run.notification import notify
-from finetune.run.retry import adjusted_plan
+from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
 from finetune.system import WINDOWS, ignore_hangup, take_lock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.distributed.processes import Launcher
-    from finetune.events import Event
-    from finetune.run.card_queue import Queue
 
 _POLL_S = 0.1
 _RESERVE_BYTES = 16 * 1024
@@ -206,8 +199,6 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        from finetune.run.retry import MOST_RETRIES, adjust, next_smaller, no_smaller_plan
-
         failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
@@ -225,8 +216,6 @@ class Supervisor:
 
     def _lower_rate(self, attempt: int) -> bool:
         """After a loss spike, halve the learning rate for the next attempt; False without a spike or without attempts left."""
-        from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan
-
         spike = self.seen[-1] if self.seen else None
         if not isinstance(spike, LossSpike):
             return False

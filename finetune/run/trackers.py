@@ -13,15 +13,12 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from finetune.events import Evaluation, Memory, RunWarning, Start, Step
+from finetune.events import Evaluation, Event, EventWriter, Memory, RunWarning, Start, Step
+from finetune.planner.plan import Plan
 from finetune.requirements import installed_version
-
-if TYPE_CHECKING:
-    from finetune.events import Event, EventWriter
-    from finetune.planner.plan import Plan
-    from finetune.run.directory import RunDirectory
+from finetune.run.directory import RunDirectory
 
 _PROJECT = "finetune"
 #: Event field -> name in a tracker: transformers' name where it has one, else the field's own, with its unit.
@@ -67,8 +64,9 @@ class Trackers:
         self._open.clear()
 
     def _start(self, step: int) -> None:
-        attempt = _Attempt(self._run, step, _config(self._plan, self._forecast))
-        for name in self._plan.settings.report_to:
+        settings, facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
+        attempt = _Attempt(self._run, step, {**settings.model_dump(mode="json"), **facts, **self._forecast})
+        for name in settings.report_to:
             self._guarded(name, lambda name: self._open.update({name: _KINDS[name](attempt)}), name)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
@@ -103,10 +101,6 @@ def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _config(plan: Plan, forecast: dict[str, float]) -> dict[str, Any]:
-    return {**plan.settings.model_dump(mode="json"), "card": plan.card.name, "forecast/verdict": plan.verdict.value, **forecast}
 
 
 @dataclass(frozen=True)
@@ -196,6 +190,5 @@ _KINDS: dict[str, Callable[[_Attempt], _Tracker]] = {"tensorboard": _TensorBoard
 
 
 def _default_environment(**values: str) -> None:
-    """Set environment variables that the user has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -19,25 +19,21 @@ from finetune.data.pictures.columns import sizes_of
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, Phase, RunWarning
+from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, RunWarning
 from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
 from finetune.model.padding import without_mask
 from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import step_context
-from finetune.run.best import best_of, best_sealed, evaluations, unusable_best_message
+from finetune.planner.plan import Plan
+from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
+from finetune.run.directory import RunDirectory
 from finetune.run.held_out import recorded_row_losses, write_row_losses
+from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
-
-if TYPE_CHECKING:
-    from finetune.events import EventWriter
-    from finetune.planner.plan import Plan
-    from finetune.run.best import EvaluatedStep
-    from finetune.run.directory import RunDirectory
-    from finetune.run.memory import MemorySampler
 
 _PARTIAL = ".partial"
 

@@ -226,7 +226,6 @@ class StopFilter:
         self.is_stopped = False
 
     def add(self, piece: str) -> None:
-        """The next piece."""
         if self.is_stopped:
             return
         self._pending += piece

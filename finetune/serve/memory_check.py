@@ -34,7 +34,6 @@ class ServingMemory:
 
     @property
     def summary(self) -> str:
-        """One line."""
         cache = format_bytes(round(self.token_bytes * self.tokens))
         return f"{format_bytes(self.weight_bytes)} of weights and {cache} of KV cache for {self.tokens:,} tokens"
 

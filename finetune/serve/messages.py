@@ -85,7 +85,6 @@ class Message(BaseModel):
 
     @property
     def characters(self) -> int:
-        """Characters of its text and its calls."""
         return len(self.text) + sum(len(str(call.function.arguments)) for call in self.tool_calls or ())
 
     def as_message(self, path: str = "message") -> dict[str, Any]:

@@ -78,12 +78,10 @@ class ChatRequest(BaseModel):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a message has a picture."""
         return any(message.picture_parts for message in self.messages)
 
     @property
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the model may call."""
         return () if self.tool_choice == "none" else tuple(tool.as_tool() for tool in self.tools or ())
 
     @property

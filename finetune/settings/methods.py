@@ -21,7 +21,7 @@ class Method:
     the reference can be computed before the training.
     """
 
-    implementation: str = "finetune.methods.sft:Sft"
+    implementation: str = "finetune.methods.method:Sft"
     sequences: int = 1
     reference_passes: int = 0
     min_rows: int = 1

@@ -34,7 +34,6 @@ def _in_gib(value: Any) -> Any:
 
 
 def _synonyms(names: dict[str, Any]) -> BeforeValidator:
-    """Validator that replaces other names of a value."""
     return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
 
 
@@ -412,9 +411,7 @@ class Recipe(_Strict):
         "none", NOTHING, "Notify when the run ends: on the desktop, or by Apprise and its own configuration."
     )
     price_per_hour: Annotated[float, Field(ge=0)] | None = _run(
-        None,
-        NOTHING,
-        "What an hour of this machine costs; plan, run and report then say what the run costs.",
+        None, NOTHING, "What an hour of this machine costs; plan, run and report then say what the run costs."
     )
     launch: LaunchRecipe = Field(default=LaunchRecipe(), description="Several GPUs or machines.")
 

@@ -51,7 +51,6 @@ def _is_valid(override: str, parse: Parse) -> bool:
 
 
 def _typed(setting: str, value: Any, parse: Parse) -> Any:
-    """The value as the recipe has it. Raises RecipeError."""
     return getattr(parse([f"{setting}={value}"]), setting)
 
 

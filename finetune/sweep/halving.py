@@ -48,24 +48,11 @@ def dropped(results: Sequence[RowLosses | None], are_neighbours: Callable[[int, 
 
     Where only means are known nothing is sure, and the worse half is dropped but for the best arm's neighbours.
     """
-    finite = (index for index, result in enumerate(results) if result is not None)
-    ordered = sorted(finite, key=lambda index: _mean(results, index))
-    behind = [index for index, result in enumerate(results) if result is None]
-    if not ordered:
-        return behind
-    best, worse_half = ordered[0], ordered[-(-len(ordered) // 2) :]
-    for index in worse_half:
-        if are_neighbours(best, index):
-            continue
-        first, other = results[best], results[index]
-        assert first is not None and other is not None
-        interval = gap(first, other)
-        if interval is None or interval.low > 0:
+    finite = {index: result for index, result in enumerate(results) if result is not None}
+    behind = [index for index in range(len(results)) if index not in finite]
+    ordered = sorted(finite, key=lambda index: finite[index].mean)
+    for index in ordered[-(-len(ordered) // 2) :]:
+        interval = gap(finite[ordered[0]], finite[index])
+        if not are_neighbours(ordered[0], index) and (interval is None or interval.low > 0):
             behind.append(index)
     return sorted(behind)
-
-
-def _mean(results: Sequence[RowLosses | None], index: int) -> float:
-    result = results[index]
-    assert result is not None
-    return result.mean

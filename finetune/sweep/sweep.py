@@ -105,7 +105,6 @@ class Sweep:
         return is_locked(self.lock)
 
     def run_of(self, arm: ArmFacts) -> RunDirectory:
-        """The arm's run directory."""
         return RunDirectory(self.path / arm.name)
 
     def survivors(self) -> tuple[list[ArmFacts], int, dict[str, int]]:

@@ -23,7 +23,7 @@ NOT_ON_A_PAGE = {
     "api": "Python's interface, called by the user's own code",
     "cli": "options of commands, for a terminal",
     "serve": "answers to clients of OpenAI's interface",
-    "jobs": "job files are made in a terminal",
+    "jobs.py": "job files are made in a terminal",
     "sweep": "sweeps are started in a terminal, a page only reads them",
     "doctor": "findings, no errors",
     "compat": "names that a library lacks, for this project's developers",

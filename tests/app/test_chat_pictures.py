@@ -13,8 +13,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
 
-from app.chat.chats import Chats, Turn
-from app.chat.events import Question
+from app.chat.chats import Chats, Question, Turn
 from app.chat.pictures import _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
 from app.context import Context

@@ -20,7 +20,7 @@ from app.planning.blocker import Blocker
 from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
 from app.planning.what_if import Outcome, outcome_of
-from app.views import choices, data, fit, model_files, models, plan, refusals, what_if
+from app.views import choices, data, fit, models, plan, refusals, what_if
 from app.views.markup import as_in_recipe
 from app.views.words import in_words, plan_in_languages
 from app.web.page_filter import _translation
@@ -28,7 +28,7 @@ from app.workspace import Workspace
 from finetune.errors import DataError
 from finetune.memory.forecast import AtLimit
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
-from finetune.planner.run_cost import RunCost
+from finetune.planner.run_time import RunCost
 from finetune.recipe import load_recipe
 from finetune.units import GIB
 from tests.app.test_language import english_in, marked
@@ -116,13 +116,11 @@ def model_pages():
     badges = {verdict: {"verdict": verdict, "peak_bytes": GIB, "bits": 4, "parameters": 10**9} for verdict in Verdict}
     badges["tiny"] = {"verdict": Verdict.UNKNOWN, "because": "31"}
     listed = [Model(name, "folder") for name in badges] + [Model("tiny", "recipe {recipe}", recipe="tiny")]
-    files = [
-        model_files.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB, served="31") for kind in ("adapter", "merged model")
-    ]
+    files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB, served="31") for kind in ("adapter", "merged model")]
     shown = models.model_list(listed, "tiny", badges)
     for verdict in Verdict:  # the names of these models
         shown = shown.replace(f"<b>{verdict}</b>", "").replace(f'"{verdict}"', "")
-    return [models.chooser(), shown, *(model_files.models_table(table, Path("/")) for table in (files, []))]
+    return [models.chooser(), shown, *(models.models_table(table, Path("/")) for table in (files, []))]
 
 
 PAGES = {

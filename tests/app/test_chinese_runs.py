@@ -13,8 +13,7 @@ from test_language import NAMES as LANGUAGE_NAMES
 from test_language import english_in
 from written_runs import make_run, steps
 
-from app.chat.chats import Turn
-from app.chat.events import Answer
+from app.chat.chats import Answer, Turn
 from app.context import Context
 from app.language import spoken
 from app.live import LiveRun

@@ -11,6 +11,7 @@ from app.workspace import Workspace
 from finetune.errors import RecipeError
 from finetune.recipe import load_recipe, parse_recipe, shipped_recipes
 from finetune.run.directory import RunDirectory
+from finetune.run.rename_delete import delete_run, rename_run
 from finetune.settings.reference import settings_reference
 
 
@@ -122,18 +123,18 @@ def test_a_run_name_never_leads_out_of_the_folder(workspace, tmp_path, name):
 @pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "", "x" * 101, "a\nb", "-rf", "<b>"])
 def test_a_run_is_not_renamed_to_an_invalid_name(workspace, name):
     with pytest.raises(RecipeError):
-        workspace.rename(some_run(workspace), name)
+        rename_run(some_run(workspace), name)
 
 
 def test_a_run_is_not_renamed_onto_another(workspace):
     some_run(workspace, "two")
     with pytest.raises(RecipeError):
-        workspace.rename(some_run(workspace), "two")
+        rename_run(some_run(workspace), "two")
 
 
 def test_a_deleted_run_is_kept_in_the_trash(workspace):
     run = some_run(workspace)
-    target = workspace.discard(run)
+    target = delete_run(run)
     assert not run.path.exists()
     assert (target / "plan.json").read_text() == "{}"
     assert workspace.list_runs() == []

@@ -12,8 +12,7 @@ from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
-from finetune.planner.run_cost import run_cost
-from finetune.planner.run_time import RunTime
+from finetune.planner.run_time import RunTime, run_cost
 from finetune.recipe import load_recipe
 from finetune.settings import resolved
 from finetune.units import GIB, gib

@@ -342,14 +342,14 @@ def test_an_upload_flood_is_refused(app, monkeypatch):
     folder = Path(os.environ["GRADIO_TEMP_DIR"])
     (folder / "old").mkdir()
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    monkeypatch.setattr("app.web.uploads.MOST_BYTES", there + 1000)
+    monkeypatch.setattr("app.web.guard.MOST_UPLOAD_BYTES", there + 1000)
     (folder / "old" / "x").write_bytes(b"x" * 2000)
     body, headers = multipart("a.jsonl", b"{}")
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 507
     os.utime(folder / "old", (0, 0))
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 200
     assert not (folder / "old").exists()
-    monkeypatch.setattr("app.web.uploads.AT_ONCE", 0)
+    monkeypatch.setattr("app.web.guard.UPLOADS_AT_ONCE", 0)
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 429
 
 

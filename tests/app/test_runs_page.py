@@ -17,9 +17,9 @@ from app.pages.runs import _View
 from app.planning.draft import Draft
 from app.scores import Scores
 from app.views import home as home_view
-from app.views.advice import what_settings_did
 from app.views.rail import GpuMemory, RunningJob
 from app.views.run_row import row_of
+from app.views.runs import what_settings_did
 from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.paired import Difference
@@ -27,6 +27,7 @@ from finetune.evaluate.results import Comparison, Score
 from finetune.evaluate.run_advice import RunAdvice, SettingEffect
 from finetune.events import Evaluation, Result, State
 from finetune.files import write_json
+from finetune.run.rename_delete import delete_run, deleted_runs, restore_run
 from finetune.units import GIB
 
 ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_loss=0.5), State(state="finished", exit_code=0)]
@@ -73,16 +74,16 @@ def test_settings_that_moved_the_score_are_told_from_noise():
 def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):
     status = acted(context, deed="delete", runs=["first", "second"])
     assert "Deleted 2 runs" in status and context.workspace.list_runs() == []
-    folders = [path.name for _, path in context.workspace.deleted()]
-    assert sorted(name for name, _ in context.workspace.deleted()) == ["first", "second"]
+    folders = [path.name for _, path in deleted_runs(context.workspace.runs)]
+    assert sorted(name for name, _ in deleted_runs(context.workspace.runs)) == ["first", "second"]
     assert "Restored" in acted(context, restore=folders)
     assert {run.path.name for run in context.workspace.list_runs()} == {"first", "second"}
-    deleted = context.workspace.discard(context.workspace.run("first"))
+    deleted = delete_run(context.workspace.run("first"))
     make_run(context.workspace.runs, "first", steps(1, 2))
     assert "exists already" in acted(context, restore=deleted.name)
     for name in ("../first", "first", "..", ""):
         with pytest.raises(CommandError):
-            context.workspace.restore(name)
+            restore_run(context.workspace.runs, name)
 
 
 def test_a_run_is_renamed_and_its_recipe_duplicated(context):

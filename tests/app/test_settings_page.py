@@ -7,7 +7,7 @@ import pytest
 from app.context import Context
 from app.pages.models import _of
 from app.pages.settings import _View
-from app.views.model_files import models_table
+from app.views.models import models_table
 from app.views.settings import examined
 from app.workspace import Workspace
 from finetune.run.directory import RunDirectory

@@ -12,7 +12,7 @@ from pathlib import Path
 from registry import ROWS
 
 from finetune.compat import patch_registry
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import RowShape
 
 hits: Counter[str] = Counter()
 without_row: list[str] = []

@@ -12,9 +12,9 @@ from finetune.card import find_card
 from finetune.card.device_selection import alike_cards, cards_here
 from finetune.cli import main
 from finetune.errors import RecipeError
-from finetune.planner.budget import choose_budget
 from finetune.planner.choices import Choices
 from finetune.planner.plan import Plan, read_plan
+from finetune.planner.resources import choose_budget
 from finetune.recipe import load_recipe, parse_recipe, write_recipe
 from finetune.run.prepare import create_run, prepare
 from finetune.units import GIB, MIB

@@ -22,8 +22,8 @@ from finetune.errors import CardError, RecipeError
 from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import replayed
-from finetune.memory.row_shape import RowShape
 from finetune.model.configuration import read_config
 from finetune.planner.history import read_history
 from finetune.planner.plan import read_plan

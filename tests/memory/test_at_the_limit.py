@@ -8,9 +8,8 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.memory import device_peak
 from finetune.memory.device_peak import make_forecast
-from finetune.memory.forecast import AtLimit
+from finetune.memory.forecast import AtLimit, RowShape
 from finetune.memory.ledger import dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.planner.plan import verdict_of
 from finetune.units import GIB, MIB
 

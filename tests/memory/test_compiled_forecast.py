@@ -13,8 +13,8 @@ from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import Compilations, compile_layers
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.fake_model import materialise
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base

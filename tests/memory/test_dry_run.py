@@ -23,9 +23,8 @@ from finetune.memory import cache
 from finetune.memory.caching_allocator import rounded
 from finetune.memory.device_peak import make_forecast
 from finetune.memory.fake_model import _packed_8bit
-from finetune.memory.forecast import PARTS
+from finetune.memory.forecast import PARTS, RowShape
 from finetune.memory.ledger import dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import step_errors
 from finetune.memory.tracker import StorageTracker
 from finetune.units import GIB, MIB
@@ -202,7 +201,7 @@ def test_a_second_forecast_is_read_without_torch():
     dry = run()
     script = (
         "import sys, json; sys.path.insert(0, sys.argv[1]); from tiny_models import config_values, settings\n"
-        "from finetune.memory.ledger import dry_run; from finetune.memory.row_shape import RowShape\n"
+        "from finetune.memory.ledger import dry_run; from finetune.memory.forecast import RowShape\n"
         "run = dry_run(config_values(num_hidden_layers=3), settings(), micro_batch=1, rows=RowShape(128), capability=(8, 6))\n"
         "print(json.dumps([run.parts, 'torch' in sys.modules]))"
     )

@@ -9,8 +9,8 @@ from finetune.card.host import PROCESS_BYTES
 from finetune.memory.caching_allocator import MIN_BLOCK
 from finetune.memory.depth import simulate_deep
 from finetune.memory.device_peak import make_forecast
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
 from finetune.settings.compatibility import BUFFERS

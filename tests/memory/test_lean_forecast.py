@@ -8,8 +8,8 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.memory.depth import at_depth
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from

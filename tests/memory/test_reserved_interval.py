@@ -8,8 +8,7 @@ from finetune.card import find_card
 from finetune.memory import device_peak
 from finetune.memory.allocator_replay import Replay
 from finetune.memory.device_peak import with_margin_of
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import Forecast, RowShape
 from finetune.model.configuration import read_config
 from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe

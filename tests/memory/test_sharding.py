@@ -5,8 +5,8 @@ from tiny_models import config_values, settings
 
 from finetune.card import Card
 from finetune.memory.device_peak import make_forecast
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import DryRun, dry_run
-from finetune.memory.row_shape import RowShape
 from finetune.memory.shard_units import Parameter, Unit, units_of
 from finetune.memory.sharding import shard
 from finetune.units import GIB, MIB

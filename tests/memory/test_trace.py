@@ -5,8 +5,8 @@ from tiny_models import config_values, settings
 
 from finetune.memory.allocator_replay import replay
 from finetune.memory.depth import simulate_deep
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import _first_layer_saves_less, _shape, replayed
-from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.transformers_config import config_from
 

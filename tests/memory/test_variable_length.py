@@ -12,8 +12,8 @@ from finetune.memory import device_peak
 from finetune.memory.allocator_choice import candidates, choose
 from finetune.memory.allocator_replay import replay
 from finetune.memory.device_peak import make_forecast, with_row_lengths
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import _shape
-from finetune.memory.row_shape import RowShape
 from finetune.memory.simulate import Batch, simulate
 from finetune.memory.trace import RELEASED, NotRepeated, Trace
 from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths

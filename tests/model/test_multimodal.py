@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from finetune.export.whole_checkpoint import write_merged_checkpoint
+from finetune.export.merge import write_merged_checkpoint
 from finetune.model.adapters import attach_adapters, prepare_for_training, trainable_parameters
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.models import show_models
+from finetune.cli.recipes import show_models
 from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model.catalogue import entries, sources

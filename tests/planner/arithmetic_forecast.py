@@ -3,8 +3,7 @@
 from typing import Any
 
 from finetune.card import Card
-from finetune.memory.forecast import Forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import Forecast, RowShape
 from finetune.planner.shape import shape_of
 from finetune.settings import Recipe
 from finetune.settings.base_formats import base_format_of

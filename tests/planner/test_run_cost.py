@@ -3,8 +3,7 @@
 import pytest
 
 from finetune.events import RunWarning, Start, State, Step
-from finetune.planner.run_cost import expense_of, run_cost
-from finetune.planner.run_time import RunTime
+from finetune.planner.run_time import RunTime, expense_of, run_cost
 
 HOUR = 3600.0
 

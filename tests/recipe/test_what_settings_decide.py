@@ -6,7 +6,7 @@ import pytest
 
 from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast
-from finetune.memory.row_shape import RowShape
+from finetune.memory.forecast import RowShape
 from finetune.recipe import recipe_from
 from finetune.settings import AUTO, plainest
 from finetune.settings.reference import settings_reference

@@ -11,8 +11,7 @@ from finetune.errors import DiskFull, MachineError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, Plan, Verdict
 from finetune.recipe import parse_recipe
-from finetune.run.disk_speed import measure_read_rate
-from finetune.run.offloading_checks import check_host_memory, check_layer_offloading
+from finetune.run.offloading_checks import check_host_memory, check_layer_offloading, measure_read_rate
 from finetune.settings import plainest
 from finetune.units import GIB, MIB
 

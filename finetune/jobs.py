@@ -1,4 +1,4 @@
-"""A recipe as a job file of Slurm, Kubernetes or SkyPilot. Each machine runs `finetune run` with its own rank."""
+"""Job files: a recipe for Slurm, Kubernetes or SkyPilot. Each machine runs `finetune run` with its own rank."""
 
 from __future__ import annotations
 
