@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from finetune.planner.plan import Verdict
+
 ROOT = Path(__file__).resolve().parents[1]
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -60,7 +62,7 @@ def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith((b"fits: needs", b"tight: needs", b"does not fit: needs")):
+            if line.startswith(tuple(f"{verdict}: needs".encode() for verdict in Verdict)):
                 verdict_s = _processor_s(Path(f"/proc/{process.pid}/stat"))
         _, _, used = os.wait4(process.pid, 0)
         process.returncode = 0

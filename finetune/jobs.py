@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from finetune.card.find import catalogue
+from finetune.card.find import catalogue, skypilot_name
 from finetune.card.vendors import vendor_of
 from finetune.errors import RecipeError, exit_codes
 from finetune.recipe import write_recipe
@@ -182,18 +182,11 @@ def skypilot(job: Job) -> str:
     return f"# sky launch {job.label}.yaml      From the folder with the data.\n{_yaml(task)}"
 
 
-#: Catalogue name -> SkyPilot's, if removing the dashes is not enough.
-_SKYPILOT_NAMES = {
-    "a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-80gb": "H100", "h100-pcie": "H100", "v100-16gb": "V100",
-    "v100-32gb": "V100-32GB", "rtx-4000-ada": "RTX4000-Ada", "rtx-5000-ada": "RTX5000-Ada", "rtx-6000-ada": "RTX6000-Ada",
-}  # fmt: skip
-
-
 def _accelerator(gpu: str) -> str:
-    """SkyPilot's name of a catalogue GPU. Raises RecipeError for `auto`: a GPU to rent must be named."""
+    """The GPU as SkyPilot calls it. Raises RecipeError for `auto`: a GPU to rent must be named."""
     if gpu == AUTO:
         raise RecipeError("gpu is auto, and SkyPilot must know which GPU to rent", "Set it, for example gpu=rtx-4090.")
-    return _SKYPILOT_NAMES.get(gpu.lower(), gpu.upper().replace("-", ""))
+    return skypilot_name(gpu)
 
 
 ENGINES: dict[str, Callable[[Job], str]] = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}

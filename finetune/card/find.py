@@ -29,7 +29,10 @@ _UUIDS = "|".join(prefix.lower() for vendor in vendors() for prefix in vendor.uu
 _DEVICE_ID = re.compile(rf"\d{{1,2}}(:\d{{1,2}})?|({_UUIDS})[0-9a-f/-]+")
 #: In names of cards as people type them.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
-_MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|graphics|corporation|generation")
+_LEFT_OUT = re.compile(
+    "|".join(word.lower() for vendor in vendors() for word in (vendor.name, *vendor.product_lines))
+    + "|graphics|corporation|generation"
+)
 _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
 _COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
@@ -77,6 +80,11 @@ def catalogue() -> dict[str, Card]:
 def catalogue_sizes() -> dict[str, int]:
     """Name -> GB of memory as the box says, for every card of the catalogue."""
     return {name: entry["box_gb"] for name, entry in _entries().items()}
+
+
+def skypilot_name(gpu: str) -> str:
+    """A GPU's name in SkyPilot's catalogue: that of cards.json, else the usual spelling."""
+    return _entries().get(gpu.lower(), {}).get("skypilot") or gpu.upper().replace("-", "")
 
 
 def _from_entry(name: str, entry: dict[str, Any]) -> Card:
@@ -193,7 +201,7 @@ def _close_names(typed: str) -> list[str]:
 
 def _plain(name: str) -> str:
     """A name without maker, spaces and dashes."""
-    return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
+    return re.sub(r"[^a-z0-9]", "", _LEFT_OUT.sub("", name.lower()))
 
 
 def _short(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -32,12 +33,15 @@ _MISSING = (
 OLDEST_DRIVER = {12: "525", 13: "580"}
 #: Oldest compute capability of each CUDA (release notes of CUDA 13.0: Maxwell, Pascal and Volta are no longer supported).
 OLDEST_CAPABILITY = {13: (7, 5)}
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
 class Nvidia:
     """NVIDIA's answers."""
 
     name: ClassVar[str] = "NVIDIA"
+    platform: ClassVar[str] = "CUDA"
+    product_lines: ClassVar[tuple[str, ...]] = ("GeForce", "Tesla", "Quadro")
     pci_id: ClassVar[str] = "0x10de"
     visible_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     sees_none: ClassVar[str] = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
@@ -104,6 +108,24 @@ class Nvidia:
             f"{oldest[0]}.{oldest[1]} or later",
             "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
         )
+
+    def has_kernels(self, capability: tuple[int, int], architectures: list[str]) -> bool:
+        """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that this GPU runs.
+
+        Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on
+        that one only, with `f` within its family (CUDA programming guide, "Compute Capability").
+        """
+        for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
+            built = (int(number[:-1]), int(number[-1]))
+            if feature == "a":
+                fits = built == capability
+            elif kind == "sm" or feature == "f":
+                fits = built[0] == capability[0] and built <= capability
+            else:
+                fits = built <= capability
+            if fits:
+                return True
+        return False
 
     def supports_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Ampere (8.0) and later; Turing trains in fp16."""

@@ -62,6 +62,11 @@ class Build:
     cuda: str | None
     hip: str | None = None
 
+    @property
+    def platform(self) -> str:
+        """What it is built for: `CUDA 13.0`, `ROCm 7.1`; empty for a CPU-only build."""
+        return f"ROCm {self.hip}" if self.hip else f"CUDA {self.cuda}" if self.cuda else ""
+
 
 #: The driver's version, and the newest version (major, minor) of the vendor's platform that it runs.
 Driver = tuple[str, tuple[int, int]]
@@ -87,6 +92,10 @@ class Vendor(Protocol):
     """One vendor's answers. Methods that ask the driver raise DriverError."""
 
     name: ClassVar[str]
+    #: The platform of the builds of torch that are tested on it, as Build.platform begins.
+    platform: ClassVar[str]
+    #: Words in the names of its GPUs that people leave out.
+    product_lines: ClassVar[tuple[str, ...]]
     #: The vendor's number in /sys/bus/pci/devices/*/vendor.
     pci_id: ClassVar[str]
     #: The variable that lists the GPUs that a process may use, and with which value it sees none.
@@ -118,6 +127,10 @@ class Vendor(Protocol):
 
     def capability_problem(self, build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
         """Why this torch has no kernels for a GPU as old as this one, and the fix; None when it may have."""
+
+    def has_kernels(self, capability: tuple[int, int], architectures: list[str]) -> bool:
+        """Whether a torch built for `architectures` (torch.cuda.get_arch_list) has code for a GPU of this capability, as torch
+        reports it."""
 
     def supports_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Whether matrix products in bf16 are fast. `capability`: NVIDIA's; None: unknown, or of another vendor."""

@@ -50,7 +50,7 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
         what = f"no {vendor.name} card in this machine ({reason})"
         return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
-    return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
+    return Finding("driver", "ok", f"{driver}, supports {vendor.platform} up to {facts['cuda']}", facts=facts)
 
 
 def check_cards() -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 from finetune import __version__
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.vendor import WHEEL_FIX, Build, DriverError
-from finetune.card.vendors import current_vendor
+from finetune.card.vendors import current_vendor, vendors
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
@@ -30,7 +29,6 @@ _FIXES = {
 }
 #: NF4 in blocks of 64 has a relative error of 9 % on normally distributed weights. Twice that is a fault.
 MOST_QUANTISATION_ERROR = 0.18
-_ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
 def check_packages(requirements: list[str] | None = None) -> Finding:
@@ -130,15 +128,16 @@ def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
 def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | None) -> Finding:
     """`part`: what the probe reports of torch. `driver`: its version and the newest CUDA it supports, None without one."""
     version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
+    build = Build(part["version"], part["cuda"], part["hip"])
+    if build.platform and not build.platform.startswith(tuple(vendor.platform for vendor in vendors())):
+        return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested", facts=facts)
     if part["devices"]:
         names = ", ".join(device["name"] for device in part["devices"])
-        return Finding("cuda", "ok", f"{version} with CUDA {part['cuda']} sees {names}", facts=facts)
-    if part["hip"]:
-        return Finding("cuda", "warn", f"{version} is a ROCm build, which is not tested", facts=facts)
+        return Finding("cuda", "ok", f"{version} with {build.platform} sees {names}", facts=facts)
     if driver is None:
-        kind = "a CPU-only build" if part["cuda"] is None else f"built for CUDA {part['cuda']}"
+        kind = f"built for {build.platform}" if build.platform else "a CPU-only build"
         return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
-    if problem := current_vendor().build_problem(Build(part["version"], part["cuda"]), driver):
+    if problem := current_vendor().build_problem(build, driver):
         return Finding("cuda", "fail", *problem, facts)
     fix = f"Is {current_vendor().visible_variable} set? {current_vendor().container_fix}"
     what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
@@ -150,30 +149,11 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
     major, minor = device["capability"]
     facts = {"name": device["name"], "capability": device["capability"], "architectures": part["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"
-    if runs_on((major, minor), part["architectures"]):
+    if current_vendor().has_kernels((major, minor), part["architectures"]):
         return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
     return Finding("architecture", "fail", what, WHEEL_FIX, facts)
-
-
-def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that a card of `capability` runs.
-
-    Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on that
-    one only, with `f` within its family (CUDA programming guide, "Compute Capability").
-    """
-    for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
-        built = (int(number[:-1]), int(number[-1]))
-        if feature == "a":
-            fits = built == capability
-        elif kind == "sm" or feature == "f":
-            fits = built[0] == capability[0] and built <= capability
-        else:
-            fits = built <= capability
-        if fits:
-            return True
-    return False
 
 
 def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:

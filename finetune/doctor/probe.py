@@ -36,7 +36,7 @@ def try_torch() -> dict[str, Any]:
         "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
         "architectures": torch.cuda.get_arch_list(), "devices": [], "cuda_error": None,
     }  # fmt: skip
-    if torch.version.cuda is not None:
+    if torch.version.cuda or torch.version.hip:
         try:
             torch.cuda.init()
             values["devices"] = [_device(torch, number) for number in range(torch.cuda.device_count())]

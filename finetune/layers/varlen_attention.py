@@ -156,8 +156,13 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     if is_forecast(query):
         capability = _FORECAST_FOR[-1]
     else:
-        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else _NO_CARD
+        capability = compute_capability(query.device) or _NO_CARD
     return capability >= (8, 0) and flash_supports_backward(head_dim, capability)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; None for the CPU, and for ROCm, which torch gives numbers of its own for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
 def flash_supports_backward(head_dim: int, capability: tuple[int, int]) -> bool:

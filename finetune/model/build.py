@@ -38,7 +38,7 @@ def build_base(
     quantization = quantization_config(settings, config)
     dtype, attention = model_dtype(settings), _attention(settings, weights)
     torch_device = torch.device(device)
-    if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, torch.cuda.get_device_capability(torch_device)):
+    if weights and torch_device.type == "cuda" and must_repeat_keys(dtype, varlen_attention.compute_capability(torch_device)):
         repeat_keys()
     quantiser = quantiser_of(settings, config)
     if not weights:
@@ -90,13 +90,13 @@ def _check_weights_match(settings: Settings, model: PreTrainedModel, loading_inf
             )
 
 
-def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+def must_repeat_keys(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
     """Whether grouped-query attention needs keys and values repeated per query head at this compute capability.
 
     Only flash attention (16 bit, Ampere or newer) has grouped queries. Otherwise torch 2.13 would fall back to the math kernel
     with fp32 scores; with repeated keys it uses the memory-efficient kernel (sdp_utils.cpp, pytorch#191085).
     """
-    return dtype == torch.float32 or capability < (8, 0)
+    return dtype == torch.float32 or (capability is not None and capability < (8, 0))
 
 
 def _without_quantization(config: PretrainedConfig) -> PretrainedConfig:

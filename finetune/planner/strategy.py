@@ -179,7 +179,8 @@ def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tu
         return stored if len(stored) == 1 or stored[-1] in still_open else (plain,)
     if card.is_cpu:
         return (plain,)
-    return (plain, *(base for base in reversed(still_open) if base.shards or not is_sharded(recipe.launch)))
+    sharded = is_sharded(recipe.launch)
+    return (plain, *(base for base in reversed(still_open) if base.planned and (base.shards or not sharded)))
 
 
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:

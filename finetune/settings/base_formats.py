@@ -27,6 +27,8 @@ class BaseFormat:
     other_bytes: float = 2.0
     setting: str = ""
     method: str = "LoRA"
+    #: Whether the planner chooses it; others have to be asked for.
+    planned: bool = True
     #: Whether it quantises a mixture's fused experts, too.
     experts: bool = False
     #: Whether FSDP and DeepSpeed can shard it.

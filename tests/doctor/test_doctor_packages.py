@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, check_stack, cuda_finding, runs_on
+from finetune.card.nvidia import Nvidia
+from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, check_stack, cuda_finding
 
 TORCH = {
     "version": "2.13.0",
@@ -174,7 +175,7 @@ def test_torch_and_driver(changes, driver, state, reason):
     ],
 )
 def test_a_wheel_runs_on_the_cards_it_has_code_for(capability, architectures, runs):
-    assert runs_on(capability, architectures) is runs
+    assert Nvidia().has_kernels(capability, architectures) is runs
 
 
 def test_a_card_that_the_wheel_has_no_code_for_is_a_failure():

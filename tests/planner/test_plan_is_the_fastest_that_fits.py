@@ -7,11 +7,12 @@ import pytest
 
 from finetune.card import find_card
 from finetune.errors import RecipeError
+from finetune.planner import strategy
 from finetune.planner.plan import DataStatistics, Plan, Verdict
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
 from finetune.settings import unresolved
-from finetune.settings.base_formats import NF4
+from finetune.settings.base_formats import INT8, NF4
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
@@ -289,6 +290,13 @@ def test_a_mixture_with_4_bit_experts_fits_a_24_gb_card(planned, model):
 def test_a_mixtures_experts_stay_16_bit_with_int8_and_the_plan_says_so(planned):
     plan = planned("Qwen/Qwen3-30B-A3B", "a100-80gb", "load_in_8bit=true")
     assert plan.settings.load_in_8bit is True and "experts stay 16-bit" in plan.reasons["load_in_8bit"]
+
+
+def test_a_format_that_is_not_planned_is_used_only_where_the_recipe_asks_for_it(planned, monkeypatch):
+    assert planned(QWEN_8B, "rtx-4090", "load_in_4bit=false", free_bytes=14 * GIB).settings.load_in_8bit is True
+    monkeypatch.setattr(strategy, "QUANTISED", (NF4, dataclasses.replace(INT8, planned=False)))
+    assert planned(QWEN_8B, "rtx-4090", "load_in_4bit=false", free_bytes=14 * GIB).settings.load_in_8bit is False
+    assert planned(QWEN_8B, "rtx-4090", "load_in_8bit=true", free_bytes=14 * GIB).settings.load_in_8bit is True
 
 
 def test_a_cpu_is_planned_in_float32_without_checkpointing_or_pinned_memory(planned):
