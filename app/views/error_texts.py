@@ -39,7 +39,8 @@ def _line(line: str) -> str:
         return line
     translation = _translated(line)
     has_english = translation == line or _SENTENCE.search(translation)
-    for beginning in islice(_BEGINNING.finditer(line), _MOST_CUTS) if has_english else ():
+    beginnings = islice(_BEGINNING.finditer(line), _MOST_CUTS) if has_english else ()
+    for beginning in sorted(beginnings, key=lambda match: line[match.start() - 1] not in ".?"):
         parts = line[: beginning.start()], line[beginning.end() :]
         first, others = map(_translated, parts)
         if first != parts[0] or others != parts[1]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..language import LANGUAGES, current, mark, tr
+from .error_texts import of_error
 from .markup import action, inert, note
 from .words import day
 
@@ -14,6 +15,11 @@ _STATES = {
     "ok": (mark("Good"), "ok"), "skip": (mark("Not needed"), ""), "warn": (mark("Look at it"), "warn"),
     "fail": (mark("Broken"), "bad"),
 }  # fmt: skip
+#: The checks of `finetune doctor`; others are shown by their own names.
+_CHECKS = (
+    mark("packages"), mark("driver"), mark("card memory"), mark("architecture"), mark("compiler"), mark("host memory"),
+    mark("disk"), mark("hub"), mark("hub login"), mark("spill"), mark("port"),
+)  # fmt: skip
 
 
 def choices(price: str, budget: str, token_from: str) -> str:
@@ -70,8 +76,9 @@ def examined(answer: Mapping[str, Any] | None, *, is_running: bool) -> str:
 
 def _finding(finding: Mapping[str, Any]) -> str:
     name, css = _STATES[finding["state"]]
-    fix = f"<small>{inert(finding['fix'])}</small>" if finding.get("fix") else ""
+    check = tr(finding["check"]) if finding["check"] in _CHECKS else finding["check"]
+    fix = f"<small>{inert(of_error(finding['fix']))}</small>" if finding.get("fix") else ""
     return (
-        f'<li><span class="ft-badge {css}">{tr(name)}</span><b>{inert(finding["check"])}</b>'
-        f"<span>{inert(finding['what'])}{fix}</span></li>"
+        f'<li><span class="ft-badge {css}">{tr(name)}</span><b>{inert(check)}</b>'
+        f"<span>{inert(of_error(finding['what']))}{fix}</span></li>"
     )

@@ -47,5 +47,5 @@ def why_unsupported(name: str) -> tuple[str, str] | None:
     """Why a card of this name can't train, and what can be done; None for unknown names."""
     for pattern, why, instead in _OTHERS:
         if re.search(pattern, name.strip().lower()):
-            return why, f"{instead} {_TRY}".strip()
+            return why, " ".join([instead, _TRY]) if instead else _TRY
     return None

@@ -47,8 +47,9 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
             what = f"there is an {silent.name} card, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, silent.driver_fix)
         because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
-        what = f"no {vendor.name} card in this machine ({reason})"
-        return Finding("driver", "warn", f"{what}; {because}" if because else what, fix)
+        if because:
+            return Finding("driver", "warn", f"no {vendor.name} card in this machine ({reason}); {because}", fix)
+        return Finding("driver", "warn", f"no {vendor.name} card in this machine ({reason})", fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports {vendor.platform} up to {facts['cuda']}", facts=facts)
 
@@ -72,7 +73,7 @@ def check_cards() -> Iterator[Finding]:
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:
     used_bytes = device.total_bytes - device.free_bytes
-    users = f" by {', '.join(device.holders[:6])}" if device.holders else ""
+    users = f", held by {', '.join(device.holders[:6])}" if device.holders else ""
     what = f"{device.index}: {device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
     facts = {
         "index": device.index, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,

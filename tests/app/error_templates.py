@@ -25,7 +25,6 @@ NOT_ON_A_PAGE = {
     "serve": "answers to clients of OpenAI's interface",
     "jobs.py": "job files are made in a terminal",
     "sweep": "sweeps are started in a terminal, a page only reads them",
-    "doctor": "findings, no errors",
     "compat": "names that a library lacks, for this project's developers",
     "views": "makes HTML of errors and raises none",
     "web": "of the server that has no page yet, and of addresses",
@@ -33,11 +32,11 @@ NOT_ON_A_PAGE = {
 #: Errors with numbers instead of a text, and those that are always caught.
 NOT_SHOWN = {"RequestError", "OutOfMemory", "_TaskError"}
 #: Functions whose texts become problems or fixes in another module.
-OF_ERRORS = re.compile(r"problem|_fix\b|hint|advice|why_not|^refusal_lines$|^_explain$")
-#: What makes a finding about rows, or a suggestion with its price -> how many arguments come before its text.
-FINDINGS = {"Finding": 1, "finding": 1, "_finding": 2, "offer": 1}
+OF_ERRORS = re.compile(r"problem|_fix\b|hint|advice|why_not|^refusal_lines$|^_explain$|^why_")
+#: What makes a finding, a suggestion, or the reason why a key can't be converted -> how many arguments come before its text.
+FINDINGS = {"Finding": 1, "finding": 1, "_finding": 2, "offer": 1, "refuse": 1, "Refuse": 0, "_report": 2}
 #: Tables of them that other modules read.
-TABLES = {"TOKENISED", "MEANINGS", "FIXES", "_DAMAGE", "_NOTES"}
+TABLES = {"TOKENISED", "MEANINGS", "FIXES", "_DAMAGE", "_NOTES", "WHEEL_FIX", "COMPILER_FIX"}
 #: Lists of them.
 COLLECTED = re.compile(r"(problem|fix)(s|es)?$")
 #: Pydantic's own errors of settings, with what its messages must be given.
@@ -79,6 +78,7 @@ def error_templates():
     for path, tree in modules.items():
         texts = _Texts(tree)
         texts.add([ast.Name(name) for name in TABLES], None)
+        texts.add_said_of_names("_OTHERS")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (OF_ERRORS.search(node.name) or _is_rule(node, path)):
                 texts.add_results(node)
@@ -141,6 +141,11 @@ class _Texts:
         """The texts that a function returns or yields."""
         results = [node for node in ast.walk(function) if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)]
         self.add([node.value for node in results], function)
+
+    def add_said_of_names(self, table):
+        """The texts in a table of names: each row begins with the pattern of a name."""
+        for row in getattr(self._constants.get(table), "elts", []):
+            self.add(row.elts[1:], None)
 
     def add(self, nodes, scope):
         """The texts that expressions in the function `scope` can be."""

@@ -15,24 +15,31 @@ from app.views.engine_texts import english
 from app.views.error_texts import of_error, of_message
 from app.views.plan import blocker_note
 from app.views.problems import problem, settings_problem
+from app.views.settings import examined
 from app.workspace import Workspace
 from finetune.card import find_card
+from finetune.card.vendor import Device
+from finetune.doctor.machine import _card_finding, check_disk, check_driver, check_memory, check_port, check_spill
+from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, cuda_finding
 from finetune.errors import FinetuneError
 from finetune.planner.planning import plan_recipe, read_rows, without_rows
 from finetune.recipe import load_recipe
 from finetune.run.failures import cause_of
 from finetune.run.prepare import prepare
 from finetune.run.rename_delete import rename_run
+from finetune.units import GIB
 from tests.app.error_templates import ROOT, error_templates, shape
 from tests.app.test_language import english_in
 
 #: Names beside those of every page: what is quoted, commands to their end, paths, settings; and what other libraries say.
 NAMES = re.compile(
-    r"`[^`]*`|'[^']*'|\"[^\"]*\"|\{.*\}|\b(finetune|jq|hf) .*|\S*/\S*|\S+[._=]\S+|"
-    r"found undefined alias|Expecting value|nvml shared library not found|Parquet.*"
+    r"`[^`]*`|'[^']*'|\"[^\"]*\"|\{.*\}|\b(finetune|jq|hf|sudo apt) .*|uv pip install [^，]*|\S*/\S*|\S+[._=]\S+|"
+    r"found undefined alias|Expecting value|(?i:nvml shared library not found)|NVIDIA|Parquet.*"
 )
 #: A setting's name, value or choice, the name of a card.
 ONE_WORD = re.compile(r"(?<![A-Za-z] )\b[A-Za-z][\w-]*\b(?! ?[A-Za-z])")
+CARD = {"name": "RTX 2080", "capability": [7, 5]}
+TORCH = {"version": "2.13.0", "cuda": "13.0", "hip": None, "architectures": ["sm_75"], "devices": [], "cuda_error": None}
 BASE = "model_name_or_path: tiny\ndataset: {path: a.jsonl}\n"
 DRAFTS = {
     "no YAML": "a: *b", "unknown setting": f"{BASE}lora_rr: 3", "unknown in a section": f"{BASE}launch: {{nodes: 2}}",
@@ -142,6 +149,37 @@ def test_what_a_run_refuses_is_chinese(tmp_path):
     refusals = [refusal_of(rename_run, run, name) for name in ("second", "/", "")]
     refusals.append(refusal_of(Draft(Workspace(tmp_path, tmp_path)).start_from, "none"))
     assert english_of("".join(refusals)) == []
+
+
+#: Other tools' files with keys that can't be converted.
+OTHER_TOOLS = {
+    "axolotl": "base_model: a/b\ndatasets: [{path: a/b, type: sharegpt}]\nadapter: lora\nrl: orpo\nmicro_batch_size: 1\n",
+    "llama_factory": "model_name_or_path: a/b\nstage: rm\nfinetuning_type: full\ndataset: x\ntemplate: qwen\n"
+    "quantization_type: fp4\n",
+    "trl": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ndataset_name: a/b\ninit_lora_weights: pissa\n"
+    "label_smoothing_factor: 0.1\nuse_peft: false\n",
+}
+
+
+@pytest.mark.parametrize("text", OTHER_TOOLS.values(), ids=list(OTHER_TOOLS))
+def test_why_the_file_of_another_tool_is_not_converted_is_chinese(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert english_of(refusal_of(load_recipe, str(path))) == []
+
+
+@pytest.mark.parametrize(("minimum", "device"), [(0, CARD), (2**60, {**CARD, "capability": [5, 2]})])
+def test_what_is_wrong_with_the_machine_is_chinese(tmp_path, minimum, device):
+    card = Device("RTX 2080", 16 * GIB, 4 * GIB, (7, 5), None, ("python (pid 7) 9.00 GiB",))
+    findings = [
+        check_driver(tmp_path), check_driver(tmp_path, "Darwin"), check_memory(2**60, minimum), check_port(1), check_port(0),
+        *check_disk({"runs": tmp_path}, 2**60, minimum), check_spill("Windows", "11"), check_spill("Linux", "microsoft"),
+        _card_finding(card, hidden=False), _card_finding(card, hidden=True), check_compiler(str(tmp_path)), check_packages([]),
+        *(cuda_finding({**TORCH, **torch}, ("570", (12, 8))) for torch in ({}, {"cuda": None}, {"devices": [device]})),
+        cuda_finding(TORCH, None), cuda_finding({**TORCH, "hip": "7.1"}, None), architecture_finding(TORCH, device),
+    ]  # fmt: skip
+    answer = {"time_s": 0.0, "findings": [finding.as_json() for finding in findings]}
+    assert english_of(examined(answer, is_running=False)) == []
 
 
 def test_a_message_with_its_fix_in_one_line_is_chinese(tmp_path):

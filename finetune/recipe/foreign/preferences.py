@@ -7,15 +7,15 @@ from finetune.recipe.foreign.rules import ConfigReader, Refuse, Rule, is_off
 from finetune.settings.methods import METHODS
 
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
-_NO_REFERENCE = "the nearest is method dpo, which compares with the model before the training; {} has no such reference"
+_NO_REFERENCE = "the nearest is method dpo, which compares with the model before the training; {name} has no such reference"
 _ONE_ANSWER = "of pairs the nearest is sigmoid; method kto learns from single answers that are marked good or bad"
 _BARE_REFERENCE = "there the reference is the base model; here, with adapter=RUN in a recipe, it is that adapter"
 _SCORES = "the nearest is method dpo, which trains the model itself on the same pairs; a reward model only scores answers"
 #: Methods of other tools -> the nearest here, and why it isn't the same.
 OTHER_METHODS = {
-    "orpo": f"{_NO_REFERENCE.format('ORPO')}, and learns the chosen answers, too", "kto": _ONE_ANSWER,
-    "simpo": f"{_NO_REFERENCE.format('SimPO')}, and wants a margin of means over the tokens",
-    "cpo": f"{_NO_REFERENCE.format('CPO')}, and learns the chosen answers, too", "rm": _SCORES, "reward": _SCORES,
+    "orpo": f"{_NO_REFERENCE.format(name='ORPO')}, and learns the chosen answers, too", "kto": _ONE_ANSWER,
+    "simpo": f"{_NO_REFERENCE.format(name='SimPO')}, and wants a margin of means over the tokens",
+    "cpo": f"{_NO_REFERENCE.format(name='CPO')}, and learns the chosen answers, too", "rm": _SCORES, "reward": _SCORES,
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "ebft"), _GENERATED),
     "pt": "the nearest is method sft on rows of text, each a sequence; there texts are joined and cut into equal pieces",
 }  # fmt: skip

@@ -144,8 +144,8 @@ class ConfigReader:
             return
         if lifted_by == "dataset.path":
             self.settings.setdefault(lifted_by, "refused")  # its absence is not a second problem
-        hint = f"; or set {lifted_by}=..." if lifted_by else ""
-        self._report(key, "refused", f"{short_value(self.value(key))}: {reason}{hint}")
+        problem = f"{reason}; or set {lifted_by}=..." if lifted_by else reason
+        self._report(key, "refused", f"{short_value(self.value(key))}: {problem}")
 
     def assume(self, setting: str, value: Any, note: str = "") -> None:
         """Set `setting` to what the tool does when its key is absent; `note` is a difference that remains."""
