@@ -121,11 +121,11 @@ def _current(current: bool) -> str:
 
 
 def _job(job: RunningJob) -> str:
-    share = tr("starting") if job.share is None else f"{job.share:.0%}"
-    left = f"<p>{tr('{time} left', time=minutes(job.left_s))}</p>" if job.left_s is not None else ""
+    share_text = tr("starting") if job.share is None else f"{job.share:.0%}"
+    time_left = f"<p>{tr('{time} left', time=minutes(job.left_s))}</p>" if job.left_s is not None else ""
     bar = "" if job.share is None else _thin(("progress", job.share))
-    link = f'<a class="row" href="/run?run={quote(job.name)}"><span>{inert(job.name)}</span><b>{share}</b></a>'
-    return f"{link}{bar}{left}"
+    link = f'<a class="row" href="/run?run={quote(job.name)}"><span>{inert(job.name)}</span><b>{share_text}</b></a>'
+    return f"{link}{bar}{time_left}"
 
 
 def _gpu(gpu: GpuMemory) -> str:

@@ -77,10 +77,13 @@ def names_of(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def forgetting_table(groups: list[dict[str, Any]]) -> str:
-    """Losses before and now on rows of other tasks."""
-    lines = [[of_engine(row["rows_of"]), row["rows"], _number(row["before"]), _number(row["now"]), _gap(row)] for row in groups]
-    columns = [tr("forgetting"), f">{tr('rows')}", f">{tr('loss before')}", f">{tr('now')}", tr("difference")]
-    return table(columns, lines, tr("Forgetting"), hidden_caption=True) if lines else ""
+    """Losses before and now on groups of rows of other tasks."""
+    lines = [
+        [of_engine(group["rows_of"]), group["rows"], _number(group["before"]), _number(group["now"]), _gap(group)]
+        for group in groups
+    ]
+    headings = [tr("forgetting"), f">{tr('rows')}", f">{tr('loss before')}", f">{tr('now')}", tr("difference")]
+    return table(headings, lines, tr("Forgetting"), hidden_caption=True) if lines else ""
 
 
 def task_table(tasks: list[TaskScore]) -> str:

@@ -75,8 +75,8 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
         )
     path = folder / "eval_examples.json"
     try:
-        questions = read_json(path, list)[:limit]
-        _eval_rows(questions)
+        examples = read_json(path, list)[:limit]
+        _eval_rows(examples)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(problem, "Give rows of your own: --data FILE.") from None
@@ -91,12 +91,12 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
         except Exception as error:  # noqa: BLE001 - its library raises whatever its code meets
             problem = f"{folder / 'eval'} can't be read: {type(error).__name__}: {str(error)[:200]}"
             raise DataError(problem, "Give rows of your own: --data FILE.") from None
-    if not questions and not sequences["input_ids"]:
+    if not examples and not sequences["input_ids"]:
         raise DataError(
             f"{run.path} has no held-out rows",
             "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
-    return _eval_rows(questions, **{_SEQUENCES[name]: values for name, values in sequences.items()})
+    return _eval_rows(examples, **{_SEQUENCES[name]: values for name, values in sequences.items()})
 
 
 def file_rows(

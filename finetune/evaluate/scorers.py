@@ -246,11 +246,11 @@ def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
     return score_answer
 
 
-def _function(source: str) -> Callable[[str, str, str], Any]:
-    file, _, name = source.rpartition(":")
+def _function(reference: str) -> Callable[[str, str, str], Any]:
+    file, _, name = reference.rpartition(":")
     example = "For example --score-function score.py:score, with  def score(prompt, expected, answer):"
     if not file.endswith(".py") or not name.isidentifier():
-        raise CommandError(f"{source[:200]!r} is not file.py:name", example)
+        raise CommandError(f"{reference[:200]!r} is not file.py:name", example)
     if not Path(file).is_file():
         raise CommandError(f"there is no file {file}", example)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)

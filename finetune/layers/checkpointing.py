@@ -68,9 +68,9 @@ def recompute(
         raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
     if offload:
         # transformers' own `offload` pins memory even without a CUDA device
-        func = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
+        checkpoint = functools.partial(_checkpoint_with_inputs_on_host, **arguments)
         for module in base.modules():
-            wrap_checkpoint(module, lambda _: func)
+            wrap_checkpoint(module, lambda _: checkpoint)
 
 
 def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:

@@ -149,12 +149,12 @@ def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:
 def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capability) -> list[int]:
     """delta and the fp32 accumulators of dq, and in 16 bit of dk and dv unless they stay in registers (kernel_backward.h)."""
     batch, heads, tokens, dim = query.shape
-    half = query.element_size() == 2
-    block_rows, block_columns = _efficient_block(half, dim, capability)
+    is_16_bit = query.element_size() == 2
+    block_rows, block_columns = _efficient_block(is_16_bit, dim, capability)
     elements = -(-tokens // block_rows) * -(-dim // block_columns) * (4 + block_rows * block_columns)
-    if half and dim > block_rows:
-        splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
-        elements += 2 * splits * block_columns * _up(dim, block_rows)
+    if is_16_bit and dim > block_rows:
+        key_splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
+        elements += 2 * key_splits * block_columns * _up(dim, block_rows)
     return [batch * heads * tokens * 4, batch * heads * _up(elements, 4) * 4]
 
 

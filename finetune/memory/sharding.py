@@ -147,36 +147,38 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
     # (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer). Offload moves them to host memory (offload_config.py).
     rank_adapter_bytes = -(-adapter_bytes // cards)  # one rank's adapters in fp32: master copy, gradient of the step
-    optimizer_share, masters = (0.0, 0) if offloads else (1 / cards, rank_adapter_bytes)
+    optimizer_share, master_bytes = (0.0, 0) if offloads else (1 / cards, rank_adapter_bytes)
     host_bytes = 4 * rank_adapter_bytes if offloads else 0  # master copy, gradient, two states of AdamW
     # Gradients count as whole, with two buffers of hidden x hidden elements (reduce_bucket_size, overlap_comm;
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
-    buffers = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
+    buffer_bytes = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
     if launch.zero_stage == 2:
-        return Sharded(full_bytes, optimizer_share, masters, buffers, _all_bytes(units), host_bytes)
+        return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, _all_bytes(units), host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
     rank_bytes, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full_bytes.values()))
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
-    persistent = sum(
+    persistent_bytes = sum(
         rounded(parameter.size_bytes)
         for unit in units for parameter in unit.parameters if parameter.size_bytes < 10 * hidden * parameter.item_bytes
     )  # fmt: skip
     # Gathered: up to MOST_LIVE elements, and those being fetched (stage3_prefetch_bucket_size;
     # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
-    fetched = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
-    gathered = min(all_bytes, persistent + MOST_LIVE * item_bytes + fetched) + buffers
+    fetched_bytes = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
+    gathered_bytes = min(all_bytes, persistent_bytes + MOST_LIVE * item_bytes + fetched_bytes) + buffer_bytes
     if not offloads:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
         # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
         # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
-        return Sharded(shards, optimizer_share, masters, gathered, all_bytes + rank_bytes, host_bytes)
+        return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, all_bytes + rank_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
-    arriving = 2 * max(map(sum, shards.values()))
+    arriving_bytes = 2 * max(map(sum, shards.values()))
     host_bytes += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
     host_bytes += NVME_BUFFERS * item_bytes if launch.offload == "nvme" else 0
-    return Sharded(dict.fromkeys(shards, (0, 0)), optimizer_share, masters, gathered + arriving, all_bytes, host_bytes)
+    return Sharded(
+        dict.fromkeys(shards, (0, 0)), optimizer_share, master_bytes, gathered_bytes + arriving_bytes, all_bytes, host_bytes
+    )
 
 
 def _hidden_size(units: tuple[Unit, ...]) -> int:

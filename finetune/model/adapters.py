@@ -31,10 +31,10 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     """
     grow_vocabulary(model, settings, tokenizer)
     targets = settings.target_modules
-    layers, parameters = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
-    adapters = LoraConfig(
+    layers, expert_weights = split_targets(model, targets) if isinstance(targets, list) else (targets, [])
+    lora_config = LoraConfig(
         r=settings.lora_r, lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=parameters or None,
+        lora_dropout=settings.lora_dropout, target_modules=layers, target_parameters=expert_weights or None,
         exclude_modules=_excluded_modules(model, settings.train_vision),
         trainable_token_indices=token_indices(model, settings),
         use_dora=settings.use_dora, use_rslora=settings.use_rslora, bias="none", task_type="CAUSAL_LM",
@@ -48,7 +48,7 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         with warnings.catch_warnings(), weights_for_magnitudes(model):
             # PEFT looks for the ranks of experts among layers only
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-            peft_model = get_peft_model(model, adapters, low_cpu_mem_usage=next(model.parameters()).is_meta)
+            peft_model = get_peft_model(model, lora_config, low_cpu_mem_usage=next(model.parameters()).is_meta)
     except ValueError as error:
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None

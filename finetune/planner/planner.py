@@ -78,11 +78,11 @@ def make_plan(
     attempt = planner.best()
     if not compare:
         return planner.plan(attempt)
-    note = planner.method_price(attempt)
+    price_note = planner.method_price(attempt)
     if show and attempt.verdict == Verdict.FITS:
-        show(planner.plan(attempt).with_note(note))
+        show(planner.plan(attempt).with_note(price_note))
     planner.compare(attempt)
-    return planner.plan(attempt).with_note(note)
+    return planner.plan(attempt).with_note(price_note)
 
 
 def plan_if_fits(

@@ -39,8 +39,8 @@ def _longest_below(share: float, rows: int, batch: int) -> float:
         return share
     expected_batches = 0.0
     for drawn in range(rows, batch + 1):
-        ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
-        chance = math.exp(ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
+        log_ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
+        chance = math.exp(log_ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
         expected_batches += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
     return expected_batches * rows / batch
 

@@ -350,11 +350,11 @@ def _dataset_settings(entry: dict[str, Any], model: str, method: str) -> tuple[d
         settings["path"] = entry.pop("data_files", None) or settings["path"]
     if not settings["path"]:
         return {}, "a dataset has no path", ""
-    part, reason, part_note = _part(split, str(settings["path"]))
+    split_settings, reason, split_note = _part(split, str(settings["path"]))
     if reason:
         return {}, reason, ""
-    settings |= part
-    note = ". ".join(text for text in (note, part_note, template_note) if text)
+    settings |= split_settings
+    note = ". ".join(text for text in (note, split_note, template_note) if text)
     settings |= {setting: entry.pop(setting) for setting in ("name", "revision") if setting in entry}
     for key, value in entry.items():
         if not _is_neutral(key, value):
