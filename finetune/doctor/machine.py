@@ -73,7 +73,6 @@ def check_cards() -> Iterator[Finding]:
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:
     used_bytes = device.total_bytes - device.free_bytes
-    users = f", held by {', '.join(device.holders[:6])}" if device.holders else ""
     what = f"{device.index}: {device.name}: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free"
     facts = {
         "index": device.index, "name": device.name, "total_bytes": device.total_bytes, "free_bytes": device.free_bytes,
@@ -85,7 +84,9 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)
     fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
-    return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{users}", fix, facts)
+    used, holders = format_bytes(used_bytes), ", ".join(device.holders[:6])
+    in_use = f"{what}; {used} in use by {holders}" if holders else f"{what}; {used} in use"
+    return Finding("card memory", "warn", in_use, fix, facts)
 
 
 def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MINIMUM_MEMORY_BYTES) -> Finding:
