@@ -1,4 +1,4 @@
-"""State in a temporary home, one thread per process, no network: set before anything heavy is imported."""
+"""State in a temporary home, one thread per process, no network, bytecode: set before anything heavy is imported."""
 
 import logging
 import os
@@ -14,6 +14,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# else each process compiles the tests, the package and the page for itself
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
 from warm import CLIENT, warm_server  # noqa: E402
