@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import CLIENT
 
 import finetune
 from standin_gpu.machine import Machine, describe, read_catalogue
@@ -13,8 +14,11 @@ from standin_gpu.machine import Machine, describe, read_catalogue
 LIBRARIES = os.environ.get("STAND_IN_LIBRARIES", "")
 CATALOGUE = read_catalogue(Path(finetune.__file__).parent / "card" / "cards.json")
 ROOT = Path(finetune.__file__).parents[1]
-#: The programs that tests name, as this checkout's.
-PROGRAMS = {"finetune": [sys.executable, "-m", "finetune"], "python": [sys.executable]}
+#: The programs that tests name, as this checkout's; the first two start with the libraries imported, and write no trace.
+PROGRAMS = {
+    "finetune": [CLIENT, "-m", "finetune"], "warm python": [CLIENT],
+    "cold finetune": [sys.executable, "-m", "finetune"], "python": [sys.executable],
+}  # fmt: skip
 
 
 class CheckoutMachine(Machine):
@@ -30,12 +34,12 @@ class CheckoutMachine(Machine):
     def start(self, program, *arguments, **options):
         return super().start(*PROGRAMS[program], *map(str, arguments), **options)
 
-    def python(self, code, *arguments, **options):
-        return self.run("python", "-c", code, *arguments, **options)
+    def python(self, code, *arguments, program="python", **options):
+        return self.run(program, "-c", code, *arguments, **options)
 
 
 @pytest.fixture
-def standin(tmp_path_factory):
+def standin(tmp_path_factory, warm_python):
     """standin("rtx-4090", total_gib=15.7) -> a machine with that GPU; several names for several GPUs, facts for all.
 
     `description`: the text of a machine's description in place of names; `driver` and `cuda`: versions of its driver.

@@ -6,7 +6,6 @@ benchmarks/card_matrix.py has many more cells, at full depth.
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,9 @@ def difference(line, kind):
 
 
 @pytest.mark.parametrize("cells", [("6 layers", "16 bit"), ("6 layers", "NF4"), ("6 layers", "int8"), ("3 layers",)])
-def test_a_run_takes_what_was_forecast(cells, tmp_path):
+def test_a_run_takes_what_was_forecast(cells, tmp_path, warm_python):
     output = tmp_path / "cells.csv"
-    command = [sys.executable, "-m", "benchmarks.card_matrix", "--only", *cells, "--output", str(output)]
+    command = [warm_python, "-m", "benchmarks.card_matrix", "--only", *cells, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -47,7 +47,7 @@ def test_the_load_peak_of_int8_weights_is_the_forecasts(standin, tmp_path):
     folder = shutil.copytree(model_path("tiny"), tmp_path / "model")
     machine = standin("rtx-4090")
     machine.environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    output = machine.python(LOAD, str(folder), json.dumps([WIDE, SQUARE])).stdout
+    output = machine.python(LOAD, str(folder), json.dumps([WIDE, SQUARE]), program="warm python").stdout
     sizes = [[int(size) for size in line.split()[1:]] for line in output.splitlines() if line.startswith("sizes")]
     assert len(sizes) == 2
     for allocated, reserved, measured_allocated, measured_reserved in sizes:

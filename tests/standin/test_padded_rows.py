@@ -13,7 +13,7 @@ UNEVEN = [
 
 def test_padded_rows_take_flash_attention(standin, tmp_path):
     trace = {"STAND_IN_TRACE": str(tmp_path / "trace")}
-    standin("rtx-4090").run("finetune", "run", *UNEVEN, f"output_dir={tmp_path / 'run'}", environment=trace)
+    standin("rtx-4090").run("cold finetune", "run", *UNEVEN, f"output_dir={tmp_path / 'run'}", environment=trace)
     kernels = {name for path in tmp_path.glob("trace.*") for name in json.loads(path.read_text())["kernels"]}
     assert any("flash_fwd" in name for name in kernels) and any("flash_bwd" in name for name in kernels)
     assert {name for name in kernels if "fmha_cutlass" in name} == set()  # memory-efficient attention, which takes masks

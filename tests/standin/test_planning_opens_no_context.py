@@ -54,11 +54,11 @@ def no_context(standin):
 
 @pytest.mark.parametrize("command", [["plan", "tiny-cpu", "gpu=auto", "--json"], ["data", "tiny-cpu"], ["recipes"]])
 def test_commands_that_plan_open_none(no_context, command):
-    no_context.run("finetune", *command)
+    no_context.run("cold finetune", *command)
 
 
 def test_the_doctor_leaves_the_context_to_its_probe(no_context):
-    report = json.loads(no_context.run("finetune", "doctor", "--json", check=False).stdout)
+    report = json.loads(no_context.run("cold finetune", "doctor", "--json", check=False).stdout)
     assert any("SIGABRT" in finding["what"] for finding in report["findings"])
 
 
@@ -74,6 +74,6 @@ def test_a_forecast_of_padded_rows_leaves_autograd_able_to_fork(no_context):
 def test_a_run_has_the_gpu_for_itself(standin, tmp_path):
     machine = standin("rtx-4090")
     run = tmp_path / "run"
-    machine.run("finetune", "run", "tiny-cpu", "gpu=auto", "max_steps=1", "sample_answers=0", f"output_dir={run}")
+    machine.run("cold finetune", "run", "tiny-cpu", "gpu=auto", "max_steps=1", "sample_answers=0", f"output_dir={run}")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["other_processes_bytes"] for event in events if event["kind"] == "step"] == [0]

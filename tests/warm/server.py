@@ -40,18 +40,31 @@ def main():
 
 def warm_up():
     gc.disable()
-    import finetune.cli.app
-    import finetune.cli.render
-    import finetune.data.preparation
-    import finetune.memory.depth
-    import finetune.run.callbacks
-    import finetune.run.prepare
-    import finetune.run.training
-    import finetune.run.worker  # noqa: F401
+    with cuda_is_not_asked():
+        import finetune.cli.app
+        import finetune.cli.render
+        import finetune.data.preparation
+        import finetune.memory.depth
+        import finetune.run.callbacks
+        import finetune.run.prepare
+        import finetune.run.training
+        import finetune.run.worker  # noqa: F401
 
     renew_thread_pool_in_forks()
     gc.freeze()
     gc.enable()
+
+
+@contextlib.contextmanager
+def cuda_is_not_asked():
+    """Imported, libraries ask for GPUs, bitsandbytes to name its library's file; after that no fork can use CUDA."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    real = torch.cuda.device_count, torch.cuda.get_device_capability
+    torch.cuda.device_count, torch.cuda.get_device_capability = lambda: 1, lambda _: (8, 9)
+    yield
+    torch.cuda.device_count, torch.cuda.get_device_capability = real
 
 
 def renew_thread_pool_in_forks():
@@ -91,6 +104,7 @@ def run(wish, files):
     os.environ.update(wish["environment"])
     os.chdir(wish["folder"])
     sys.executable, sys.argv = str(CLIENT), ["", *wish["arguments"]]
+    sys.orig_argv = [sys.executable, *wish["arguments"]]
     warnings.simplefilter("ignore", RuntimeWarning)  # that a module which is run was imported before
     code = 1
     try:
