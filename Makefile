@@ -82,23 +82,18 @@ setup-test: $(VENV)/.installed-test
 setup-check: $(VENV)/.installed-check
 setup-card: $(CARD)/.installed
 
-# The install fetches the charts' uPlot and font, too; pip -q hides what a build says.
-$(VENV)/.installed: pyproject.toml constraints.txt package-lock.json
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[ui]'
+# Each installs what those before it install. The install fetches the charts' uPlot and font, too; pip -q hides what a build says.
+$(VENV)/.installed: EXTRAS = ui
+$(VENV)/.installed-test: EXTRAS = test
+$(VENV)/.installed-check: EXTRAS = test,docs
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-check: pyproject.toml constraints.txt package-lock.json
+	[ -e $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@[ -e app/fetched/uplot.js ] || echo "Charts are plain SVG: uPlot could not be fetched. Try again: make charts"
-	touch $@
-
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
-	touch $@
-
-$(VENV)/.installed-check: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,docs]'
-	touch $@
+	touch $(VENV)/.installed $(if $(findstring test,$(EXTRAS)),$(VENV)/.installed-test) $@
 
 # Without a compiler or the wheel: a line that says so; in continuous integration (CI) an error.
-$(CARD)/.installed: $(VENV)/.installed-test $(wildcard standin_gpu/*.py standin_gpu/src/*)
+$(CARD)/.installed: constraints.txt $(wildcard standin_gpu/*.py standin_gpu/src/*) | $(VENV)/.installed-test
 	@$(VENV)/bin/python -m standin_gpu environment --base $(VENV) --out $(CARD) --torch $(TORCH) && touch $@ || \
 	  { rm -rf $(CARD); [ -z "$$CI" ] && echo "test-card is left out."; }
 
