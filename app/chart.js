@@ -2,7 +2,7 @@
 // is new, once a second while a run goes on and the tab is seen. The server's HTML never changes it.
 import { Followed, duration, smoothed, steps, text, timeline } from "./chart_data.js";
 import { LEFT, RIGHT, compared, dataOf, linesOf, optionsOf, sharedTop } from "./chart_lines.js";
-import { csvOf, eventsOf, pictureOf, save, tableOf } from "./chart_parts.js";
+import { eventsOf } from "./chart_events.js";
 import { tr } from "./language.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000;
@@ -22,11 +22,12 @@ const MARKUP = `<div class="ftc-tools">
 
 let library = null;
 // uPlot and the styles, when the first chart is on a page.
-const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"), ...["/ft/uplot.css", "/ft/chart.css", "/ft/uplot.js"].map((address) => new Promise((done, failed) => {
-  const isScript = address.endsWith(".js"), element = document.createElement(isScript ? "script" : "link");
+const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"), ...["uplot.css", "chart.css", "uplot.js"].map((name) => new Promise((done, failed) => {
+  const address = new URL(name, import.meta.url).href, isScript = name.endsWith(".js"), element = document.createElement(isScript ? "script" : "link");
   Object.assign(element, isScript ? { src: address } : { rel: "stylesheet", href: address }, { onload: done, onerror: failed });
   document.head.append(element);
 }))]);
+const exporting = () => import("./chart_export.js");
 const span = (low, high) => tr("{low} to {high}", { low, high });
 const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 
@@ -197,7 +198,7 @@ class Chart extends HTMLElement {
     this.querySelector("[data-do=whole]").hidden = !this.zoom;
     this.querySelector("[data-do=scale]").hidden = !this.charts.some(({ panel, u }) => panel.shared && sharedTop(u.data, panel.log && this.view.isLog) !== null);
     if (this.strip) eventsOf(this.strip, this.runs[0], ...this.range());
-    if (!this.querySelector(".ftc-table").hidden) this.querySelector(".ftc-table").innerHTML = tableOf(this.panels, this.runs);
+    this.fillTable();
     this.read(this.at);
   }
 
@@ -237,14 +238,25 @@ class Chart extends HTMLElement {
   }
   do_in() { this.zoomBy(0.5); }
   do_out() { this.zoomBy(2); }
-  do_table() {
+  async do_table() {
     const table = this.querySelector(".ftc-table");
     table.hidden = !table.hidden;
-    table.innerHTML = table.hidden ? "" : tableOf(this.panels, this.runs);
     this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
+    this.tableOf ??= (await exporting()).tableOf;
+    this.fillTable();
   }
-  do_csv() { save(new Blob([csvOf(this.runs)], { type: "text/csv" }), `${this.runs[0].name}.csv`); }
-  do_png() { pictureOf(this.charts.filter(({ panel }) => !panel.small), (blob) => save(blob, `${this.runs[0].name}.png`)); }
+  fillTable() {
+    const table = this.querySelector(".ftc-table");
+    if (this.tableOf) table.innerHTML = table.hidden ? "" : this.tableOf(this.panels, this.runs);
+  }
+  async do_csv() {
+    const { csvOf, save } = await exporting();
+    save(new Blob([csvOf(this.runs)], { type: "text/csv" }), `${this.runs[0].name}.csv`);
+  }
+  async do_png() {
+    const { pictureOf, save } = await exporting();
+    pictureOf(this.charts.filter(({ panel }) => !panel.small), (blob) => save(blob, `${this.runs[0].name}.png`));
+  }
 
   selected(u) {
     const { left, width } = u.select, [axis] = this.axes();

@@ -8,7 +8,10 @@ export class Bins {
   take({ w, i, m, l = m, h = m, gaps = {} }) {
     if (this.width && this.width !== w) return false;
     this.width = w;
-    i.forEach((index, n) => this.bins.set(index, { mean: m[n], low: l[n], high: h[n], gaps: gaps[index] || 0 }));
+    m.forEach((mean, n) => {
+      const index = i[n] ?? i[0] + n;
+      this.bins.set(index, { mean, low: l[n], high: h[n], gaps: gaps[index] || 0 });
+    });
     this.sorted = null;
     return true;
   }

@@ -1,8 +1,9 @@
-// The Fit page: which phase and part are shown, its messages to the server, what it answers, the drawer, and focus across answers.
-// An answer replaces HTML, so what a person chose here is applied anew and a replaced control has the focus again.
+// The Fit page: which phase and part are shown, its messages to the server, what it answers, and the drawer.
+// An answer replaces HTML, so what a person chose here is applied anew.
 import { tr } from "./language.js";
+import { messageBox, sendBy, write as writeBox } from "./message.js";
 
-const state = { phase: "train", part: "", focus: "", page: Math.random().toString(36).slice(2), sent: 0, waiting: [], basis: "" };
+const state = { phase: "train", part: "", page: Math.random().toString(36).slice(2), sent: 0, waiting: [], basis: "" };
 // What the server has said: to the last message, the draft, the plan's numbers and how to start; and the stamps of the draft, of
 // the one whose plan is shown, and of those before.
 const fit = { acted: null, draft: null, plan: null, asked: "", answered: "", stamps: new Set() };
@@ -23,21 +24,22 @@ const apply = () => {
       else part.classList.toggle("on", chosen);
     }
   }
-  if (state.focus && document.activeElement === document.body) document.querySelector(`[data-key="${state.focus}"]`)?.focus({ preventScroll: true });
 };
 
-// A message to the page's server: its text box is the one whose name ends so. Fit's goes to the same handler without Gradio's
-// page, and has those before it that are not acknowledged yet; of those for one control the last is enough.
+// A message goes to the handler of its text box without Gradio's page, and has those before it that are not acknowledged yet; of
+// those for one control the last is enough.
 const controlOf = ({ set, auto, field, basis }) => set ?? auto ?? field ?? (basis === undefined ? "" : "text");
-export const send = (message) => {
+const send = (message) => {
   const last = state.waiting.at(-1);
   if (last && controlOf(message) && controlOf(last) === controlOf(message)) state.waiting.pop();
   state.sent += 1;
-  state.waiting = [...(isFit() ? state.waiting : []), { ...message, sent: state.sent }];
-  const box = document.querySelector('[id$="-act"] :is(textarea, input)');
+  state.waiting.push({ ...message, sent: state.sent });
+  const box = messageBox();
   if (box) write(box, messages());
-  if (isFit()) { fill(); post(); }
+  fill();
+  post();
 };
+sendBy(send);
 const messages = () => JSON.stringify({ ...state.waiting.at(-1), page: state.page, earlier: state.waiting.slice(0, -1), tick: performance.now() });
 const post = async () => {
   if (state.isPosting) return;
@@ -141,11 +143,9 @@ const notice = () => {
     if (fit.answered) showBars();
   }
 };
-// Gradio is told what its box has, or it would copy or send what it had before.
 const write = (box, text) => {
   state.writing = true;
-  box.value = text;
-  box.dispatchEvent(new Event("input", { bubbles: true }));
+  writeBox(box, text);
   state.writing = false;
 };
 
@@ -206,7 +206,6 @@ const drawer = (open) => {
   document.querySelector(open ? "#fit-drawer [data-drawer]" : "#fit-go [data-drawer]")?.focus();
 };
 
-document.addEventListener("focusin", ({ target }) => { state.focus = target.dataset?.key ?? ""; });
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-phase-button], [data-part-button], [data-act], [data-drawer]");
   if (!element) return;
@@ -218,7 +217,6 @@ document.addEventListener("click", ({ target }) => {
       bar.setAttribute("aria-checked", bar === element);
       bar.tabIndex = bar === element ? 0 : -1;
     }
-    send(JSON.parse(act));
   } else drawer(!document.body.hasAttribute("data-drawer-open"));
   apply();
 });

@@ -1,6 +1,6 @@
 // Choosing a file by dropping it or from a dialog, and forms of the page's own HTML. The file goes the way of Gradio's own upload
 // button, which stands hidden beside the drop zone.
-import { send } from "./fit.js";
+import { send } from "./message.js";
 
 const input = ({ dataset }) => document.querySelector(`input[type=file]:has(+ #${dataset.pick})`);
 const zoneOf = ({ target, dataTransfer }) => (dataTransfer?.types.includes("Files") ? target.closest?.("[data-pick]") ?? [...document.querySelectorAll("[data-pick]")].find((zone) => zone.checkVisibility()) : null);

@@ -69,7 +69,8 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("theme.css", "run.css")) + STYLE
+    names = ("theme.css", "svg_chart.css", "run.css")
+    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'

@@ -1,6 +1,6 @@
 // The page of all runs: search, filters, hidden columns, what is chosen, the menu of a row, and renaming in its place.
 // The server replaces the table when a run has moved on, so all that a person does here is kept in `state` and applied anew.
-import { send } from "./fit.js";
+import { send } from "./message.js";
 import { tr } from "./language.js";
 
 const find = (selector) => document.querySelector(selector);

@@ -23,7 +23,9 @@ def main() -> int:
 def page(sweep: Sweep) -> str:
     """The whole page."""
     title = inert(sweep.path.name)
-    style = (Path(__file__).parent / "theme.css").read_text(encoding="utf-8") + STYLE
+    style = (
+        "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("theme.css", "svg_chart.css")) + STYLE
+    )
     arms = sweep_view.arms_table(sweep.results(), lambda entry: inert(entry.run))
     body = f"<section><h2>Held-out loss</h2>{sweep_view.picture(sweep)}</section><section><h2>Arms</h2>{arms}</section>"
     created = time.strftime("%Y-%m-%d %H:%M")

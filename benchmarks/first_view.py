@@ -20,7 +20,7 @@ from screenshots import ARGUMENTS, page_started
 
 BARS = {"bytes": 350_000, "decoded_bytes": 900_000, "bytes_again": 30_000, "layout_shift": 0.05}
 #: Bytes so far of what the page has loaded, itself included; and what the browser calls the sum of its shifts.
-_SIZES = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')].reduce(
+SIZES = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')].reduce(
     ([sent, decoded], entry) => [sent + entry.transferSize, decoded + entry.decodedBodySize], [0, 0])"""
 _SHIFTS = """new Promise((done) => { new PerformanceObserver((list) => done(list.getEntries().reduce(
     (sum, entry) => sum + (entry.hadRecentInput ? 0 : entry.value), 0))).observe({ type: 'layout-shift', buffered: true });
@@ -56,7 +56,7 @@ def view(browser: Any, link: str, page: str) -> dict[str, float]:
         tab.goto(f"{address.rstrip('/')}/{page}?{query}")
         tab.wait_for_selector("h1.ft-title")
         tab.wait_for_timeout(_SETTLE_MS)
-        sizes.append((tab.evaluate(_SIZES), tab.evaluate(_SHIFTS)))
+        sizes.append((tab.evaluate(SIZES), tab.evaluate(_SHIFTS)))
     context.close()
     ((sent, decoded), shift), ((sent_again, _), _) = sizes
     return {"bytes": sent, "decoded_bytes": decoded, "bytes_again": sent_again, "layout_shift": round(shift, 3)}

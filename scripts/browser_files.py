@@ -29,7 +29,7 @@ FILES = {
 #: The font is called as where it is installed; where it is not fetched, the page has no link to this.
 FONT = """@font-face {
   font-family: Inter; font-style: normal; font-display: swap; font-weight: 100 900;
-  src: url(/ft/inter.woff2) format("woff2");
+  src: url(inter.woff2) format("woff2");
 }
 """
 _PROJECT = ("package.json", "package-lock.json", ".npmrc")

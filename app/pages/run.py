@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -36,22 +37,25 @@ def build(context: Context, page: gr.Blocks) -> None:
     act = gr.Textbox(visible="hidden", elem_id="run-act")
     head, status, body = show(elem_id="run-head"), show(elem_id="run-status"), show(elem_id="run-body")
     tasks, talk = gr.Timer(result.TICK_S, active=False), gr.Timer(chat.TICK_S, active=False)
-    panes = {**result.build(context, name, tasks), "chat": chat.build(context, name, talk)}
+    opened = gr.Textbox(visible="hidden")  # the run's name, from when a tab with controls is opened
+    panes = {**result.build(context, opened, tasks), "chat": chat.build(context, opened, talk)}
+    controls = {pane: load_when_shown(column) for pane, column in panes.items()}
     sweep, arms, changed = gr.Textbox(visible="hidden"), show(elem_id="run-arms"), change_trigger()
     following = gr.Timer(_SWEEP_TICK_S, active=False)
     page.load(view.open, None, [name, tab, head, body, sweep, arms, following], **QUIET)
     following.tick(view.sweep_changes, sweep, changed, **QUIET)
     changed.change(view.arms, sweep, arms, **QUIET)
-    tab.change(view.tick_what_is_open, tab, [tasks, talk], **QUIET)
-    for pane, column in panes.items():
-        controls = load_when_shown(column)
-        tab.change(functools.partial(_shown_in, pane, len(controls)), tab, controls, **QUIET)
+    counts = {pane: len(pane_controls) for pane, pane_controls in controls.items()}
+    shown = [tasks, talk, opened, *itertools.chain(*controls.values())]
+    tab.change(functools.partial(_opened, counts), [tab, name], shown, **QUIET)
     act.change(view.act, [name, act], status, **QUIET)
 
 
-def _shown_in(pane: str, count: int, tab: str) -> Any:
-    """Shows so many controls of a tab when it is opened; they stay, with what was typed."""
-    return [gr.update(visible=True)] * count if tab == pane else gr.skip()
+def _opened(counts: dict[str, int], tab: str, name: str) -> list[Any]:
+    """Only the open tab's timer ticks. Its controls, so many, are shown when it is opened; they stay, with what was typed."""
+    timers = [gr.Timer(active=tab in _WITH_CONTROLS), gr.Timer(active=tab == "chat")]
+    controls = [gr.update(visible=True) if pane == tab else gr.skip() for pane, count in counts.items() for _ in range(count)]
+    return [*timers, name if tab in counts else gr.skip(), *controls]
 
 
 class _View:
@@ -93,10 +97,6 @@ class _View:
 
         runs = self.context.workspace.list_runs()
         return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
-
-    def tick_what_is_open(self, tab: str) -> list[Any]:
-        """Only the open tab's timer ticks."""
-        return [gr.Timer(active=tab in _WITH_CONTROLS), gr.Timer(active=tab == "chat")]
 
     def act(self, name: str | None, message: str) -> Any:
         """What a button of the page's head asks for."""

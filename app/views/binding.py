@@ -45,12 +45,14 @@ def fingerprint(*shown: Any) -> str:
 
 def load_when_shown(column: Any) -> list[Any]:
     """Hide the controls in a column, so that a browser does not load the scripts that only they need. Returns them, to be shown
-    when the column is. Those in an accordion are loaded with it."""
+    when the column is."""
     controls = []
     for block in column.children:
-        if isinstance(block, BlockContext) and not isinstance(block, gr.Accordion):
+        if isinstance(block, BlockContext):
             controls += load_when_shown(block)
-        elif block.visible is True and not isinstance(block, gr.HTML):  # the scripts of HTML are loaded anyway
+        if isinstance(block, BlockContext) and not isinstance(block, gr.Accordion):
+            continue
+        if block.visible is True and not isinstance(block, gr.HTML):  # the scripts of HTML are loaded anyway
             block.visible = False
             controls.append(block)
     return controls

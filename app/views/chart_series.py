@@ -136,7 +136,8 @@ def _parts(series: dict[str, Series], panels: list[dict[str, Any]], points: int,
 
 
 def _part(name: str, series: Series, points: int, lowest: float) -> dict[str, Any]:
-    """Width, indices, means, and where they differ lowest and highest values; `gaps` counts the values that are no number.
+    """Width, indices (of those that follow each other only the first), means, and where they differ lowest and highest values;
+    `gaps` counts the values that are no number.
 
     More than `points` bins are merged by the same rule as in the series, so that they, too, are stable when steps are added.
     """
@@ -158,7 +159,10 @@ def _part(name: str, series: Series, points: int, lowest: float) -> dict[str, An
         values["l"] = [part.low if part.count else None for part in merged.values()]
         values["h"] = [part.high if part.count else None for part in merged.values()]
     shown = {key: [None if value is None else _short(value / scale) for value in column] for key, column in values.items()}
-    return {"w": width, "i": list(merged), **shown, **({"gaps": gaps} if gaps else {})}
+    indices = list(merged)
+    if indices and indices[-1] - indices[0] == len(indices) - 1:
+        indices = indices[:1]
+    return {"w": width, "i": indices, **shown, **({"gaps": gaps} if gaps else {})}
 
 
 def _short(value: float) -> float:

@@ -1,14 +1,27 @@
-"""Answers with the page's own files, compressed once; a browser that has a file asks only whether it is another one."""
+"""Answers with the page's own files, compressed once. Their address has a checksum of them all, so a browser keeps them."""
 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import Request, Response
 
+from ..browser_files import fetched_files
+
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
+#: Files of the page itself.
+OWN_FILES = sorted(path for path in Path(__file__).parents[1].glob("*") if path.suffix in _KINDS)
+#: Where the page asks for them and for those of other projects: another folder when one of them changes.
+OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in [*OWN_FILES, *fetched_files()])):08x}"
+#: What a browser has no use for: lines of comment, and space before a line and around a style's braces.
+_UNREAD = {
+    ".js": re.compile(rb"^[ \t]*(?://.*)?\n?", re.M),
+    ".css": re.compile(rb"/\*.*?\*/|(?<=[{};\n])\s+|\s+(?=[{}])", re.S),
+}
 #: Below this many bytes an answer is not worth compressing.
 _SMALL = 400
 
@@ -20,14 +33,22 @@ def compressed(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
     return gzip.compress(body, 6, mtime=0), {"vary": "accept-encoding", "content-encoding": "gzip"}
 
 
-def own_file(path: Path, media_type: str) -> Callable[[Request], Response]:
+def without_unread(body: bytes, suffix: str) -> bytes:
+    """A script or a style without comments and indentation."""
+    return _UNREAD[suffix].sub(b"", body)
+
+
+def own_file(path: Path) -> Callable[[Request], Response]:
     """The route's handler."""
-    body = path.read_bytes()
+    body, media_type = path.read_bytes(), _KINDS[path.suffix]
+    if path in OWN_FILES and path.suffix in _UNREAD:
+        body = without_unread(body, path.suffix)
     packed, headers = (body, {}) if path.suffix == ".woff2" else compressed(body, "gzip")
     tag = f'"{zlib.crc32(body):08x}"'
 
     def handler(request: Request) -> Response:
-        shared = {"etag": tag, "cache-control": "no-cache"}
+        is_current = request.url.path.startswith(f"{OWN_FOLDER}/")
+        shared = {"etag": tag, "cache-control": "private, max-age=31536000, immutable" if is_current else "no-cache"}
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=shared)
         if "gzip" in request.headers.get("accept-encoding", ""):

@@ -9,25 +9,38 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .. import language
-from ..browser_files import FOLDER
+from ..browser_files import FOLDER, has_charts
 from ..language import FIRST_HTML, tr
 from .guard import Asgi, Message, Receive, Scope, Send
-from .own_files import compressed
+from .own_files import OWN_FOLDER, compressed, without_unread
 
 #: Gradio's script for a page in a frame of another site, which is refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
-#: Of Gradio's description of a component, what only its documentation of an API shows; no handler here is part of an API.
-_DOCUMENTATION = ("api_info", "api_info_as_input", "api_info_as_output", "example_inputs")
+#: Of Gradio's description of a component and of its properties, what no script of the page reads: documentation of an API, of
+#: which no handler here is part, and what is meant for other components.
+_UNREAD = ("api_info", "api_info_as_input", "api_info_as_output", "example_inputs", "skip_api", "component_class_id", "key")
+_UNREAD_PROPERTIES = ("preserved_by_key", "name", "_selectable", "_retryable", "_undoable", "likeable", "streamable")
+#: The same of a handler; and what may be left out where it has no value.
+_UNREAD_OF_HANDLER = (
+    "api_description", "batch", "max_batch_size", "collects_event_data", "scroll_to_output", "stream_every", "time_limit",
+)  # fmt: skip
+_OPTIONAL_OF_HANDLER = (
+    "js", "js_implementation", "event_specific_args", "component_prop_inputs", "rendered_in", "render_id", "show_progress_on",
+    "trigger_after", "trigger_only_on_success", "trigger_only_on_failure",
+)  # fmt: skip
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page; beside them those of Fit and Run, the pages with the most controls, and of all others.
-_SHARED: tuple[str, ...] = ("theme.css", "shell.css", "fit.css", "language.js", "page.js", "fit.js")
-_OF_PAGE: dict[str, tuple[str, ...]] = {"fit": (), "run": ("run.css", "runs.css", "run.js", "pick.js")}
-_OF_OTHERS = ("run.css", "runs.css", "runs.js", "pick.js")
+_SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
+_OF_PAGE: dict[str, tuple[str, ...]] = {
+    "fit": ("fit.css", "fit.js"), "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js")
+}  # fmt: skip
+_OF_OTHERS = ("svg_chart.css", "run.css", "runs.css", "runs.js", "pick.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.
@@ -83,7 +96,11 @@ class PageFilter:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                page, encoding = compressed(rewritten(body, nonce, path) if _is_html(start) else body, accepted)
+                if _is_html(start):
+                    body = rewritten(body, nonce, path)
+                elif path == "/theme.css":
+                    body = _smaller_theme(body)
+                page, encoding = compressed(body, accepted)
                 added = {**encoding, "content-length": str(len(page))}
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
                 headers += [(key.encode(), value.encode()) for key, value in added.items()]
@@ -109,24 +126,43 @@ def rewritten(page: bytes, nonce: str, path: str) -> bytes:
 def _head(path: str) -> bytes:
     """Icon, styles and scripts of the page at `path`, and the end of its head."""
     names = (*_SHARED, *_OF_PAGE.get(path.strip("/"), _OF_OTHERS))
-    styles = "".join(f'<link rel="stylesheet" href="/ft/{name}">' for name in names if name.endswith(".css"))
-    scripts = "".join(f'<script type="module" src="/ft/{name}"></script>' for name in names if name.endswith(".js"))
+    styles = "".join(f'<link rel="stylesheet" href="{OWN_FOLDER}/{name}">' for name in names if name.endswith(".css"))
+    scripts = "".join(f'<script type="module" src="{OWN_FOLDER}/{name}"></script>' for name in names if name.endswith(".js"))
     texts = f'<script type="application/json" id="ft-texts">{_script_texts(language.current())}</script>'
-    return f'<link rel="icon" type="image/svg+xml" href="/ft/favicon.svg">{styles}{texts}{scripts}</head>'.encode()
+    return f'<link rel="icon" type="image/svg+xml" href="{OWN_FOLDER}/favicon.svg">{styles}{texts}{scripts}</head>'.encode()
 
 
 def _translated(match: re.Match[bytes]) -> bytes:
     """Gradio's description of the page with its texts translated, without what nothing here reads."""
     config = json.loads(match[1])
     for component in config["components"]:
-        for name in _DOCUMENTATION:
-            component.pop(name, None)
         props = component["props"]
+        _leave_out(component, _UNREAD)
+        _leave_out(props, _UNREAD_PROPERTIES)
         names = (*_TEXTS, "value") if component["type"] in _SHOW_VALUE else _TEXTS
         props.update({name: _translation(props[name]) for name in names if isinstance(props.get(name), str)})
         if isinstance(props.get("choices"), list):
             props["choices"] = [[tr(choice[0]), *choice[1:]] for choice in props["choices"] if isinstance(choice, list)]
+    for handler in config["dependencies"]:
+        _leave_out(handler, _UNREAD_OF_HANDLER)
+        _leave_out(handler, [name for name in _OPTIONAL_OF_HANDLER if not handler.get(name)])
+    _leave_out(config, ("layout",))  # which `page` has, too
+    current = config.get("current_page")
+    config["page"] = {name: page for name, page in config["page"].items() if current in (name, None)}
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
+
+
+def _smaller_theme(style: bytes) -> bytes:
+    """Gradio's theme without what its dark half repeats: plain values of the light one, and None."""
+    light, start, dark = without_unread(style, ".css").rpartition(b"{")
+    inherited = {declaration for declaration in re.split(rb"[{}]", light)[1].split(b";") if b"var(" not in declaration}
+    own = [text for text in dark.rstrip(b"}").split(b";") if text not in inherited and not text.endswith(b": None")]
+    return light + start + b";".join(own) + b"}"
+
+
+def _leave_out(values: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        values.pop(name, None)
 
 
 def _translation(text: str) -> str:

@@ -27,14 +27,6 @@ from .page_filter import PageFilter
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
-_HERE = Path(__file__).resolve().parents[1]
-#: Files of the page itself, below /ft.
-_FILES = (
-    "language.js",
-    "page.js", "fit.js", "run.js", "runs.js", "pick.js", "chart.js", "chart_data.js", "chart_lines.js", "chart_parts.js",
-    "theme.css", "shell.css", "fit.css", "run.css", "runs.css", "chart.css", "favicon.svg",
-)  # fmt: skip
-_KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 
 
 def page_token() -> str:
@@ -86,14 +78,16 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from ..page import build_page
     from ..pages.fit_answers import FitAnswers, route_of
     from ..views.recipe_form import form
-    from .own_files import own_file
+    from .own_files import OWN_FILES, own_file
     from .series import series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     api.get("/healthz")(lambda: {"ok": True})
-    for path in [*(_HERE / name for name in _FILES), *fetched_files()]:
-        api.get(f"/ft/{path.name}")(own_file(path, _KINDS[path.suffix]))
+    for path in [*OWN_FILES, *fetched_files()]:
+        handler = own_file(path)
+        api.get(f"/ft/{path.name}")(handler)
+        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # any version: a page may be open from before an update
     api.get("/ft/series/{name}")(series_of(context))
     answers = FitAnswers(context)
     for make_answer in (answers.draft, answers.plan, answers.bars, answers.compared):

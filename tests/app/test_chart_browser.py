@@ -170,6 +170,7 @@ def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
     page = visit("run?run=files")
     drawn_steps(page, 30)
     page.click("ft-chart [data-do=table]")
+    page.wait_for_selector("ft-chart .ftc-table td")
     cells = page.locator("ft-chart .ftc-table td").all_inner_texts()
     assert cells[:2] == ["1", "3.000"] and "30" in cells and "0.100" in cells
     with page.expect_download() as download:
@@ -211,6 +212,7 @@ def test_a_chart_is_accessible_and_fits_a_phone(served, visit, axe, theme):
         page = visit("run?run=seen", viewport={"width": width, "height": 844}, color_scheme=theme)
         drawn_steps(page, 300)
         page.click("ft-chart [data-do=table]")
+        page.wait_for_selector("ft-chart .ftc-table td", state="attached")
         page.evaluate(axe)
         violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
         assert [(item["id"], [node["html"][:200] for node in item["nodes"]]) for item in violations] == [], json.dumps(theme)
