@@ -41,21 +41,26 @@ const send = (message) => {
 };
 sendBy(send);
 const messages = () => JSON.stringify({ ...state.waiting.at(-1), page: state.page, earlier: state.waiting.slice(0, -1), tick: performance.now() });
+const request = (options) => {
+  const { components, dependencies } = window.gradio_config;
+  const { id } = components.find(({ props }) => props.elem_id === "fit-act");
+  const handler = dependencies.find(({ targets }) => targets.some(([target, event]) => target === id && event === "submit"));
+  const body = JSON.stringify({ data: [messages()], fn_index: handler.id });
+  return fetch("/gradio_api/run/predict", { method: "POST", headers: { "content-type": "application/json" }, body, ...options });
+};
 const post = async () => {
   if (state.isPosting) return;
   state.isPosting = true;
   for (; state.waiting.length; fill()) {
     try {
-      const { components, dependencies } = window.gradio_config;
-      const { id } = components.find(({ props }) => props.elem_id === "fit-act");
-      const handler = dependencies.find(({ targets }) => targets.some(([target, event]) => target === id && event === "submit"));
-      const request = { method: "POST", headers: { "content-type": "application/json" }, signal: AbortSignal.timeout(RESENT_MS) };
-      const response = await fetch("/gradio_api/run/predict", { ...request, body: JSON.stringify({ data: [messages()], fn_index: handler.id }) });
+      const response = await request({ signal: AbortSignal.timeout(RESENT_MS) });
       acknowledge(JSON.parse((await response.json()).data[0]));
     } catch { await pause(RESENT_MS); }
   }
   state.isPosting = false;
 };
+// What still waits when the page is left, or when Gradio loads it again because its server is back.
+addEventListener("pagehide", () => { if (state.waiting.length) request({ keepalive: true }); });
 const acknowledge = (answer) => {
   fit.acted = answer;
   state.waiting = state.waiting.filter(({ sent }) => sent > answer.sent);

@@ -46,11 +46,11 @@ class Served:
     def __init__(self, folder):
         self.folder, self.process, self.link = folder, None, ""
 
-    def start(self, python=None):
+    def start(self, python=None, port="0"):
         environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         command = ["-P", "-c", WITH_PYTHON, python, "--runs", "runs"] if python else ["-m", "finetune", "ui"]
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", "0"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
+            [sys.executable, *command, "--port", port], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         lines = []
@@ -237,7 +237,14 @@ def test_pairs_are_picked_planned_and_trained(served, visit):
         page.wait_for_selector(f"#run-body >> text={curve}")
 
 
-def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served, visit, warm_python):
+def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_was_typed_meanwhile(
+    served, chromium, visit, warm_python
+):
+    write_recipe(served, lora_r=16)
+    fit = chromium.new_context().new_page()  # of which the console has the connections that are refused
+    fit.set_default_timeout(LONG_S * 1000)
+    fit.goto(f"{served.link}fit?token={TOKEN}")
+    settled(fit)
     address = "run?run=other%20run"
     seen = visit(address)
     seen.wait_for_selector(CURVES, state="attached")
@@ -245,7 +252,13 @@ def test_the_view_is_the_same_after_the_app_was_killed_and_started_again(served,
     events = (served.folder / "runs/other run/events.jsonl").read_bytes()
     seen.close()
     served.kill()
-    served.start(warm_python)
+    fit.fill("#fit-rank input[type=number]", "40")
+    fit.wait_for_selector("body[data-unsaved]")
+    served.start(warm_python, port=served.link.strip("/").rpartition(":")[2])
+    fit.wait_for_function("document.querySelector('#fit-reasons')?.textContent.includes('rank 40')")
+    assert settled(fit)[1] == 40 == drafted(served)[1]
+    fit.context.close()
+    write_recipe(served)
     reopened = visit(address)
     reopened.wait_for_selector(CURVES, state="attached")
     assert reopened.inner_text("#run-body :is(.ftc-values, .ft-summary)") == before
@@ -447,6 +460,27 @@ def test_an_answer_to_an_older_recipe_is_dimmed(served, visit):
     undimmed = page.evaluate("[...undimmed]")
     assert (undimmed[0], undimmed[-1]) == ("16 as 16", "41 as 41")
     assert all(typed == planned for typed, planned in (text.split(" as ") for text in undimmed))
+    write_recipe(served)
+
+
+def test_what_is_typed_while_an_edit_is_on_its_way_is_kept_when_the_page_is_left(served, visit):
+    write_recipe(served, lora_r=16)
+    page = visit("fit")
+    settled(page)
+    pending = []
+    edit = re.compile(r'\\"set\\"')
+    page.route(
+        "**/run/predict",
+        lambda route: route.continue_() if pending or not edit.search(route.request.post_data) else pending.append(route),
+    )
+    page.fill("#fit-rank input[type=number]", "24")
+    page.fill("#fit-rank input[type=number]", "32")
+    page.click(".ft-steps [href='/data']")
+    page.wait_for_selector("#data-head")
+    assert pending
+    page.go_back()
+    page.wait_for_selector("#fit-verdict .ft-verdict")
+    assert settled(page)[1] == 32 == drafted(served)[1]
     write_recipe(served)
 
 
