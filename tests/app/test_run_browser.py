@@ -8,6 +8,7 @@ import json
 import pytest
 from written_runs import append, make_run, step, steps
 
+import first_view
 from finetune.events import Checkpoint, Evaluation, Result, Sample, State
 from finetune.run.directory import RunDirectory
 
@@ -136,6 +137,56 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, axe, 
             assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (name, tab)
             if (name, tab, width) == ("seen-running", "overview", 390):
                 assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
+
+
+def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
+    for state in ("failed", "diverged", "lost", "finished"):
+        filled(served[1], f"is {state}", "running" if state == "lost" else state)
+    make_run(served[1], "is queued", [])
+    page = visit("run?run=is%20queued")
+    titles = {
+        "queued": "In the queue",
+        "failed": "Failed",
+        "diverged": "Diverged",
+        "lost": "Process lost",
+        "finished": "Finished",
+    }
+    for state, title in titles.items():
+        page.goto(f"{served[0]}run?run=is%20{state}")
+        page.wait_for_selector(f"#run-head [data-state={state}] >> text={title}")
+        page.wait_for_function("wanted => document.title.includes(wanted)", arg=f"is {state} · finetune")
+        assert page.locator(".ft-failure >> text=Open the log").count() == (state in ("failed", "diverged", "lost"))
+
+
+def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
+    name = "n" * 110
+    filled(served[1], name)
+    page = visit(f"run?run={name}", viewport={"width": 390, "height": 844})
+    page.wait_for_selector(f"#run-head h1 >> text={name}")
+    for address in ("", "runs", f"run?run={name}&tab=chat", f"try?run={name}"):
+        page.goto(f"{served[0]}{address}")
+        page.wait_for_selector("h1.ft-title")
+        page.wait_for_timeout(1500)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 391, address
+
+
+def test_the_first_view_is_small_and_fills_over_a_slow_line(served, visit):
+    filled(served[1], "slow")
+    page = visit("ft/page.js")  # only the cookie
+    line = page.context.new_cdp_session(page)
+    line.send("Network.enable")
+    bytes_per_s = {"downloadThroughput": 1.6e6 / 8, "uploadThroughput": 1.6e6 / 8}
+    line.send("Network.emulateNetworkConditions", {"offline": False, "latency": 150, **bytes_per_s})
+    sizes = []
+    for tab in (page, page.context.new_page()):
+        tab.goto(f"{served[0]}run?run=slow")
+        tab.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+        tab.wait_for_timeout(2000)
+        assert tab.is_hidden("#run-lost")
+        sizes.append(tab.evaluate(first_view.SIZES))
+    (sent, decoded), (sent_again, _) = sizes
+    bars = first_view.BARS
+    assert sent <= bars["bytes"] and decoded <= bars["decoded_bytes"] and sent_again <= bars["bytes_again"], sizes
 
 
 def test_nothing_moves_while_the_page_fills(served, visit):
