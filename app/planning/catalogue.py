@@ -108,15 +108,7 @@ def card_choices() -> list[tuple[str, str]]:
 
 def _spelt(name: str) -> str:
     """A card's name as its maker writes it, without the memory: rtx-3080-laptop-8gb is RTX 3080 Laptop."""
-    spelt = {
-        "ti": "Ti",
-        "super": "SUPER",
-        "laptop": "Laptop",
-        "ada": "Ada",
-        "pcie": "PCIe",
-        "quadro": "Quadro",
-        "titan": "Titan",
-    }
+    spelt = {"ti": "Ti", "laptop": "Laptop", "ada": "Ada", "pcie": "PCIe", "quadro": "Quadro", "titan": "Titan"}
     parts = [part for part in name.split("-") if not part.endswith("gb")]
     return " ".join(spelt.get(part, part.upper()) for part in parts)
 

@@ -26,9 +26,7 @@ COLUMNS = {
 #: Columns of numbers.
 _RIGHT = ("held", "score", "peak", "time")
 #: States of an entry of the queue.
-_STATES = {
-    "waiting": mark("In the queue"), "preparing": mark("Starting"), "started": mark("Started"), "failed": mark("Failed")
-}  # fmt: skip
+_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "started": mark("Started"), "failed": mark("Failed")}
 
 
 def controls() -> str:
@@ -153,15 +151,8 @@ def what_settings_did(groups: Sequence[RunAdvice]) -> str:
 
 
 def _group(group: RunAdvice) -> str:
-    columns = [
-        tr("Setting"),
-        tr("Values"),
-        tr("Score"),
-        f">{tr('First')}",
-        f">{tr('Second')}",
-        tr("Change (95 % interval)"),
-        "",
-    ]
+    numbers = (f">{tr('First')}", f">{tr('Second')}")
+    columns = [tr("Setting"), tr("Values"), tr("Score"), *numbers, tr("Change (95 % interval)"), ""]
     rows = [_effect(group, effect) for effect in group.effects]
     shown = table(columns, rows, tr("What single settings changed")) if rows else ""
     if group.noise is not None:

@@ -138,9 +138,7 @@ def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
 
 
 #: Image processors of whose own count of patches, or of tiles, a picture's text and its number of pixel values follow.
-_BY_PATCHES = (
-    "Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil",
-)  # fmt: skip
+_BY_PATCHES = ("Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil")
 
 
 def picture_kind(processor: Any, width: int, height: int) -> Hashable:

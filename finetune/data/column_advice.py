@@ -58,9 +58,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
     return DataError(error.problems, "\n".join([*lines, error.fix]))
 
 
-def advice_for_unused(
-    asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe
-) -> list[str]:  # fmt: skip
+def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
     """What to type for columns and fields that stop a run: settings that use them, and the one that leaves them out."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
     suggestions = _unused_columns(columns, asked, parser)

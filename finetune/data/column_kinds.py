@@ -131,9 +131,7 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
 def describe(kinds: set[str]) -> str:
     """The kinds in a message: text, truth values or numbers."""
     numbers = {"float", *_NUMBERS}
-    parts = [
-        ("truth values", kinds & {"truth"}), ("numbers", kinds & numbers), ("text", kinds - numbers - {"truth"}),
-    ]  # fmt: skip
+    parts = [("truth values", kinds & {"truth"}), ("numbers", kinds & numbers), ("text", kinds - numbers - {"truth"})]
     return " and ".join(text for text, present in parts if present)
 
 

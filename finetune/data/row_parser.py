@@ -11,15 +11,7 @@ from finetune.data.checks import BadRow, as_json_text
 from finetune.data.column_semantics import UnusedField, check_other_data, check_placeholders, without_columns
 from finetune.data.conversation import unread_fields
 from finetune.data.example import Example
-from finetune.data.formats import (
-    FORMATS,
-    check_columns,
-    detect,
-    parse,
-    rename_columns,
-    unused_columns,
-    usual_columns,
-)  # fmt: skip
+from finetune.data.formats import FORMATS, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
 from finetune.data.pictures.placement import (
     PICTURE_COLUMNS,
     picture_columns,
@@ -148,9 +140,7 @@ class RowParser:
         return example, references
 
 
-def choose_parser(
-    file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe, folder: Path | None = None
-) -> RowParser:  # fmt: skip
+def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
     """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them.
 
     `folder`: of the file, where paths of pictures start.

@@ -140,9 +140,7 @@ class _Expected:
         self.answers: list[str] = outputs.score(scorer("exact")).answers
 
 
-def _convert(
-    run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress
-) -> None:  # fmt: skip
+def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:
     """Merge, or with an `adapter` use the base model; convert it to 16 bit, quantise. Only the GGUF files remain."""
     merged = file.parent / "merged"
     if adapter:

@@ -104,9 +104,7 @@ class Shards:
         rows_per_rank = -(-rows // mesh.size())
         first = min(rows, mesh.get_local_rank() * rows_per_rank)
         own = self._store.rows(frozen.part, frozen.entry, first, min(rows - first, rows_per_rank)).to(self._home)
-        whole = DTensor.from_local(
-            own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-        )  # fmt: skip
+        whole = DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
         return torch.nn.Parameter(whole, requires_grad=False)
 
 

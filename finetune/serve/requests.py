@@ -14,8 +14,7 @@ from finetune.serve.messages import Message, ResponseFormat, ToolChoice, Tools, 
 
 _MAX_STOPS = 4  # as OpenAI's interface
 #: Fields that don't change an answer of this server.
-_IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
-            "prompt_cache_key", "verbosity"}  # fmt: skip
+_IGNORED = {"user", "metadata", "store", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key", "verbosity"}
 #: Fields that would change the answer, and the values at which they don't.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),

@@ -65,9 +65,7 @@ def message_with_pictures(text: str, count: int) -> dict[str, Any]:
     return {"role": "user", "content": PICTURE_MARK * count + text.replace(PICTURE_MARK, ""), "pictures": count}
 
 
-def take_pictures(
-    row: dict[str, Any], columns: Sequence[str]
-) -> tuple[dict[str, Any], list[PictureReference] | None]:  # fmt: skip
+def take_pictures(row: dict[str, Any], columns: Sequence[str]) -> tuple[dict[str, Any], list[PictureReference] | None]:
     """The row without its columns of pictures, and their pictures; None if it has no such column. Raises BadRow."""
     present = [name for name in columns if name in row]
     if not present:

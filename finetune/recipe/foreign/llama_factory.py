@@ -355,7 +355,5 @@ def _format(entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
 
 
 TOOL = Tool(
-    "LLaMA-Factory",
-    "finetuning_type stage template dataset_dir quantization_bit",
-    KEYS, DEFAULTS, finish, interpolates=True,
-)  # fmt: skip
+    "LLaMA-Factory", "finetuning_type stage template dataset_dir quantization_bit", KEYS, DEFAULTS, finish, interpolates=True
+)
