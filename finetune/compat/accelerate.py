@@ -7,18 +7,15 @@ from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replace
 
-_READ_IN = "1.15.0"
 _PREPARE = "accelerate.accelerator.fsdp2_prepare_model"
 
+#: Read in accelerate 1.15.0.
 PRIVATE_NAMES = (
-    PrivateName(
-        _PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
-        _READ_IN, "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards",
-    ),
-    PrivateName(
-        "torch.nn.Module._original_forward", "attribute", "a copied model's forward, without a closure over the original",
-        _READ_IN, "accelerate.accelerator.Accelerator.prepare_model",
-    ),
+    PrivateName(_PREPARE, "patch", "a model without weights is sharded first, then each rank reads its own rows",
+                "accelerate.accelerator.Accelerator._prepare_fsdp2", "accelerator model", needs="cards"),
+    PrivateName("torch.nn.Module._original_forward", "attribute",
+                "a copied model's forward, without a closure over the original",
+                "accelerate.accelerator.Accelerator.prepare_model"),
 )  # fmt: skip
 
 

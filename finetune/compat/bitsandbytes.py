@@ -11,54 +11,31 @@ from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replaced
 
-_READ_IN = "0.50.2"
-
+#: Read in bitsandbytes 0.50.2.
 PRIVATE_NAMES = (
-    PrivateName(
-        "torch.compile", "patch", "bitsandbytes compiles functions when it is imported, which imports the compiler",
-        _READ_IN, "bitsandbytes.backends.default.ops._try_torch_compile",
-    ),
-    PrivateName(
-        "bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
-        _READ_IN, "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias",
-    ),
-    PrivateName(
-        "bitsandbytes.nn.modules.has_avx512bf16", "patch", "such a processor's packing would change a forecast",
-        _READ_IN, "bitsandbytes.nn.modules.Linear4bit.__init__", "",
-    ),
-    PrivateName(
-        "bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
-        _READ_IN, "bitsandbytes.functional.quantize_blockwise",
-    ),
-    PrivateName(
-        "bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
-        _READ_IN, "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits",
-    ),
-    PrivateName(
-        "bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", "patch", "paged states are outside torch's allocator",
-        _READ_IN, "bitsandbytes.optim.optimizer.Optimizer2State.init_state", "self p dtype",
-    ),
-    PrivateName(
-        "bitsandbytes.optim.optimizer.Optimizer8bit.prefetch_state", "patch", "asks the driver to move paged states",
-        _READ_IN, "bitsandbytes.optim.optimizer.Optimizer8bit.step", "self p",
-    ),
-    PrivateName(
-        "bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
-        "the first evaluation would repack the weights for inference, and nothing undoes it",
-        _READ_IN, "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16",
-    ),
-    PrivateName(
-        "bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises",
-        _READ_IN,
-    ),
-    PrivateName(
-        "bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card", _READ_IN,
-        "bitsandbytes.autograd._functions.matmul",
-    ),
-    PrivateName(
-        "bitsandbytes.autograd._functions.MatmulLtState", "private call", "the state of an int8 matmul", _READ_IN,
-        "bitsandbytes.autograd._functions.matmul",
-    ),
+    PrivateName("torch.compile", "patch", "bitsandbytes compiles functions when it is imported, which imports the compiler",
+                "bitsandbytes.backends.default.ops._try_torch_compile"),
+    PrivateName("bitsandbytes.matmul", "patch", "on a CPU another int8 matmul would be chosen, which saves other tensors",
+                "bitsandbytes.nn.modules.Linear8bitLt.forward", "A B out state threshold bias"),
+    PrivateName("bitsandbytes.nn.modules.has_avx512bf16", "patch", "such a processor's packing would change a forecast",
+                "bitsandbytes.nn.modules.Linear4bit.__init__", ""),
+    PrivateName("bitsandbytes.functional.name2qmap", "patch", "code books are cached for the process; fake ones must not stay",
+                "bitsandbytes.functional.quantize_blockwise"),
+    PrivateName("bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
+                "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits"),
+    PrivateName("bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", "patch",
+                "paged states are outside torch's allocator", "bitsandbytes.optim.optimizer.Optimizer2State.init_state",
+                "self p dtype"),
+    PrivateName("bitsandbytes.optim.optimizer.Optimizer8bit.prefetch_state", "patch", "asks the driver to move paged states",
+                "bitsandbytes.optim.optimizer.Optimizer8bit.step", "self p"),
+    PrivateName("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
+                "the first evaluation would repack the weights for inference, and nothing undoes it",
+                "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16"),
+    PrivateName("bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises"),
+    PrivateName("bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card",
+                "bitsandbytes.autograd._functions.matmul"),
+    PrivateName("bitsandbytes.autograd._functions.MatmulLtState", "private call", "the state of an int8 matmul",
+                "bitsandbytes.autograd._functions.matmul"),
 )  # fmt: skip
 
 

@@ -16,16 +16,14 @@ from finetune.compat.patch_registry import PrivateName, replaced
 
 _SCAN = "transformers.utils.import_utils.create_import_structure_from_path"
 
+#: Read in transformers 5.23.0 and TRL 1.16.0.
 PRIVATE_NAMES = (
-    PrivateName(
-        _SCAN, "patch", "transformers reads the files of all models at its import, and again at that of transformers.models",
-        "5.23.0", "transformers.utils.import_utils.define_import_structure", "module_path",
-        needs="a process that has not imported transformers.models",
-    ),
-    PrivateName(
-        "trl.trainer.utils.add_fused_lm_head", "private call", "its module imports pandas and datasets for two annotations",
-        "1.16.0",
-    ),
+    PrivateName(_SCAN, "patch",
+                "transformers reads the files of all models at its import, and again at that of transformers.models",
+                "transformers.utils.import_utils.define_import_structure", "module_path",
+                needs="a process that has not imported transformers.models"),
+    PrivateName("trl.trainer.utils.add_fused_lm_head", "private call",
+                "its module imports pandas and datasets for two annotations"),
 )  # fmt: skip
 _ANNOTATIONS = {"pandas": "DataFrame", "datasets": "IterableDataset"}
 

@@ -15,14 +15,13 @@ class PrivateName:
 
     `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
     subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by`: the library's
-    function that looks it up (`a|b`: one of them, depending on the version). `parameters`: its parameters in version
-    `read_in`. `needs`: what the tests lack to see the name used; empty when they can.
+    function that looks it up (`a|b`: one of them, depending on the version). `parameters`: its parameters. `needs`: what the
+    tests lack to see the name used; empty when they can.
     """
 
     name: str
     kind: Literal["patch", "override", "attribute", "private call"]
     reason: str
-    read_in: str
     used_by: str = ""
     parameters: str | None = None
     needs: str = ""

@@ -11,47 +11,36 @@ from finetune.compat.patch_registry import PrivateName, replace, replaced
 if TYPE_CHECKING:
     import torch
 
-_READ_IN = "0.21.2"
 _DORA = "peft.tuners.lora.dora"
 _LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
 _WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 _TOKENS = "peft.utils.other.TrainableTokensWrapper"
 _ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 
+#: Read in PEFT 0.21.2.
 PRIVATE_NAMES = (
-    PrivateName(
-        f"{_DORA}.dequantize_module_weight", "patch", "DoRA reads the dequantised weights, which a forecast does not have",
-        _READ_IN, f"{_DORA}.DoraLinearLayer.forward", "module",
-    ),
-    PrivateName(
-        f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
-        _READ_IN, f"{_DORA}.DoraLinearLayer.update_layer",
-    ),
-    PrivateName(
-        f"{_DORA}.DoraLinearLayer.update_layer", "patch", "DoRA reads the weights of a layer that may have left the card",
-        _READ_IN, "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu",
-    ),
-    PrivateName(
-        f"{_LAYER}._cast_input_dtype", "attribute", "casts every input to fp32, which autocast casts back, to a second copy",
-        _READ_IN, "peft.tuners.lora.layer.Linear.forward", "self x dtype",
-    ),
-    PrivateName(
-        f"{_WRAPPER}.get_param", "patch", "of 4-bit experts it would see codes in place of a weight's shape and dtype",
-        _READ_IN, f"{_WRAPPER}._get_in_out_features", "self",
-    ),
-    PrivateName(
-        f"{_WRAPPER}._activate_lora", "patch", "it adds the adapter's product to the weight; that of 4-bit experts is codes",
-        _READ_IN, f"{_WRAPPER}.forward", "self active_adapters",
-    ),
-    PrivateName(
-        f"{_TOKENS}.bias", "attribute", "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
-        _READ_IN, "trl.trainer.utils.add_fused_lm_head",
-    ),
-    PrivateName(
-        _ON_HUB, "patch", "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
-        _READ_IN, "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename kwargs",
-        needs="a model of the hub",
-    ),
+    PrivateName(f"{_DORA}.dequantize_module_weight", "patch",
+                "DoRA reads the dequantised weights, which a forecast does not have", f"{_DORA}.DoraLinearLayer.forward",
+                "module"),
+    PrivateName(f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
+                f"{_DORA}.DoraLinearLayer.update_layer"),
+    PrivateName(f"{_DORA}.DoraLinearLayer.update_layer", "patch",
+                "DoRA reads the weights of a layer that may have left the card",
+                "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu"),
+    PrivateName(f"{_LAYER}._cast_input_dtype", "attribute",
+                "casts every input to fp32, which autocast casts back, to a second copy",
+                "peft.tuners.lora.layer.Linear.forward", "self x dtype"),
+    PrivateName(f"{_WRAPPER}.get_param", "patch", "of 4-bit experts it would see codes in place of a weight's shape and dtype",
+                f"{_WRAPPER}._get_in_out_features", "self"),
+    PrivateName(f"{_WRAPPER}._activate_lora", "patch",
+                "it adds the adapter's product to the weight; that of 4-bit experts is codes", f"{_WRAPPER}.forward",
+                "self active_adapters"),
+    PrivateName(f"{_TOKENS}.bias", "attribute",
+                "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
+                "trl.trainer.utils.add_fused_lm_head"),
+    PrivateName(_ON_HUB, "patch",
+                "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
+                "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename kwargs", needs="a model of the hub"),
 )  # fmt: skip
 
 

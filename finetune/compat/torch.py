@@ -16,27 +16,22 @@ from finetune.compat.patch_registry import PrivateName, replaced
 if TYPE_CHECKING:
     import torch
 
-_READ_IN = "2.13.0"
-
 
 def _private(name: str, reason: str, used_by: str = "", needs: str = "") -> PrivateName:
-    return PrivateName(name, "private call", reason, _READ_IN, used_by, needs=needs)
+    return PrivateName(name, "private call", reason, used_by, needs=needs)
 
 
+#: Read in torch 2.13.0.
 PRIVATE_NAMES = (
-    PrivateName(
-        "torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
-        _READ_IN, "peft.tuners.lora.bnb.Linear4bit.forward",
-    ),
-    PrivateName(
-        "torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute", "logged for the first step after the rate was lowered",
-        _READ_IN, "torch.optim.lr_scheduler.LRScheduler.get_last_lr",
-    ),
-    PrivateName(
-        "torch._C._ensureCUDADeviceGuardSet", "patch",
-        "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be forked",
-        _READ_IN, "torch._subclasses.fake_tensor.FakeTensorMode.__enter__",
-    ),
+    PrivateName("torch.is_autocast_enabled", "patch",
+                "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
+                "peft.tuners.lora.bnb.Linear4bit.forward"),
+    PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
+                "logged for the first step after the rate was lowered", "torch.optim.lr_scheduler.LRScheduler.get_last_lr"),
+    PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
+                "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be "
+                "forked",
+                "torch._subclasses.fake_tensor.FakeTensorMode.__enter__"),
     _private("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
     _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "its FLOPs are counted"),
     _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs are counted"),
@@ -44,35 +39,21 @@ PRIVATE_NAMES = (
     _private("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
     _private("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
     _private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensor.constant", "attribute", "data that an operator's output would depend on",
-        _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
-        _READ_IN, "torch._subclasses.fake_tensor.FakeTensor.__new__",
-    ),
-    PrivateName(
-        "torch.autograd.Function._backward_cls", "attribute", "whether the RMSNorm of this project made a tensor", _READ_IN,
-    ),
-    PrivateName(
-        "torch.nn.Module._forward_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
-        _READ_IN, "torch.nn.Module._call_impl",
-    ),
-    PrivateName(
-        "torch.nn.Module._forward_pre_hooks", "attribute", "a layer with hooks keeps its ordinary forward, which calls them",
-        _READ_IN, "torch.nn.Module._call_impl",
-    ),
-    _private("torch.utils._python_dispatch._disable_current_modes", "traces a layer outside the dry run's modes"),
-    PrivateName(
-        "torch._functorch.config.activation_memory_budget", "attribute", "share of its activations that a compiled layer keeps",
-        _READ_IN,
-    ),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensor.constant", "attribute",
+                "data that an operator's output would depend on", "torch._subclasses.fake_tensor.FakeTensor.__new__"),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
+                "torch._subclasses.fake_tensor.FakeTensor.__new__"),
+    PrivateName("torch.autograd.Function._backward_cls", "attribute", "whether the RMSNorm of this project made a tensor"),
+    PrivateName("torch.nn.Module._forward_hooks", "attribute",
+                "a layer with hooks keeps its ordinary forward, which calls them", "torch.nn.Module._call_impl"),
+    PrivateName("torch.nn.Module._forward_pre_hooks", "attribute",
+                "a layer with hooks keeps its ordinary forward, which calls them", "torch.nn.Module._call_impl"),
+    _private("torch.utils._python_dispatch._disable_current_modes", "traces a layer, and copies one, outside of all modes"),
+    PrivateName("torch._functorch.config.activation_memory_budget", "attribute",
+                "share of its activations that a compiled layer keeps"),
     _private("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
-    PrivateName(
-        "torch._dynamo.config.recompile_limit", "attribute", "how often a layer's code is compiled before it runs uncompiled",
-        _READ_IN,
-    ),
+    PrivateName("torch._dynamo.config.recompile_limit", "attribute",
+                "how often a layer's code is compiled before it runs uncompiled"),
     _private("torch._dynamo.utils.counters", "counts graph breaks"),
     _private("torch._dynamo.utils.get_compilation_metrics", "what was compiled, how often and for how long"),
     _private("torch._dynamo.utils.clear_compilation_metrics", "what was compiled since"),
@@ -85,21 +66,16 @@ PRIVATE_NAMES = (
     _private("torch.ops.aten._fused_rms_norm_backward", "its backward in one kernel"),
     _private("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _private("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
-    _private("torch.utils._python_dispatch._disable_current_modes", "copies inside a selectively checkpointed layer"),
     _private("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
     _private("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
     _private("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
     _private("torch.UntypedStorage._cdata", "identity of a storage"),
     _private("torch.Tensor._base", "whether a tensor is a view of a parameter"),
     _private("torch.Tensor._version", "whether a tensor was written to since it was saved"),
-    PrivateName(
-        "torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
-        _READ_IN, "torch.nn.Module.__getattr__",
-    ),
-    PrivateName(
-        "torch.nn.Module._buffers", "attribute", "replaces buffers on meta without register_buffer's checks",
-        _READ_IN, "torch.nn.Module.__getattr__",
-    ),
+    PrivateName("torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
+                "torch.nn.Module.__getattr__"),
+    PrivateName("torch.nn.Module._buffers", "attribute", "replaces buffers on meta without register_buffer's checks",
+                "torch.nn.Module.__getattr__"),
     _private("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
     _private("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
     _private("torch.ops.aten._local_scalar_dense", "values that a trainer reads of fake tensors"),

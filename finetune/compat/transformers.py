@@ -13,7 +13,6 @@ from typing import Any
 from finetune.compat.patch_registry import PrivateName, replace, replaced
 from finetune.errors import RecipeError
 
-_READ_IN = "5.23.0"
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
 _EXPERTS = "transformers.integrations.moe._can_use_grouped_mm"
@@ -28,122 +27,70 @@ _QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
 
 _USER_AGENT = "transformers.utils.hub.http_user_agent"
 
+#: Read in transformers 5.23.0.
 PRIVATE_NAMES = (
-    PrivateName(
-        _USER_AGENT, "patch", "it sends a random id of the process also where telemetry is off",
-        _READ_IN, "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub",
-    ),
-    PrivateName(
-        _GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
-        _READ_IN, "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value",
-    ),
-    PrivateName(
-        _PACKED, "patch", "it detects packed rows by reading position ids, which waits for the device; a forecast has no data",
-        _READ_IN, "transformers.masking_utils._preprocess_mask_arguments", "position_ids",
-    ),
-    PrivateName(
-        _EXPERTS, "patch", "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
-        _READ_IN, "transformers.integrations.moe._grouped_mm", "input weight offs",
-    ),
-    PrivateName(
-        _BALANCE, "patch", "a forecast assigns tensors of the router's auxiliary loss to layers",
-        _READ_IN, "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask",
-    ),
-    PrivateName(
-        _LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
-        _READ_IN, "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed",
-    ),
-    PrivateName(
-        "transformers.integrations.moe.grouped_mm_experts_forward", "private call", "the forward of 4-bit experts", _READ_IN,
-    ),
-    PrivateName(
-        "transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also without torch's", _READ_IN,
-    ),
-    PrivateName(
-        "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate", "private call",
-        "what experts do with gate and up, each type its own", _READ_IN,
-    ),
-    PrivateName(
-        f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
-        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs",
-    ),
-    PrivateName(
-        f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
-        _READ_IN, "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs",
-    ),
-    PrivateName(
-        f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, one layer at a time",
-        _READ_IN, "transformers.conversion_mapping.get_model_conversion_mapping",
-    ),
-    PrivateName(
-        f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
-        _READ_IN, "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self",
-    ),
-    PrivateName(
-        "transformers.conversion_mapping.get_model_conversion_mapping", "private call",
-        "weights are loaded in the order of their names in the checkpoint",
-        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
-    ),
-    PrivateName(
-        "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call", "moves merged experts to the card",
-        _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
-    ),
-    PrivateName(
-        "transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
-        _READ_IN, "transformers.core_model_loading.WeightConverter.convert",
-    ),
-    PrivateName(
-        _SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded", _READ_IN,
-        "transformers.core_model_loading.convert_and_load_state_dict_in_model",
-        "model target_name param_value loading_info hf_quantizer",
-    ),
-    PrivateName(
-        _WARM_UP, "patch", "it allocates the whole model on the card, for which there may be no room", _READ_IN,
-        "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer",
-    ),
-    PrivateName(
-        _WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
-        _READ_IN, "transformers.Trainer._prepare_for_training", "model accelerator", "several cards",
-    ),
-    PrivateName(
-        f"{_LAYER}._gradient_checkpointing_func", "attribute",
-        "layer inputs are offloaded, unpinned without a card; a forecast sees what is recomputed",
-        _READ_IN, f"{_LAYER}.__init_subclass__|{_LAYER}.__call__",
-    ),
-    PrivateName(
-        "transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
-        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
-    ),
-    PrivateName(
-        "transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
-        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
-    ),
-    PrivateName(
-        "transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
-        _READ_IN, "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config",
-    ),
-    PrivateName(
-        "transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call", "makes layers of a meta model bitsandbytes'",
-        _READ_IN, "transformers.quantizers.auto.AutoHfQuantizer.from_config",
-    ),
-    PrivateName(
-        "transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
-        _READ_IN, "transformers.PreTrainedModel.from_pretrained",
-    ),
-    PrivateName(
-        "transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised", _READ_IN,
-    ),
-    PrivateName(
-        "transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
-        "an optimizer as Trainer makes it, without importing Trainer, which imports pandas", _READ_IN,
-        "transformers.Trainer.get_optimizer_cls_and_kwargs",
-    ),
-    PrivateName(
-        _QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
-        _READ_IN, "transformers.core_model_loading.WeightConverter.convert|"
-        "transformers.core_model_loading.WeightRenaming.convert",
-        "self input_dict full_layer_name model kwargs", needs="a card",
-    ),
+    PrivateName(_USER_AGENT, "patch", "it sends a random id of the process also where telemetry is off",
+                "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub"),
+    PrivateName(_GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
+                "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value"),
+    PrivateName(_PACKED, "patch",
+                "it detects packed rows by reading position ids, which waits for the device; a forecast has no data",
+                "transformers.masking_utils._preprocess_mask_arguments", "position_ids"),
+    PrivateName(_EXPERTS, "patch",
+                "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
+                "transformers.integrations.moe._grouped_mm", "input weight offs"),
+    PrivateName(_BALANCE, "patch", "a forecast assigns tensors of the router's auxiliary loss to layers",
+                "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask"),
+    PrivateName(_LINEAR, "patch", "a 4-bit weight of experts is dequantised in forward and again in backward",
+                "transformers.integrations.moe.grouped_mm_experts_forward", "input weight offs bias is_transposed"),
+    PrivateName("transformers.integrations.moe.grouped_mm_experts_forward", "private call", "the forward of 4-bit experts"),
+    PrivateName("transformers.integrations.moe._grouped_mm", "private call", "the matmul of experts, also without torch's"),
+    PrivateName("transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate", "private call",
+                "what experts do with gate and up, each type its own"),
+    PrivateName(f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
+                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs"),
+    PrivateName(f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
+                "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs"),
+    PrivateName(f"{_QUANTISER}.update_weight_conversions", "private call",
+                "experts are merged in host memory, one layer at a time",
+                "transformers.conversion_mapping.get_model_conversion_mapping"),
+    PrivateName(f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
+                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self"),
+    PrivateName("transformers.conversion_mapping.get_model_conversion_mapping", "private call",
+                "weights are loaded in the order of their names in the checkpoint",
+                "transformers.PreTrainedModel.from_pretrained"),
+    PrivateName("transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call",
+                "moves merged experts to the card", "transformers.core_model_loading.WeightConverter.convert"),
+    PrivateName("transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
+                "transformers.core_model_loading.WeightConverter.convert"),
+    PrivateName(_SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded",
+                "transformers.core_model_loading.convert_and_load_state_dict_in_model",
+                "model target_name param_value loading_info hf_quantizer"),
+    PrivateName(_WARM_UP, "patch", "it allocates the whole model on the card, for which there may be no room",
+                "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer"),
+    PrivateName(_WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
+                "transformers.Trainer._prepare_for_training", "model accelerator", "several cards"),
+    PrivateName(f"{_LAYER}._gradient_checkpointing_func", "attribute",
+                "layer inputs are offloaded, unpinned without a card; a forecast sees what is recomputed",
+                f"{_LAYER}.__init_subclass__|{_LAYER}.__call__"),
+    PrivateName("transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
+                "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config"),
+    PrivateName("transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
+                "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config"),
+    PrivateName("transformers.PreTrainedModel._from_config", "private call", "builds the modules of a class without weights",
+                "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config"),
+    PrivateName("transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING", "private call",
+                "makes layers of a meta model bitsandbytes'", "transformers.quantizers.auto.AutoHfQuantizer.from_config"),
+    PrivateName("transformers.quantizers.base.HfQuantizer.preprocess_model", "private call", "replaces layers by bitsandbytes'",
+                "transformers.PreTrainedModel.from_pretrained"),
+    PrivateName("transformers.quantizers.base.HfQuantizer.postprocess_model", "private call", "marks the model as quantised"),
+    PrivateName("transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
+                "an optimizer as Trainer makes it, without importing Trainer, which imports pandas",
+                "transformers.Trainer.get_optimizer_cls_and_kwargs"),
+    PrivateName(_QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
+                "transformers.core_model_loading.WeightConverter.convert|"
+                "transformers.core_model_loading.WeightRenaming.convert",
+                "self input_dict full_layer_name model kwargs", needs="a card"),
 )  # fmt: skip
 
 

@@ -12,68 +12,42 @@ from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, owner_of, replace, replaced
 
-_READ_IN = "1.16.0"
 _TILES = "trl.kernels.chunked_logprob"
 #: Rows of a tile in one operator: 8 MiB in fp32.
 _SLICE = 64
 
+#: Read in TRL 1.16.0.
 PRIVATE_NAMES = (
-    PrivateName(
-        "importlib.metadata.packages_distributions", "patch", "TRL lists the files of every installed package at its import",
-        _READ_IN, needs="a process that has not imported TRL",
-    ),
-    PrivateName(
-        "trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
-        _READ_IN, "trl.trainer.utils.add_fused_lm_head", "device",
-    ),
-    PrivateName(
-        f"{_TILES}._use_triton", "patch", "a card without a compiler computes the loss with torch's operators",
-        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.forward", "device",
-    ),
-    PrivateName(
-        f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
-        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.forward",
-    ),
-    PrivateName(
-        f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
-        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward",
-    ),
-    PrivateName(
-        f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU makes a product first",
-        _READ_IN, f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b",
-    ),
-    PrivateName(
-        "trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
-        _READ_IN, "trl.trainer.sft_trainer.SFTTrainer.__init__",
-    ),
-    PrivateName(
-        "trl.SFTTrainer._save_checkpoint", "override", "checkpoints are written to a temporary folder, sealed and renamed",
-        _READ_IN, "transformers.Trainer._maybe_log_save_evaluate", "self model trial",
-    ),
-    PrivateName(
-        "trl.SFTTrainer.create_model_card", "override", "TRL writes a model card into each checkpoint's parent",
-        _READ_IN, "trl.SFTTrainer._save_checkpoint", "self model_name dataset_name tags",
-    ),
-    PrivateName(
-        "trl.SFTTrainer._get_train_sampler", "override", "the longest rows come early, and resuming finds the same order",
-        _READ_IN, "transformers.Trainer.get_train_dataloader", "self train_dataset",
-    ),
-    PrivateName(
-        "trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a temporary folder",
-        _READ_IN, "transformers.Trainer._save_checkpoint", "self trial",
-    ),
-    PrivateName(
-        "trl.SFTTrainer.compute_loss", "override", "TRL reads five numbers from the device after each forward pass",
-        _READ_IN, "transformers.Trainer.training_step", "self model inputs return_outputs num_items_in_batch",
-    ),
-    PrivateName(
-        "trl.SFTTrainer.training_step", "override", "counts tokens, and offloads or quantises saved activations",
-        _READ_IN, "transformers.Trainer._run_epoch",
-    ),
-    PrivateName(
-        "trl.SFTTrainer.evaluate", "override", "evaluation is a phase of its own in the events",
-        _READ_IN, "transformers.Trainer._evaluate",
-    ),
+    PrivateName("importlib.metadata.packages_distributions", "patch",
+                "TRL lists the files of every installed package at its import", needs="a process that has not imported TRL"),
+    PrivateName("trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
+                "trl.trainer.utils.add_fused_lm_head", "device"),
+    PrivateName(f"{_TILES}._use_triton", "patch", "a card without a compiler computes the loss with torch's operators",
+                f"{_TILES}.ChunkedLogProbFunction.forward", "device"),
+    PrivateName(f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+                f"{_TILES}.ChunkedLogProbFunction.forward"),
+    PrivateName(f"{_TILES}._backward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
+                f"{_TILES}.ChunkedLogProbFunction.backward"),
+    PrivateName(f"{_TILES}._addmm_fp32", "patch", "a GEMM that adds in place where a CPU makes a product first",
+                f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b"),
+    PrivateName("trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
+                "trl.trainer.sft_trainer.SFTTrainer.__init__"),
+    PrivateName("trl.SFTTrainer._save_checkpoint", "override",
+                "checkpoints are written to a temporary folder, sealed and renamed",
+                "transformers.Trainer._maybe_log_save_evaluate", "self model trial"),
+    PrivateName("trl.SFTTrainer.create_model_card", "override", "TRL writes a model card into each checkpoint's parent",
+                "trl.SFTTrainer._save_checkpoint", "self model_name dataset_name tags"),
+    PrivateName("trl.SFTTrainer._get_train_sampler", "override",
+                "the longest rows come early, and resuming finds the same order", "transformers.Trainer.get_train_dataloader",
+                "self train_dataset"),
+    PrivateName("trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a temporary folder",
+                "transformers.Trainer._save_checkpoint", "self trial"),
+    PrivateName("trl.SFTTrainer.compute_loss", "override", "TRL reads five numbers from the device after each forward pass",
+                "transformers.Trainer.training_step", "self model inputs return_outputs num_items_in_batch"),
+    PrivateName("trl.SFTTrainer.training_step", "override", "counts tokens, and offloads or quantises saved activations",
+                "transformers.Trainer._run_epoch"),
+    PrivateName("trl.SFTTrainer.evaluate", "override", "evaluation is a phase of its own in the events",
+                "transformers.Trainer._evaluate"),
 )  # fmt: skip
 
 
