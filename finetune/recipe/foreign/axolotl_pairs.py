@@ -46,7 +46,7 @@ _TEMPLATES = {"chatml": "ChatML", "llama3": "Llama 3's template"}
 def read_rl(config: ConfigReader) -> str:
     """The method of `rl`; empty where it is refused."""
     ipo = str(config.value("rl")).lower() == "ipo"
-    method = read_method(config, "rl", "sft", {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"})
+    method = read_method(config, "rl", {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "kto": "kto"})
     rules, trl = PAIR_KEYS | (_KTO_KEYS if row_format_of(method) == "labelled" else {}), config.value("trl")
     prefers = has_pairs_or_labels(method)
     if prefers and isinstance(trl, dict) and trl.get("beta") is not None:

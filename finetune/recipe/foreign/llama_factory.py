@@ -162,7 +162,7 @@ def finish(config: ConfigReader) -> None:
 
 
 def _method(config: ConfigReader) -> str:
-    method = read_method(config, "stage", "sft", {"sft": "sft", "dpo": "dpo", "kto": "kto"})
+    method = read_method(config, "stage", {"sft": "sft", "dpo": "dpo", "kto": "kto"})
     config.notes.append(_LONG_ROWS_NOTE if method == "sft" else _CUT_NOTE)
     if method == "dpo":
         read_loss(config, "pref_loss")

@@ -34,9 +34,9 @@ def has_pairs_or_labels(method: str) -> bool:
     return row_format_of(method) in ("preference", "labelled")
 
 
-def read_method(config: ConfigReader, key: str, default: str, names: dict[str, str]) -> str:
-    """The method here by its name there; empty where it is refused."""
-    name = str(config.value(key)).lower() if config.is_on(key) else default
+def read_method(config: ConfigReader, key: str, names: dict[str, str]) -> str:
+    """The method here by its name there, sft where that is absent; empty where it is refused."""
+    name = str(config.value(key)).lower() if config.is_on(key) else "sft"
     if config.is_replaced("method", [key]):
         return str(config.overrides["method"])
     if name not in names:

@@ -14,11 +14,10 @@ Outcome = Literal["carried over", "no effect", "refused"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Carried over to `setting`; `convert` may change the value, `note` describes a difference."""
+    """Carried over to `setting`; `convert` may change the value."""
 
     setting: str
     convert: Callable[[Any], Any] = lambda value: value
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,9 +169,9 @@ class ConfigReader:
         """Apply `rule`, by default the table's, to one key."""
         value = self.values[key]
         match rule or self.tool.rule(key):
-            case Keep(setting, convert, note):
+            case Keep(setting, convert):
                 try:
-                    self.keep(key, setting, convert(value), note)
+                    self.keep(key, setting, convert(value))
                 except (TypeError, ValueError):
                     self.refuse(key, "is not a value that this key has")
             case Ignore(reason):

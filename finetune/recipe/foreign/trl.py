@@ -56,7 +56,7 @@ _ONLY_SFT = ("assistant_only_loss", "completion_only_loss", "dataset_text_field"
 
 KEYS: dict[str, Rule] = {
     **TRAINING_ARGUMENTS,
-    **kept("model_name_or_path dtype lora_r lora_alpha use_rslora use_dora load_in_4bit load_in_8bit max_length packing"),
+    **kept("model_name_or_path lora_r lora_alpha use_rslora use_dora load_in_4bit load_in_8bit packing"),
     **each(common.KERNELS, "attn_implementation use_flash_attention_2 use_liger ignore_bias_buffers"),
     **each(Read(), """
         use_peft lora_target_modules tokenizer_name_or_path dataset_name dataset_test_split dataset_text_field dataset_kwargs
