@@ -106,7 +106,9 @@ def check_disk(
     folders: dict[str, Path] | None = None, recommended: int = RECOMMENDED_DISK_BYTES, minimum: int = MINIMUM_DISK_BYTES
 ) -> Iterator[Finding]:
     """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
-    for use, folder in (folders or {"runs": Path.cwd(), "hub cache": _hub_cache()}).items():
+    from huggingface_hub import constants
+
+    for use, folder in (folders or {"runs": Path.cwd(), "hub cache": Path(constants.HF_HUB_CACHE)}).items():
         existing, free = existing_parent(folder), free_disk_bytes(folder)
         what = f"{use}: {format_bytes(free)} free at {existing}"
         facts = {"use": use, "path": str(existing), "free_bytes": free}
@@ -164,12 +166,6 @@ def _makers_of_cards(pci: Path) -> set[str]:
         if kind.startswith("0x03") and vendor in _MAKERS:
             makers.add(_MAKERS[vendor])
     return makers
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _is_writable(folder: Path) -> bool:

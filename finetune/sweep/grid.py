@@ -33,7 +33,7 @@ def split_overrides(overrides: list[str], parse: Parse) -> tuple[list[str], dict
             continue
         changes = [load_changes([f"{name}={part.strip()}"]) for part in text.strip().strip("[]").split(",") if part.strip()]
         setting = next(iter(changes[0]))
-        values = [_typed(setting, change[setting], parse) for change in changes]
+        values = [getattr(parse([f"{setting}={change[setting]}"]), setting) for change in changes]
         numbers = all(isinstance(value, (int, float)) for value in values)
         swept[setting] = sorted(set(values)) if numbers else [*dict.fromkeys(values)]
     count = math.prod(map(len, swept.values()))
@@ -48,10 +48,6 @@ def _is_valid(override: str, parse: Parse) -> bool:
     except RecipeError:
         return False
     return True
-
-
-def _typed(setting: str, value: Any, parse: Parse) -> Any:
-    return getattr(parse([f"{setting}={value}"]), setting)
 
 
 def rates_around(advice: float) -> list[float]:
