@@ -230,7 +230,9 @@ def encode(
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
-    dataset = _as_method_reads(recipe)
+    dataset = recipe.dataset
+    if row_format := METHODS[recipe.method].row_format:
+        dataset = dataset.model_copy(update={"format": row_format})
     sources, eval_sources = sources_of(dataset)
     encoder = Encoder(tokenizer, train_on_inputs=recipe.train_on_inputs, pictures=ModelPictures(recipe))
     infos = file_infos(dataset) if infos is None else infos
@@ -256,12 +258,6 @@ def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
     stored = _load_rows(list(infos), infos, dataset, dataset.max_rows, encoder, row_counter)
     return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
-
-
-def _as_method_reads(recipe: Recipe) -> DatasetRecipe:
-    """The recipe's dataset with the format that its training method reads."""
-    row_format = METHODS[recipe.method].row_format
-    return recipe.dataset.model_copy(update={"format": row_format}) if row_format else recipe.dataset
 
 
 def _load_rows(

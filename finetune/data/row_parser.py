@@ -91,8 +91,7 @@ class RowParser:
         self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
     ) -> dict[str, FileStat]:
         """Give the examples at the keys of `pictures` theirs, and refuse those with a bad one; returns the files looked at."""
-        folders = (self.folder, self.image_folder)
-        reader = PictureReader(*(None if path is None else Path(path) for path in folders))
+        reader = PictureReader(self.folder, self.image_folder)
         bad_rows = set()
         for index, sources in zip(pictures, reader.read(pictures.values()), strict=True):
             example = examples[index]

@@ -42,15 +42,14 @@ _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 
 
-def digest(content: Any, size: int = 16) -> bytes:
-    """A digest of an example's content; the order of keys doesn't matter."""
-    return blake2b(_sorted_json(content).encode(), digest_size=size).digest()
-
-
 def prompt_digest(example: Example) -> int:
-    """A digest of the example's prompt, pictures and tools, or of the plain text."""
+    """A digest of the example's prompt, pictures and tools, or of the plain text; the order of keys doesn't matter."""
     prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
-    return int.from_bytes(digest(prompt, 8), "little")
+    return _digest(_sorted_json(prompt).encode())
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadRow]) -> pa.Table:
@@ -87,7 +86,7 @@ def _content_digest(example: Example, encoded: bytes) -> bytes:
 
 def _answer(example: Example) -> int:
     answer = example.reference()
-    return 0 if answer is None else int.from_bytes(blake2b(answer.strip().encode(), digest_size=8).digest(), "little") or 1
+    return 0 if answer is None else _digest(answer.strip().encode()) or 1
 
 
 def _flags(example: Example, sequences: list[Encoded]) -> int:

@@ -86,11 +86,11 @@ class AdapterChanges:
         self._tables = dict(_grown_tables(model))
         self._table_of: dict[str, str] = {}
         tensors_by_name = {stored.name: stored for stored in tensors}
-        tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
+        self._tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
         self._parameter_of: dict[str, str] = {}
         self._split_parameters: set[str] = set()
         for parameter in self._layers:
-            if parameter in {*tied, *tied.values()}:
+            if parameter in {*self._tied, *self._tied.values()}:
                 raise ShardMergeError(f"{parameter} is tied to another weight")
             shapes = self._checkpoint_shapes(parameter)
             if len(shapes) > 1:
@@ -116,8 +116,7 @@ class AdapterChanges:
 
     def _find_table(self, parameter: str, stored: dict[str, StoredTensor]) -> None:
         """Find the checkpoint's tensors of a table with trained rows, and of the weight that is tied to it."""
-        tied = dict(getattr(self._base, "all_tied_weights_keys", None) or {})
-        for name in (parameter, *(target for target, source in tied.items() if source == parameter)):
+        for name in (parameter, *(target for target, source in self._tied.items() if source == parameter)):
             for stored_name in _as_stored(self._base, {name: torch.empty(1, 1, device="meta")}):
                 if stored_name in stored and stored[stored_name].dtype in _DTYPES:
                     self._table_of[stored_name] = parameter
@@ -150,7 +149,8 @@ class AdapterChanges:
 
     def _checkpoint_shapes(self, parameter: str) -> dict[str, tuple[int, ...]]:
         layer = self._layers[parameter]
-        shape = _shape(layer)
+        weight = layer.get_param() if getattr(layer, "parameter_name", None) else layer.get_base_layer().weight
+        shape = torch.Size(weight.shape)
         try:
             stored = _as_stored(self._base, {parameter: torch.empty(shape, device="meta")})
         except (KeyError, ValueError, RuntimeError, IndexError, TypeError) as error:
@@ -201,13 +201,6 @@ def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Te
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(base, values))
-
-
-def _shape(layer: Any) -> torch.Size:
-    """Shape of the weight that a layer with an adapter changes."""
-    name = getattr(layer, "parameter_name", None)
-    weight = layer.get_param() if name else layer.get_base_layer().weight
-    return torch.Size(weight.shape)
 
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -88,7 +88,7 @@ class LoraLinear(torch.autograd.Function):
         (cast,) = _cast([ctx.linear], grad.dtype)
         needs_dx = ctx.needs_input_grad[0]
         dx, da, db = _backward(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
-        return _shaped(dx, grad), None, None, da, db
+        return None if dx is None else dx.view(*grad.shape[:-1], -1), None, None, da, db
 
 
 class GatedMlp(torch.autograd.Function):
@@ -368,7 +368,3 @@ def _split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _shaped(dx: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor | None:
-    return None if dx is None else dx.view(*grad.shape[:-1], -1)

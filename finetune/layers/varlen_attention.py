@@ -82,14 +82,10 @@ def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     problems = [
         f"attn_implementation {NAME} does not support {name}, which this model uses"
         for name, value in wanted.items()
-        if _is_set(value)
+        if value is not None and value is not False
     ]
     if problems:
         raise RecipeError(problems, "Set attn_implementation=eager.")
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False
 
 
 def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, int]:

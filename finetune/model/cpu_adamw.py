@@ -53,7 +53,8 @@ class CpuAdamW(torch.optim.Optimizer):
             self._stage(parameter).copy_(parameter.grad, non_blocking=True)
             if not self.state[parameter]:
                 self.state[parameter] = _fresh_state(parameter)
-        _wait_for_copies(touched)
+        for device in {parameter.device for parameter in touched if parameter.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # until the gradients are here
         for group, parameters in groups:
             if parameters:
                 self._update(group, parameters)
@@ -111,8 +112,3 @@ def _host(like: torch.Tensor) -> torch.Tensor:
 def _step_count(parameter: torch.Tensor) -> torch.Tensor:
     """Step count as a host tensor, which torch's fused kernel increments."""
     return _host(parameter.new_empty(())).zero_()
-
-
-def _wait_for_copies(parameters: list[torch.Tensor]) -> None:
-    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()

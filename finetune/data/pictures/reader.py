@@ -25,9 +25,9 @@ class PictureReader:
     `files` are the files that were looked at, with their size and time: cached rows are valid while these are the same.
     """
 
-    def __init__(self, folder: Path | None, image_folder: Path | None = None) -> None:
+    def __init__(self, folder: str | None, image_folder: str | None) -> None:
         require_pillow()
-        self._folders = [path for path in (image_folder, folder) if path is not None]
+        self._folders = [Path(path) for path in (image_folder, folder) if path is not None]
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
 
