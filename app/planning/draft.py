@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import threading
 import time
@@ -13,7 +14,7 @@ from finetune.errors import RecipeError
 from finetune.files import write_text
 from finetune.recipe import find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
 from finetune.recipe import yaml as recipe_yaml
-from finetune.settings import Recipe
+from finetune.settings import DatasetRecipe, Recipe
 from finetune.system import shell_join
 
 from ..workspace import Workspace
@@ -195,8 +196,6 @@ def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
 
 
 def _default(prefix: str, key: str) -> Any:
-    from finetune.settings import DatasetRecipe
-
     model: Any = DatasetRecipe if prefix == "dataset." else Recipe
     return model.model_fields[key].get_default(call_default_factory=True)
 
@@ -205,8 +204,6 @@ def _as_text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, (dict, list)):
-        import json
-
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -15,7 +15,7 @@ from finetune.errors import RecipeError
 
 from ..workspace import Workspace
 
-_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
+WRONG_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
 #: Files whose rows are lines.
 _LINES = (".jsonl", ".ndjson")
 _SHOWN_CHARACTERS = 4000
@@ -37,7 +37,7 @@ class Problem:
     @property
     def correction(self) -> tuple[str, str] | None:
         """Of the first row, where every row has one."""
-        matches = [_ROLE.search(row["reason"]) for row in self.rows]
+        matches = [WRONG_ROLE.search(row["reason"]) for row in self.rows]
         return (matches[0][1], matches[0][2]) if matches[0] and all(matches) else None
 
 
@@ -71,7 +71,7 @@ def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -
         raise RecipeError("only a file with a line of JSON for each row can be corrected here", "Correct the rows in the file.")
     path = paths.pop()
     numbers = {row["row"] for row in rows}
-    meant = {match[1]: match[2] for row in rows if (match := _ROLE.search(row["reason"]))}
+    meant = {match[1]: match[2] for row in rows if (match := WRONG_ROLE.search(row["reason"]))}
     target = workspace.folder("uploads") / f"{path.stem[:60]}-corrected-{secrets.token_hex(3)}.jsonl"
     with path.open(encoding="utf-8") as source, target.open("w", encoding="utf-8") as copy:
         for number, line in enumerate(source, 1):

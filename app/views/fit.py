@@ -91,9 +91,11 @@ def memory(plan: Plan) -> str:
         f"{tr(PHASES[phase][0])}</button>"
         for phase in phases
     )
+    is_dry_run = forecast.method.startswith("dry run")
+    method = tr("Forecast: the training step itself, run without data." if is_dry_run else "Forecast by formula.")
     head = (
         f'<div class="ft-barhead"><h2>{title}</h2><div class="ft-seg" role="group" aria-label="{tr("Phase")}">{buttons}</div>'
-        f'<span class="ft-method">{inert(_method(plan))}</span></div>'
+        f'<span class="ft-method">{inert(method)}</span></div>'
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
     notes = "".join(note(reason_in_words(text)) for text in forecast.notes)
@@ -109,11 +111,6 @@ def _simulation(method: str) -> str:
     if few := _REPEATED.fullmatch(method):
         return tr("dry run of {n} of {total} layers, repeated", n=few[1], total=few[2])
     return tr("dry run") if method == "dry run" else method
-
-
-def _method(plan: Plan) -> str:
-    assumed = plan.forecast is not None and not plan.forecast.method.startswith("dry run")
-    return tr("Forecast by formula." if assumed else "Forecast: the training step itself, run without data.")
 
 
 def _phase(plan: Plan, phase: str) -> str:
@@ -180,19 +177,15 @@ def _why(part: Part, plan: Plan | None) -> str:
 
 
 def _smaller_button(plan: Plan, key: str) -> str:
-    setting = _SMALLER.get(key)
-    upper = plan.forecast.peak_high_bytes if plan.forecast else 0
+    setting, forecast = _SMALLER.get(key), plan.forecast
+    assert forecast is not None
     for row in plan.alternatives:
-        if setting and setting in override_values(row.differs) and row.peak_high_bytes < upper:
-            less = tr("{size} less", size=gib(upper - row.peak_high_bytes))
-            costs = tr(", ").join(filter(None, [less, slower_in_words(row.tokens_per_s, _own_speed(plan))]))
+        if setting and setting in override_values(row.differs) and row.peak_high_bytes < forecast.peak_high_bytes:
+            less = tr("{size} less", size=gib(forecast.peak_high_bytes - row.peak_high_bytes))
+            costs = tr(", ").join(filter(None, [less, slower_in_words(row.tokens_per_s, forecast.tokens_per_s)]))
             label = tr("{change}: {result}", change=in_words(row.differs), result=costs)
             return f'<button type="button" class="ft-small" {action(override=row.differs)}>{inert(label)}</button>'
     return ""
-
-
-def _own_speed(plan: Plan) -> float | None:
-    return plan.forecast.tokens_per_s if plan.forecast else None
 
 
 def facts(plan: Plan) -> str:

@@ -67,7 +67,8 @@ def ledger(plan: Plan) -> str:
     free = card.total_bytes - sum(size for _, size, _ in parts)
     shown = [(name, size, css) for name, size, css in parts if size > 0]
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size, _ in shown)
-    label = f"Memory of {card.name}: {sizes}; {_free(free)}"
+    left = f"{format_bytes(free)} free" if free >= 0 else f"{format_bytes(-free)} too big"
+    label = f"Memory of {card.name}: {sizes}; {left}"
     bar = stacked_bar(shown, card.total_bytes, label, format_bytes)
     lines = [
         [Safe(f'<i class="swatch {css}"></i> {inert(name)}'), format_bytes(size), f"{size / card.total_bytes:.1%}"]
@@ -109,10 +110,6 @@ def data_note(plan: Plan) -> str:
     if not plan.data.longest:
         return note(tr("{rows}, {tokens} tokens.", **counts))
     return note(tr("{rows}, {tokens} tokens, the longest has {longest} tokens.", longest=f"{plan.data.longest:,}", **counts))
-
-
-def _free(size: float) -> str:
-    return f"{format_bytes(size)} free" if size >= 0 else f"{format_bytes(-size)} too big"
 
 
 def _value(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..language import tr
+from ..planning.refused_rows import WRONG_ROLE
 from .error_texts import of_error
 from .words import rows
 
@@ -23,12 +24,11 @@ REASONS = (
 _COUNT = re.compile(r"([\d,]+) of ([\d,]+) row\(s\) can't be trained on:?")
 _KIND = re.compile(r"\s*([\d,]+) x (?:(\S+): )?(.+) \((.+), row ([\d, .]+)\)")
 _ROW = re.compile(r"\s*(\S+), row (\d+): (?:(\S+): )?(.+)")
-_ROLE = re.compile(r"unknown role '(.{1,40})'; did you mean (\w+)\?")
 
 
 def reason_in_words(reason: str) -> str:
     """A reason, or what it is without the details of a row."""
-    if match := _ROLE.fullmatch(reason):
+    if match := WRONG_ROLE.fullmatch(reason):
         return tr("role '{wrong}', {meant} meant?", wrong=match[1], meant=match[2])
     return of_error(next((full for full in REASONS if full == reason or full.startswith((f"{reason};", f"{reason}:"))), reason))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.run.out_of_memory import explanation_lines
@@ -36,6 +36,7 @@ _MARKS_SHOWN = 60
 _SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
+_loss = "{:.4f}".format
 
 
 def plain_curves(live: LiveRun) -> str:
@@ -207,7 +208,3 @@ def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
         return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
     context = digest.newest_step.context_bytes if digest.newest_step else None
     return mark("Reserved memory and CUDA context"), reserved + (context or plan.card.context_bytes or 0)
-
-
-def _loss(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else tr("not measured") if value is None else str(value)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection
 
-from finetune.run.state import RunState
-
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from ..live import LiveRun
@@ -71,7 +69,7 @@ def _texts(live: LiveRun, tab: str) -> dict[str, str]:
     texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
     texts["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
     if tab == "overview":
-        texts["figures"] = _figures(live, state)
+        texts["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
         texts["memory"] = memory(digest, plan)
         texts["answers"] = _answers(live)
         if not has_charts():
@@ -83,10 +81,6 @@ def _texts(live: LiveRun, tab: str) -> dict[str, str]:
         texts["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
         texts["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
     return texts
-
-
-def _figures(live: LiveRun, state: RunState) -> str:
-    return failure(live, state) if state.state in BROKEN else figures(live.digest, live.plan())
 
 
 def _answers(live: LiveRun) -> str:

@@ -87,9 +87,7 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
     rows = []
     for entry in results:
         gap = entry.behind
-        behind = ""
-        if gap is not None:
-            behind = f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
+        behind = "" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
         state = tr(_ARM_STATES.get(entry.state) or STATES.get(entry.state, (entry.state, ""))[0])
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"

@@ -67,7 +67,7 @@ def setting_name(name: str) -> str:
 
 def in_words(override: str) -> str:
     """What `key=value key=value` does, as a phrase for a button."""
-    settings = dict(item.partition("=")[::2] for item in shlex.split(override))
+    settings = override_values(override)
     phrases = [phrase for name, value in settings.items() if (phrase := _phrase(name, value, settings))]
     return tr("; ").join(phrases) or tr("Change the recipe")
 
@@ -188,7 +188,7 @@ def largest(parts: Mapping[str, int]) -> str:
     return max(PARTS, key=lambda part: parts.get(part, 0))
 
 
-def override_values(override: str) -> dict[str, Any]:
+def override_values(override: str) -> dict[str, str]:
     """The names that an override sets, with their values as text."""
     return dict(item.partition("=")[::2] for item in shlex.split(override))
 

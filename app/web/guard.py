@@ -34,7 +34,7 @@ READ = re.compile(
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
 WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?")
-BODY_BYTES = 2 * 2**20
+BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
 #: Of uploads: how many at once, and their bytes and age on disk.
 UPLOADS_AT_ONCE = 2
 MOST_UPLOAD_BYTES = 512 * 2**20
@@ -59,7 +59,6 @@ class Access:
     port: int
     hosts: tuple[str, ...] = LOOPBACK
     any_port: bool = False  # behind a port mapping, as in a container, the browser's port is another one
-    upload_bytes: int = 64 * 2**20
 
     @property
     def cookie(self) -> str:
@@ -107,7 +106,7 @@ class Guard:
         elif linked and scope["method"] == "GET":
             await self._set_cookie(scope, send, query)
         else:
-            limit = self.access.upload_bytes if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
+            limit = UPLOAD_BYTES if scope["path"].rstrip("/") == UPLOAD_PATH else BODY_BYTES
             await self.app(scope, _limited(receive, limit), _hardened(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str], linked: str) -> Refusal | None:
@@ -123,7 +122,7 @@ class Guard:
             return Refusal(401, "Open the link that `finetune ui` printed; it has the token.")
         if not _route_is_known(method, path):
             return Refusal(404, "Not found.")
-        return _body_refusal(method, path, headers, self.access.upload_bytes)
+        return _body_refusal(method, path, headers)
 
     def _has_token(self, headers: dict[str, str], linked: str) -> bool:
         bearer = headers.get("authorization", "")
@@ -157,7 +156,7 @@ def _route_is_known(method: str, path: str) -> bool:
     return routes is not None and routes.fullmatch(path) is not None
 
 
-def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes: int) -> Refusal | None:
+def _body_refusal(method: str, path: str, headers: dict[str, str]) -> Refusal | None:
     if method != "POST":
         return None
     upload = path.rstrip("/") == UPLOAD_PATH
@@ -165,7 +164,7 @@ def _body_refusal(method: str, path: str, headers: dict[str, str], upload_bytes:
     if kind != ("multipart/form-data" if upload else "application/json"):
         return Refusal(415, "Unsupported content type.")
     length = headers.get("content-length", "")
-    if length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > (upload_bytes if upload else BODY_BYTES)):
+    if length and (not re.fullmatch("[0-9]{1,15}", length) or int(length) > (UPLOAD_BYTES if upload else BODY_BYTES)):
         return Refusal(413, "The request is too large.")
     return None
 

@@ -22,7 +22,7 @@ from finetune.system import port_socket
 
 from ..browser_files import fetched_files
 from ..workspace import Workspace
-from .guard import LOOPBACK, Access, Guard, UploadLimit
+from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
 from .page_filter import PageFilter
 
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
@@ -101,7 +101,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     page, looks = build_page(context)
     page.state_session_capacity = _SESSIONS
     api = gradio.mount_gradio_app(
-        api, page, path="/", ssr_mode=False, max_file_size=access.upload_bytes, footer_links=[], allowed_paths=[],
+        api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
     page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
