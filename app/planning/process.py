@@ -18,6 +18,8 @@ import functools
 import json
 import os
 import queue
+import select
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -37,7 +39,6 @@ from finetune.settings.schema import Decides, settings_that_decide
 
 from ..process import redirect_stdout
 from ..views.words import plan_in_languages
-from .fork import answer_in_fork
 from .planner import SupersededError
 from .prefetch import PlanPrefetcher
 from .what_if import Outcome, Outcomes, outcome_of
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
 #: Nothing is planned ahead while questions follow each other faster than this, as when a slider is moved: forks take time.
 _PAUSE_S = 0.5
+#: How often a fork's parent looks whether a newer question was asked.
+_LOOK_S = 0.01
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
@@ -251,8 +254,40 @@ def _answer(questions: Questions, inbox: Inbox, question: dict[str, Any], leave:
     """The answer; forecasts of other plans take seconds and are made in a fork, which a newer question ends at once."""
     if question.get("compare") and hasattr(os, "fork"):
         answer = functools.partial(questions.answer_silently, question)
-        return answer_in_fork(answer, lambda: question["number"] < inbox.newest, leave)
+        return _answer_in_fork(answer, lambda: question["number"] < inbox.newest, leave)
     return questions.answer(question)
+
+
+def _answer_in_fork(
+    make_answer: Callable[[], dict[str, Any]], is_superseded: Callable[[], bool], leave: tuple[int, ...]
+) -> dict[str, Any]:
+    """What `make_answer` returns, as JSON has it; {"superseded": True} as soon as `is_superseded` says so; empty when the fork
+    was killed by something else. The fork closes the file descriptors in `leave`."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _write_and_exit(make_answer, writer, leave)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as answer:
+        while not select.select([answer], [], [], _LOOK_S)[0]:
+            if is_superseded():
+                os.kill(child, signal.SIGKILL)
+                threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()  # freeing its memory takes time
+                return {"superseded": True}
+        text = answer.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text or "{}"))
+
+
+def _write_and_exit(make_answer: Callable[[], dict[str, Any]], writer: int, leave: tuple[int, ...]) -> None:
+    """In the fork."""
+    try:
+        for file in leave:
+            os.close(file)
+        with os.fdopen(writer, "w", encoding="utf-8") as answer:
+            json.dump(make_answer(), answer, default=str)
+    finally:
+        os._exit(0)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.pictures.display import small_copy_of
+from finetune.data.pictures.reader import FileStat, file_stat
 from finetune.events import Sample
 
 from ..language import tr
@@ -52,17 +53,9 @@ def answers(
 
 
 @lru_cache(256)
-def _small_copy(path: Path, stamp: tuple[int, int]) -> dict[str, Any]:
-    """Kept, as it is shown at every tick. `stamp`: another one for another file of this name."""
+def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
+    """Kept, as it is shown at every tick. `stat`: another one for another file of this name."""
     return small_copy_of(path)
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    try:
-        stat = Path(path).stat()
-    except (OSError, ValueError):  # gone, or no name that a file can have
-        return 0, 0
-    return stat.st_mtime_ns, stat.st_size
 
 
 def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> str:
@@ -75,7 +68,7 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
         cells += f'<td class="mono" data-label="{tr("Step {step}", step=f"{step:,}")}">{shown}</td>'
         earlier = answer if answer is not None else earlier
     text, paths = prompt
-    pictures = small_pictures([_small_copy(Path(path), _stamp(path)) for path in paths])
+    pictures = small_pictures([_small_copy(path, file_stat(path)) for path in map(Path, paths)])
     asked = f"<td>{pictures}{inert(text)}</td>"
     wanted = f'<td class="mono" data-label="{tr("Expected")}">{inert(expected)}</td>'
     return f"<tr>{asked}{wanted}{cells}</tr>"

@@ -142,12 +142,13 @@ def _merge_loaded(
     """Load the whole model and write it as transformers does: for checkpoints that store weights in another form."""
     from peft import PeftModel
 
-    from finetune.model.build import build_base
+    from finetune.model.build import build_base, build_on_meta
     from finetune.model.language_model import is_multimodal
     from finetune.model.new_tokens import grow_vocabulary
     from finetune.model.quantisation import model_dtype
 
-    weight_bytes = _weight_bytes(config, model_dtype(settings))
+    model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
     require_disk(weight_bytes, folder)
     progress("loading the base model in 16 bit")
@@ -200,14 +201,6 @@ def require_disk(needed_bytes: int, target: Path, what: str = "the merged model"
             f"{what} needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
             "Give another --output.",
         )
-
-
-def _weight_bytes(config: Any, dtype: Any) -> int:
-    """Bytes of the loaded weights, counted on the meta device."""
-    from finetune.model.build import build_on_meta
-
-    model = build_on_meta(config, None, dtype=dtype, attention=None)
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]:

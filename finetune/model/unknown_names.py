@@ -11,16 +11,10 @@ _BY_ID = "With the hub it is read by its id: model_name_or_path={id}."
 _LARGE = "has more than a hundred billion parameters and is not in the offline catalogue"
 #: Pattern of a name, the reason, and what can be done.
 _OTHERS = (
-    (
-        r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
-        "has no published weights",
-        OTHER_MODELS,
-    ),
-    (
-        r"^(.*/)?(distil|ro|de|al|modern)?berta?\b|electra|minilm|\bbge\b|\be5-",
-        "is an encoder, which writes no text",
-        OTHER_MODELS,
-    ),
+    (r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
+     "has no published weights", OTHER_MODELS),
+    (r"^(.*/)?(distil|ro|de|al|modern)?berta?\b|electra|minilm|\bbge\b|\be5-",
+     "is an encoder, which writes no text", OTHER_MODELS),
     (r"^(.*/)?(flan-?|m|by)?t5\b|\bm?bart\b|pegasus", "is an encoder with a decoder; finetune trains decoders", OTHER_MODELS),
     (r"whisper|wav2vec|stable.?diffusion|\bsdxl\b|\bflux\b", "is not a model of text", OTHER_MODELS),
     (r"^gpt-?2\b", _OFFLINE, _BY_ID.format(id="openai-community/gpt2")),
@@ -42,22 +36,16 @@ _OTHERS = (
     (r"nemotron[- ]?3[- ](super|ultra)", _LARGE, _BY_ID.format(id="nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8")),
     (r"mistral[- ]?large[- ]?3", _LARGE, _BY_ID.format(id="mistralai/Mistral-Large-3-675B-Instruct-2512")),
     (r"glm[- ]?(5(\.[12])?|4\.[67])(?![.\d])(?!.*flash)", _LARGE, _BY_ID.format(id="zai-org/GLM-5.2")),
-    (
-        r"glm[- ]?5\.3[- ]?flash",
-        "is a glm5_next model, whose training step takes shapes from the values of tensors: its memory can't be forecast",
-        "A model of its kind that can be: zai-org/GLM-4.7-Flash.",
-    ),
-    (
-        r"gemma[- ]?3n",
-        "is a gemma3n model, which transformers builds only where the timm library is installed",
-        "pip install timm, and with the hub model_name_or_path=google/gemma-3n-E4B-it; or google/gemma-4-E4B-it without timm.",
-    ),
-    (
-        r"\bmimo[- ]?7b",
-        "is a mimo model: transformers lacks that type, so it needs code from its repository",
-        "Read that code, then set trust_remote_code=true and model_revision to its full commit.",
-    ),
-)
+    (r"glm[- ]?5\.3[- ]?flash",
+     "is a glm5_next model, whose training step takes shapes from the values of tensors: its memory can't be forecast",
+     "A model of its kind that can be: zai-org/GLM-4.7-Flash."),
+    (r"gemma[- ]?3n",
+     "is a gemma3n model, which transformers builds only where the timm library is installed",
+     "pip install timm, and with the hub model_name_or_path=google/gemma-3n-E4B-it; or google/gemma-4-E4B-it without timm."),
+    (r"\bmimo[- ]?7b",
+     "is a mimo model: transformers lacks that type, so it needs code from its repository",
+     "Read that code, then set trust_remote_code=true and model_revision to its full commit."),
+)  # fmt: skip
 
 
 def why_unknown(typed: str) -> tuple[str, str] | None:

@@ -46,8 +46,7 @@ def serving_memory(
     Raises OutOfMemory if the weights don't fit, or too few tokens do.
     """
     model = build_base(settings, config, device="meta", weights=False)
-    tensors = (*model.parameters(), *model.buffers())
-    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + adapter_bytes
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + adapter_bytes
     if settings.layer_offloading is not False and not on_cpu:
         weight_bytes -= _offloaded_bytes(model, settings.offloaded_layers)
     # the cache is the same without quantised layers, which compute nothing on meta
