@@ -190,14 +190,10 @@ def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
         if isinstance(wanted.get(key), dict) and isinstance(base.get(key), dict) and key != "columns":
             overrides += _differences(base[key], wanted[key], f"{prefix}{key}.")
             continue
-        value = wanted[key] if key in wanted else _default(prefix, key)
+        model: Any = DatasetRecipe if prefix == "dataset." else Recipe
+        value = wanted[key] if key in wanted else model.model_fields[key].get_default(call_default_factory=True)
         overrides.append(f"{prefix}{key}={_as_text(value)}")
     return overrides
-
-
-def _default(prefix: str, key: str) -> Any:
-    model: Any = DatasetRecipe if prefix == "dataset." else Recipe
-    return model.model_fields[key].get_default(call_default_factory=True)
 
 
 def _as_text(value: Any) -> str:

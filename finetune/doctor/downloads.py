@@ -40,7 +40,7 @@ def check_hub() -> Finding:
         return Finding("hub", "skip", "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download models and data")
     began = time.monotonic()
     status, problem = _get(f"{constants.ENDPOINT}/api/models?limit=1")
-    host = _host(constants.ENDPOINT)
+    host = constants.ENDPOINT.rpartition("@")[2].removeprefix("https://")  # without user name and password
     if status is None:
         return Finding("hub", "warn", f"{host} can't be reached: {problem}", f"Check network and proxy. {_OFFLINE_FIX}")
     if status >= 400:
@@ -122,11 +122,6 @@ def _failed(error: OSError) -> tuple[int | None, str]:
     if isinstance(reason, ssl.SSLError):
         return None, f"TLS: {reason.reason or reason}; a company's proxy? set SSL_CERT_FILE to its certificate"
     return None, str(getattr(reason, "strerror", None) or reason)
-
-
-def _host(endpoint: str) -> str:
-    """The address without its user name and password."""
-    return endpoint.rpartition("@")[2].removeprefix("https://")
 
 
 def _source_finding(source: Source) -> Finding:

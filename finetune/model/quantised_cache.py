@@ -61,7 +61,9 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
     shell = build.build_base(settings, config, device="cpu", weights=False)
     parts = parts_of(shell)
     facts = facts_of(settings, config, torch.device(device).type)
-    path = folder() / f"{_slug(settings)}-{_key(facts)}.safetensors"
+    name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder() / f"{name}-{key}.safetensors"
     with _locked(path):
         try:
             return _checked(path, parts)
@@ -131,15 +133,6 @@ def _fingerprint(settings: Settings) -> str:
         snapshot_download(resolve_model_path(settings), revision=settings.model_revision, allow_patterns=patterns)
         fingerprint = weights_fingerprint(settings)
     return str(fingerprint)
-
-
-def _slug(settings: Settings) -> str:
-    """The model's name in characters that a file name may have."""
-    return re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
-
-
-def _key(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

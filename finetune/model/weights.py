@@ -8,16 +8,13 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.checksum import with_checksum
 from finetune.errors import ModelError
 from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.hub import cached_file
 from finetune.model.configuration import resolve_model_path
-
-if TYPE_CHECKING:
-    from finetune.settings import Settings
+from finetune.settings import Settings
 
 #: Files of a checkpoint in several parts, and of an adapter.
 INDEX, ADAPTER_WEIGHTS = "model.safetensors.index.json", "adapter_model.safetensors"
