@@ -159,10 +159,10 @@ def _part(name: str, series: Series, points: int, lowest: float) -> dict[str, An
         values["l"] = [part.low if part.count else None for part in merged.values()]
         values["h"] = [part.high if part.count else None for part in merged.values()]
     shown = {key: [None if value is None else _short(value / scale) for value in column] for key, column in values.items()}
-    indices = list(merged)
-    if indices and indices[-1] - indices[0] == len(indices) - 1:
-        indices = indices[:1]
-    return {"w": width, "i": indices, **shown, **({"gaps": gaps} if gaps else {})}
+    positions = list(merged)
+    if positions and positions[-1] - positions[0] == len(positions) - 1:
+        positions = positions[:1]
+    return {"w": width, "i": positions, **shown, **({"gaps": gaps} if gaps else {})}
 
 
 def _short(value: float) -> float:
