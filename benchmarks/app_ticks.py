@@ -28,7 +28,7 @@ from finetune.card.card import Card
 from finetune.events import EventWriter, Step, event_json
 from finetune.files import write_json
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import Plan, read_plan
+from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 
 TICKS, NEW_STEPS = 60, 11
@@ -133,22 +133,13 @@ def step_event(step: int, total: int, chance: random.Random) -> Step:
 def plan(steps: int) -> Plan:
     """A plan for a 24 GiB card, with a forecast for the charts."""
     parts = {"weights": 5 * GIB, "adapters": GIB // 8, "optimizer": GIB // 2, "activations": 4 * GIB, "loss": GIB}
-    forecast = Forecast(
-        10 * GIB,
-        11 * GIB,
-        12 * GIB,
-        11 * GIB,
-        13 * GIB,
-        parts,
-        {"load": 6 * GIB, "train": 10 * GIB},
-        step_s=0.5,
-        tokens_per_s=3100.0,
-    )
+    phases = {"load": 6 * GIB, "train": 10 * GIB}
+    peaks = (10 * GIB, 11 * GIB, 12 * GIB, 11 * GIB, 13 * GIB)
+    forecast = Forecast(*peaks, parts, phases, step_s=0.5, tokens_per_s=3100.0)
     card = Card("rtx-4090", 24 * GIB, 23 * GIB, (8, 9), context_bytes=GIB // 2)
     finished = Path(__file__).parents[1] / "tests" / "compat_runs" / "finished.tar.gz"
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(finished) as archive:
-        archive.extract("finished/plan.json", folder, filter="data")
-        settings_of = read_plan(Path(folder, "finished", "plan.json"))
+    with tarfile.open(finished) as archive:
+        settings_of = Plan.from_json(json.load(archive.extractfile("finished/plan.json")))
     return replace(settings_of, card=card, total_steps=steps, forecast=forecast, budget_bytes=22 * GIB)
 
 

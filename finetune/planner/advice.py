@@ -49,9 +49,14 @@ def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FU
     """Two significant digits: the rate of SFT with AdamW, times the factors of the method and the optimizer."""
     rate, why = _rate_of_sft(shape)
     of_method, of_optimizer = METHODS[method], OPTIMIZERS[optim]
-    reasons = [of_optimizer.rate_source, of_method.rate_source, f"SFT's: {why}" if of_method.rate_source else why]
+    reasons = []
+    if of_optimizer.rate_source:
+        reasons.append(f"{of_optimizer.rate_factor:g} x AdamW's rate ({of_optimizer.rate_source})")
+    if of_method.rate_source:
+        reasons.append(f"{of_method.rate_factor:g} x SFT's rate ({of_method.rate_source})")
+        why = f"SFT's: {why}"
     rate *= of_method.rate_factor * of_optimizer.rate_factor
-    return _two_digits(rate), "; ".join(filter(None, reasons))
+    return _two_digits(rate), "; ".join([*reasons, why])
 
 
 def _rate_of_sft(shape: ModelShape) -> tuple[float, str]:

@@ -17,8 +17,8 @@ class Method:
 
     `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: those of a recipe
     that other methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that
-    don't work with it, and why. `rate_factor`: what its learning rate is of SFT's, with `rate_source`. `precomputes`: whether
-    the reference can be computed before the training.
+    don't work with it, and why. `rate_factor`: what its learning rate is of SFT's; `rate_source`: who found that, a name.
+    `precomputes`: whether the reference can be computed before the training.
     """
 
     implementation: str = "finetune.methods.method:Sft"
@@ -47,8 +47,7 @@ class Method:
 METHODS = {
     "sft": Method(),
     "pretrain": Method(
-        row_format="text", rate_factor=0.25,
-        rate_source="a quarter of SFT's, to keep what the model knows: 5e-5 where that has 2e-4 (Unsloth's notebooks)",
+        row_format="text", rate_factor=0.25, rate_source="Unsloth",  # 5e-5 in its notebooks, to keep what the model knows
         refused=(
             ("train_on_inputs", "plain text has no prompt, all of it is trained"),
             ("chat_template", "plain text is trained without one"),
@@ -58,7 +57,7 @@ METHODS = {
         implementation="finetune.methods.dpo:Dpo", sequences=2, reference_passes=1, row_format="preference", precomputes=True,
         losses=("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "sppo_hard"),
         settings=("beta", "loss_type", "label_smoothing", "sft_weight"),
-        rate_factor=0.025, rate_source="a fortieth of SFT's: 5e-6 where that has 2e-4 (TRL's dpo.py and sft.py with LoRA)",
+        rate_factor=0.025, rate_source="TRL: dpo.py, sft.py",  # 5e-6 and 2e-4 with LoRA
         refused=(
             ("packing", "pairs are not packed"),
             ("train_on_inputs", "the prompt is the same in both answers of a pair"),
@@ -68,7 +67,7 @@ METHODS = {
         implementation="finetune.methods.kto:Kto", reference_passes=3, min_rows=2, row_format="labelled",
         losses=("kto", "apo_zero_unpaired"),
         settings=("beta", "loss_type", "desirable_weight", "undesirable_weight"),
-        rate_factor=0.025, rate_source="a fortieth of SFT's, as for pairs: 5e-6 where that has 2e-4",
+        rate_factor=0.025, rate_source="DPO",
         refused=(
             ("packing", "its rows are not packed"),
             ("train_on_inputs", "only answers are good or bad"),

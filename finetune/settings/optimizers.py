@@ -20,7 +20,7 @@ class Optimizer:
     state_bytes: float
     price: float = 1.0
     shards: bool = False
-    #: What its learning rate is of AdamW's, and why.
+    #: What its learning rate is of AdamW's, and who found that: a name.
     rate_factor: float = 1.0
     rate_source: str = ""
     #: Whether the planner chooses it; others have to be asked for.
@@ -45,8 +45,7 @@ OPTIMIZERS = {
     "paged_adamw_8bit": Optimizer(2.1, 1.04, tensor_s=2 * _BITSANDBYTES_S),
     "paged_adamw_32bit": Optimizer(8.0, 1.04, planned=False, tensor_s=2 * _BITSANDBYTES_S, synonyms=("paged_adamw",)),
     "lion_8bit": Optimizer(
-        1.05, planned=False, tensor_s=_BITSANDBYTES_S, rate_factor=0.2,
-        rate_source="a fifth of AdamW's: 3 to 10 times less (Lion, arXiv 2302.06675)",
+        1.05, planned=False, tensor_s=_BITSANDBYTES_S, rate_factor=0.2, rate_source="Lion, arXiv 2302.06675",
     ),
     "adafactor": Optimizer(0.1, 1.10, small_states=True, memory_bytes=56.0, tensor_s=7.5e-5),  # 15 launches
     "adamw_cpu_offload": Optimizer(0.0, 1.06, memory_bytes=0.0, pcie_bytes=8.0, cpu_s=0.5e-9),
