@@ -50,6 +50,7 @@ _CLAUSES = (
     mark("these layers stay 16-bit, as other modules read or change their weights: {names}"),
     mark("memory of each of {n} cards under {name} is by rule, not measured on several cards"),
     mark("by the model of a step, not measured on a card: saves at most {share} of time, {pays}"),
+    mark("the checkpoint's 4-bit weights are FP4: as many bytes as NF4's, but further from the 16-bit weights"),
     mark("a layer's are one tensor of {n} values, and bitsandbytes quantises at most {most}"),
     mark("quality hardly depends on rank when every layer has an adapter (QLoRA)"),
     mark("no row is trained twice, so its reference is computed once in any case"),

@@ -45,6 +45,13 @@ def stored_format(own: dict[str, Any]) -> BaseFormat:
     return NF4 if own.get("load_in_4bit") else INT8
 
 
+def stored_notes(own: dict[str, Any]) -> tuple[str, ...]:
+    """What is to be known of weights that bitsandbytes stored: FP4, its default, is loaded and trained as it is."""
+    if own.get("quant_method") != BITSANDBYTES or stored_format(own) is not NF4 or own.get("bnb_4bit_quant_type") == "nf4":
+        return ()
+    return ("the checkpoint's 4-bit weights are FP4: as many bytes as NF4's, but further from the 16-bit weights",)
+
+
 def trainable_formats(own: dict[str, Any]) -> tuple[BaseFormat, ...]:
     """Formats that a checkpoint stored so can be trained in; empty when it is not quantised.
 

@@ -15,7 +15,7 @@ from finetune.card.card import Card
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.model.configuration import read_config
-from finetune.model.prequantised import stored_quantisation, trainable_formats
+from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
 from finetune.planner.choices import Choices
 from finetune.planner.defaults import (
@@ -306,7 +306,11 @@ class _Planner:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
         fits = attempt.verdict == Verdict.FITS
         pinned = () if fits else pinned_inputs_note(strategy, job, self.recipe, self.host_free)
-        return (*_drive_notes(strategy, job), *_notes_of(self.history, self.card), *pinned)
+        stored = stored_notes(self._stored_quantisation())
+        return (*_drive_notes(strategy, job), *_notes_of(self.history, self.card), *pinned, *stored)
+
+    def _stored_quantisation(self) -> dict[str, Any]:
+        return stored_quantisation(self.config, self.recipe.model_name_or_path)
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         """Every open max_length with every open rank, preferred ones first; they share forecasts."""
@@ -325,7 +329,7 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
-        stored = trainable_formats(stored_quantisation(self.config, self.recipe.model_name_or_path))
+        stored = trainable_formats(self._stored_quantisation())
         table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
         if attempt.offload_target:
             options = offloading_strategies(

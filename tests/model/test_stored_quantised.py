@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from finetune.errors import RecipeError
 from finetune.model.build import build_base
-from finetune.model.prequantised import stored_quantisation, trainable_formats
+from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.model.transformers_config import load_config
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
@@ -41,33 +41,35 @@ def refused(folder, **more):
     return caught.value
 
 
-@pytest.fixture(scope="module")
-def nf4_folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["nf4", "fp4"])
+def kind_and_folder(tmp_path_factory, request):
     """A small Llama as bitsandbytes stores it, its last layer in 16 bit, as in Unsloth's dynamic checkpoints."""
-    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("nf4")
+    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp(request.param)
     AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(plain)
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True, bnb_4bit_quant_type=request.param, bnb_4bit_use_double_quant=True,
         llm_int8_skip_modules=["lm_head", "model.layers.0.mlp.down_proj"],
     )  # fmt: skip
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
-    return folder
+    return request.param, folder
 
 
 @pytest.mark.parametrize("with_method", [True, False])
-def test_a_4_bit_checkpoint_is_built_as_it_is_stored(nf4_folder, with_method):
-    values = json.loads((nf4_folder / "config.json").read_text())
+def test_a_4_bit_checkpoint_is_built_as_it_is_stored(kind_and_folder, with_method):
+    kind, folder = kind_and_folder
+    values = json.loads((folder / "config.json").read_text())
     values["quantization_config"].pop("quant_method", None)
     values["quantization_config"] |= {"quant_method": "bitsandbytes"} if with_method else {}  # first versions wrote none
-    (nf4_folder / "config.json").write_text(json.dumps(values))
-    wanted = settings(nf4_folder)
+    (folder / "config.json").write_text(json.dumps(values))
+    wanted = settings(folder)
     real, bare = (build_base(wanted, load_config(wanted), device="cpu", weights=weights) for weights in (True, False))
     assert [(name, type(part)) for name, part in real.named_modules()] == [(n, type(part)) for n, part in bare.named_modules()]
     layer = real.model.layers[0]
     assert isinstance(layer.mlp.up_proj, Linear4bit) and not isinstance(layer.mlp.down_proj, Linear4bit)
-    stored = load_file(nf4_folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
     assert bytes(layer.mlp.up_proj.weight.data.numpy()) == bytes(stored["model.layers.0.mlp.up_proj.weight"].numpy())
     assert layer.mlp.up_proj.weight.quant_state.dtype == real.dtype
+    assert layer.mlp.up_proj.weight.quant_state.quant_type == bare.model.layers[0].mlp.up_proj.weight.quant_type == kind
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,12 @@ def test_what_can_not_be_trained_is_refused_whatever_the_recipe_wants(tmp_path, 
 def test_a_quantisation_that_is_no_object_is_a_recipe_error(value):
     with pytest.raises(RecipeError, match="not an object"):
         stored_quantisation({"quantization_config": value}, "some/model")
+
+
+@pytest.mark.parametrize("changes", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_quant_type": None}])
+def test_a_plan_says_that_a_checkpoint_is_in_fp4(changes):
+    assert "are FP4" in stored_notes(NF4 | changes)[0]
+    assert stored_notes(NF4) == stored_notes({}) == stored_notes({"quant_method": "bitsandbytes", "load_in_8bit": True}) == ()
 
 
 def test_formats_that_a_stored_checkpoint_can_be_trained_in():
