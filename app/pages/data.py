@@ -16,7 +16,7 @@ from ..planning.catalogue import DATA_ENDINGS, local_datasets
 from ..planning.draft import Edited
 from ..planning.own_data import choose_data, take_upload
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
-from ..views import data as view_of
+from ..views import data as data_views
 from ..views.binding import BUTTON, QUIET, change_trigger, show
 from ..views.markup import page_title
 from ..views.problems import problem, settings_problem
@@ -27,10 +27,10 @@ _TICK_S = 1.0
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
-    head = show(view_of.waiting, elem_id="data-head")
+    head = show(data_views.waiting, elem_id="data-head")
     act = gr.Textbox(visible="hidden", elem_id="data-act")
     with gr.Column(elem_classes="ft-box"):
-        source = show(functools.partial(view_of.chooser, [], DATA_ENDINGS), elem_id="data-source")
+        source = show(functools.partial(data_views.chooser, [], DATA_ENDINGS), elem_id="data-source")
         upload = gr.UploadButton(mark("Choose a file"), file_types=list(DATA_ENDINGS), elem_id="data-upload")
         status = show(elem_id="data-status")
     with gr.Row(elem_id="data-two"):
@@ -55,7 +55,7 @@ class _View:
     def open(self) -> list[str]:
         """What data there is, and the draft's stamp."""
         self.context.planner.warm()
-        return [view_of.chooser(local_datasets(self.context.workspace), DATA_ENDINGS), self.tick()]
+        return [data_views.chooser(local_datasets(self.context.workspace), DATA_ENDINGS), self.tick()]
 
     def tick(self) -> str:
         """The draft's stamp: another tab may have changed it."""
@@ -72,8 +72,8 @@ class _View:
         except FinetuneError as error:
             return [*empty, problem(error.title, error.problems, error.fix)]
         return [
-            view_of.head(answer, edited.recipe), view_of.problems(problems_of(answer), answer, edited.recipe),
-            view_of.marked(answer), view_of.lengths(answer, edited.recipe), "",
+            data_views.head(answer, edited.recipe), data_views.problems(problems_of(answer), answer, edited.recipe),
+            data_views.marked(answer), data_views.lengths(answer, edited.recipe), "",
         ]  # fmt: skip
 
     def upload(self, path: str | None) -> list[Any]:
@@ -85,38 +85,38 @@ class _View:
     def act(self, message: str) -> list[Any]:
         """What a button asks for: what is said of it, the row, and the draft's stamp."""
         try:
-            wish = json.loads(message)
-            if "row" in wish or "walk" in wish:
-                return ["", self._row(wish), gr.skip()]
-            status, asked = self._changed(self._change(wish))
+            action = json.loads(message)
+            if "row" in action or "walk" in action:
+                return ["", self._row(action), gr.skip()]
+            status, asked = self._changed(self._change(action))
         except FinetuneError as error:
             return [problem(error.title, error.problems, error.fix), gr.skip(), gr.skip()]
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):  # no message of this page
             return [gr.skip()] * 3
         return [status, gr.skip(), asked]
 
-    def _row(self, wish: dict[str, Any]) -> str:
-        if "row" in wish:
-            question = {"recipe": self.context.draft.read().text, "index": int(wish["row"])}
-            return view_of.marked(self.context.planner.ask("row", **question))
-        number, at = int(wish["walk"]), int(wish["at"])
+    def _row(self, action: dict[str, Any]) -> str:
+        if "row" in action:
+            question = {"recipe": self.context.draft.read().text, "index": int(action["row"])}
+            return data_views.marked(self.context.planner.ask("row", **question))
+        number, at = int(action["walk"]), int(action["at"])
         kind = self._problems()[number]
-        return view_of.refused_row(number, at, kind, source_text(self.context.workspace.root, kind.rows[at]))
+        return data_views.refused_row(number, at, kind, source_text(self.context.workspace.root, kind.rows[at]))
 
-    def _change(self, wish: dict[str, Any]) -> Edited:
-        """Change the draft. Raises KeyError for what is none of this page's wishes."""
+    def _change(self, action: dict[str, Any]) -> Edited:
+        """Change the draft. Raises KeyError for what is none of this page's actions."""
         draft = self.context.draft
-        if wish.get("leave_out"):
+        if action.get("leave_out"):
             return draft.change(dataset__on_bad_rows="skip")
-        if "correct" in wish:
-            rows = self._problems()[int(wish["correct"])].rows
+        if "correct" in action:
+            rows = self._problems()[int(action["correct"])].rows
             return draft.change(dataset__path=with_roles_corrected(self.context.workspace, rows))
-        if "hold_out" in wish:
-            share = float(wish["hold_out"])
+        if "hold_out" in action:
+            share = float(action["hold_out"])
             return draft.change(dataset__test_split_size=int(share) if share >= 1 or not share else share)
-        if "template" in wish:
-            return draft.change(chat_template=str(wish["template"]) or None)
-        return choose_data(draft, str(wish["data"]))
+        if "template" in action:
+            return draft.change(chat_template=str(action["template"]) or None)
+        return choose_data(draft, str(action["data"]))
 
     def _problems(self) -> list[Problem]:
         return problems_of(self.context.planner.ask("look", recipe=self.context.draft.read().text))

@@ -17,7 +17,7 @@ from ..machine import Machine
 from ..planning.catalogue import DATA_ENDINGS
 from ..planning.draft import FIRST, Edited
 from ..planning.own_data import choose_data, take_upload
-from ..views import home as view_of
+from ..views import home as home_views
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import note
 from ..views.problems import problem, settings_problem
@@ -30,15 +30,15 @@ _TICK_S, _SHOWN = 2.0, 5
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
-    head, running = show(lambda: view_of.machine([]), elem_id="home-head"), show(elem_id="home-running")
+    head, running = show(lambda: home_views.machine([]), elem_id="home-head"), show(elem_id="home-running")
     act, mine = gr.Textbox(visible="hidden", elem_id="home-act"), gr.State("")
     progress, status = show(elem_id="home-progress"), show(elem_id="home-status")
     with gr.Row(elem_id="home-two"):
         with gr.Column(elem_classes="ft-box"):
-            show(lambda: view_of.start(DATA_ENDINGS))
+            show(lambda: home_views.start(DATA_ENDINGS))
             upload = gr.UploadButton(mark("Choose a file"), file_types=list(DATA_ENDINGS), elem_id="home-upload")
         with gr.Column(elem_classes="ft-box"):
-            recent = show(lambda: view_of.recent([], []), elem_id="home-recent")
+            recent = show(lambda: home_views.recent([], []), elem_id="home-recent")
     changed = change_trigger()
     page.load(view.tick, mine, changed, **QUIET)
     gr.Timer(_TICK_S).tick(view.tick, mine, changed, **QUIET)
@@ -62,16 +62,16 @@ class _View:
         waiting = [status for entry in self.context.queue.entries() if (status := entry.status())["state"] == "waiting"]
         at_work = next((row for row in rows if job and row.name == job.name), None)
         progress = progress_of(self.context.queue, mine) if mine else ""
-        return [view_of.machine(gpus), view_of.running(job, at_work), view_of.recent(rows, waiting), progress]
+        return [home_views.machine(gpus), home_views.running(job, at_work), home_views.recent(rows, waiting), progress]
 
     def act(self, message: str) -> list[Any]:
         """What a button asks for: the demo, or a dataset of the hub."""
         try:
-            wish = json.loads(message)
-            if wish.get("demo"):
+            action = json.loads(message)
+            if action.get("demo"):
                 entry = self.context.queue.add(load_recipe(FIRST))
                 return ["", progress_of(self.context.queue, entry.path.name), entry.path.name]
-            hub = str(wish.get("hub", "")).strip()
+            hub = str(action.get("hub", "")).strip()
         except (ValueError, AttributeError):  # no message of this page
             return [gr.skip()] * 3
         return [_to_data(choose_data(self.context.draft, hub)) if hub else "", gr.skip(), gr.skip()]

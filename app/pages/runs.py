@@ -14,7 +14,7 @@ from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, res
 from ..browser_files import chart_element, has_charts
 from ..context import Context
 from ..language import tr
-from ..views import runs as view_of
+from ..views import runs as runs_views
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
 from ..views.markup import note, to_fit
@@ -30,11 +30,11 @@ _LISTED = 200
 def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers. runs.js keeps search, filters and what is chosen, and sends what is to be done."""
     view = _View(context)
-    show(view_of.controls, elem_id="runs-controls")
+    show(runs_views.controls, elem_id="runs-controls")
     act = gr.Textbox(visible="hidden", elem_id="runs-act")
     status = show(elem_id="runs-status")
     listed, sweeps = show(elem_id="runs-list"), show(elem_id="runs-sweeps")
-    show(view_of.chosen_bar)
+    show(runs_views.chosen_bar)
     compared = show(elem_id="runs-compared")
     queue, trash = show(elem_id="runs-queue"), show(elem_id="runs-trash")
     changed = change_trigger()
@@ -58,38 +58,39 @@ class _View:
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
         rows = [row_of(self.context.lives.of(run), self.context.scores) for run in workspace.list_runs()[:_LISTED]]
         sweeps = listed(workspace.list_sweeps()[:_LISTED])
-        return [view_of.runs_table(rows), sweeps, view_of.queue(entries), view_of.trash(deleted_runs(workspace.runs)[:_LISTED])]
+        trash = runs_views.trash(deleted_runs(workspace.runs)[:_LISTED])
+        return [runs_views.runs_table(rows), sweeps, runs_views.queue(entries), trash]
 
     def act(self, message: str) -> list[Any]:
         """What a button asks for: what is said of it, the comparison, and the fingerprint of the table as it then is."""
         try:
-            wish = json.loads(message)
-            status, compared = self._done(wish)
+            action = json.loads(message)
+            status, compared = self._done(action)
         except (ValueError, AttributeError):  # no message of this page
             return [gr.skip()] * 3
         except FinetuneError as error:
             status, compared = problem(error.title, error.problems, error.fix), gr.skip()
         return [status, compared, self.tick()]
 
-    def _done(self, wish: dict[str, Any]) -> tuple[Any, Any]:
-        names = [name for name in wish.get("runs") or [] if isinstance(name, str)]
+    def _done(self, action: dict[str, Any]) -> tuple[Any, Any]:
+        names = [name for name in action.get("runs") or [] if isinstance(name, str)]
         runs = [run for name in names if (run := self.context.workspace.run(name))]
-        match wish.get("deed"), runs:
+        match action.get("deed"), runs:
             case "compare", _:
                 return "", self.compare(runs)
             case "rename", [run]:
-                return self._rename(run, str(wish.get("name", ""))), gr.skip()
+                return self._rename(run, str(action.get("name", ""))), gr.skip()
             case "duplicate", [run]:
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
                 return to_fit(tr("Opening Fit with this run's recipe.")), gr.skip()
             case "delete", [_, *_]:
                 return self._delete(runs), gr.skip()
-        if "restore" in wish:
-            folders = wish["restore"] if isinstance(wish["restore"], list) else [wish["restore"]]
+        if "restore" in action:
+            folders = action["restore"] if isinstance(action["restore"], list) else [action["restore"]]
             names = [restore_run(self.context.workspace.runs, str(folder)).path.name for folder in folders]
             return note(tr("Restored {runs}.", runs=", ".join(names)), "ok"), gr.skip()
-        if isinstance(wish.get("cancel"), str):
-            is_removed = self.context.queue.cancel(wish["cancel"])
+        if isinstance(action.get("cancel"), str):
+            is_removed = self.context.queue.cancel(action["cancel"])
             return note(tr("Removed." if is_removed else "It is no longer waiting.")), gr.skip()
         return gr.skip(), gr.skip()
 
@@ -103,7 +104,7 @@ class _View:
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
-        advice = view_of.what_settings_did(advise(runs[:_MOST_COMPARED]))
+        advice = runs_views.what_settings_did(advise(runs[:_MOST_COMPARED]))
         return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:
@@ -123,4 +124,4 @@ class _View:
                 refused += problem(tr("Not deleted"), error.problems, error.fix)
                 continue
             self.context.lives.forget(run)
-        return refused + (view_of.undo(deleted) if deleted else "")
+        return refused + (runs_views.undo(deleted) if deleted else "")

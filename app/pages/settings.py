@@ -14,7 +14,7 @@ from finetune.errors import FinetuneError
 from ..background.examination import Examination
 from ..context import Context
 from ..language import tr
-from ..views import settings as view_of
+from ..views import settings as settings_views
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.markup import note
 from ..views.problems import problem, settings_problem
@@ -29,9 +29,10 @@ def build(context: Context, page: gr.Blocks) -> None:
     """Components and their handlers."""
     view = _View(context)
     act = gr.Textbox(visible="hidden", elem_id="settings-act")
-    chosen, status = show(lambda: view_of.choices("", "", ""), elem_id="settings-choices"), show(elem_id="settings-status")
+    chosen = show(lambda: settings_views.choices("", "", ""), elem_id="settings-choices")
+    status = show(elem_id="settings-status")
     with gr.Column(elem_classes="ft-box"):
-        examined = show(lambda: view_of.examined(None, is_running=False), elem_id="settings-machine")
+        examined = show(lambda: settings_views.examined(None, is_running=False), elem_id="settings-machine")
     changed = change_trigger()
     page.load(view.choices, None, chosen, **QUIET)
     page.load(view.tick, None, changed, **QUIET)
@@ -47,23 +48,23 @@ class _View:
     def choices(self) -> str:
         values = self.context.draft.read().values
         price, budget = (str(values.get(setting) or "") for setting in _SETTINGS.values())
-        return view_of.choices(price, "" if budget == "auto" else budget, _token_from())
+        return settings_views.choices(price, "" if budget == "auto" else budget, _token_from())
 
     def tick(self) -> str:
         return fingerprint(self.examined())
 
     def examined(self) -> str:
         """The last examination, and whether there is one going on."""
-        return view_of.examined(self._examination.last(), is_running=self._examination.is_running)
+        return settings_views.examined(self._examination.last(), is_running=self._examination.is_running)
 
     def act(self, message: str) -> list[Any]:
         try:
-            wish = json.loads(message)
-            if wish.get("examine"):
+            action = json.loads(message)
+            if action.get("examine"):
                 self._examination.start()
                 status = ""
             else:
-                (name, text), *_ = wish.items()
+                (name, text), *_ = action.items()
                 status = self._set(_SETTINGS[name], str(text).strip())
         except (ValueError, KeyError, AttributeError, TypeError):  # no message of this page
             return [gr.skip(), gr.skip()]

@@ -63,9 +63,9 @@ def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
 def test_buttons_of_the_data_page_change_the_draft(workspace):
     draft = Draft(workspace)
     view = _View(SimpleNamespace(workspace=workspace, draft=draft, planner=SimpleNamespace(ask=lambda *_, **__: answer())))
-    for wish in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
-        status, _, stamp = view.act(json.dumps(wish))
-        assert (status, stamp) == ("", draft.stamp), wish
+    for action in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
+        status, _, stamp = view.act(json.dumps(action))
+        assert (status, stamp) == ("", draft.stamp), action
     dataset = draft.read().recipe.dataset
     assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
     assert draft.read().recipe.chat_template == "plain"

@@ -44,8 +44,8 @@ def context(tmp_path):
     )
 
 
-def acted(context, **wish):
-    return _View(context).act(json.dumps(wish))[0]
+def acted(context, **action):
+    return _View(context).act(json.dumps(action))[0]
 
 
 def scored(run, base=0.0, tuned=0.97):

@@ -20,8 +20,8 @@ def context(tmp_path):
     context.close()
 
 
-def acted(context, **wish):
-    return _View(context).act(json.dumps(wish))[0]
+def acted(context, **action):
+    return _View(context).act(json.dumps(action))[0]
 
 
 def test_the_price_is_the_drafts_and_a_wrong_one_is_said(context):
