@@ -78,8 +78,8 @@ def check_stack(deadline_s: float, progress: Callable[[str], None] = lambda _: N
             if name == "torch":
                 return
         elif problem:  # it hung or crashed in this part; later parts were not tried
-            late = "within" in problem
-            state, fix = ("warn", "Run it again when the machine is less busy.") if late else ("fail", _FIXES[name])
+            timed_out = "within" in problem
+            state, fix = ("warn", "Run it again when the machine is less busy.") if timed_out else ("fail", _FIXES[name])
             yield Finding(check, state, f"{name}: {problem}", fix)
             return
         else:

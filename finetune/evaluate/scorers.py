@@ -59,9 +59,9 @@ class Scorer:
 
 def span_of(name: str, *scores: Sequence[float]) -> float:
     """The largest difference of two rows' scores of this name; of a user's function, between those that were seen."""
-    seen = [score for of_model in scores for score in of_model]
-    is_share = name.partition("-")[0] in SCORES and min(seen, default=0) >= 0 and max(seen, default=0) <= 1
-    return 1.0 if is_share else max(seen) - min(seen)
+    all_scores = [score for model_scores in scores for score in model_scores]
+    is_share = name.partition("-")[0] in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
+    return 1.0 if is_share else max(all_scores) - min(all_scores)
 
 
 def scorer(

@@ -163,12 +163,12 @@ def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[s
         for part in parts
     ]
     metadata = {"format": FORMAT, "facts": json.dumps(facts), "layout": json.dumps(layout), "states": json.dumps(states)}
-    values: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for part in parts:
-        values[part.name] = {"dtype": "U8", "shape": [part.size], "data_offsets": [end, end + part.size]}
+        header[part.name] = {"dtype": "U8", "shape": [part.size], "data_offsets": [end, end + part.size]}
         end += part.size
-    return json.dumps(values).encode()
+    return json.dumps(header).encode()
 
 
 class StoreWriter:
@@ -244,8 +244,8 @@ class StoreWriter:
             facts |= {"nested_blocksize": nested.blocksize, "nested_dtype": str(nested.dtype).removeprefix("torch.")}
             books["nested_quant_map"] = state.state2.code
         self._states[name] = facts
-        for book, values in books.items():
-            if not torch.equal(self._books.setdefault(book, values.cpu()), values.cpu()):
+        for book, code_book in books.items():
+            if not torch.equal(self._books.setdefault(book, code_book.cpu()), code_book.cpu()):
                 raise LayoutMismatch(f"{name} has another {book} than the weights before it")
         self._books.setdefault("nested_quant_map", torch.zeros(256))
 
@@ -280,8 +280,8 @@ class Store:
         self.file = path.open("rb")
         self._verified_stat = self._stat()
         try:
-            values, data_begin = read_safetensors_header(self.file)
-            metadata = values["__metadata__"]
+            header, data_begin = read_safetensors_header(self.file)
+            metadata = header["__metadata__"]
             if metadata["format"] != FORMAT:
                 raise Damaged(f"{path} is of another version")
             layout = parse_json(metadata["layout"])
@@ -292,7 +292,7 @@ class Store:
                 for name, size, _, entries in layout
             )
             self._hashes = {name: digest for name, _, digest, _ in layout}
-            self._offsets = {part.name: data_begin + values[part.name]["data_offsets"][0] for part in self.parts}
+            self._offsets = {part.name: data_begin + header[part.name]["data_offsets"][0] for part in self.parts}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise Damaged(f"{path} can't be read: {type(error).__name__}: {error}") from None
         self.size = data_begin + sum(part.size for part in self.parts)

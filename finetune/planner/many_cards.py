@@ -68,12 +68,12 @@ def _row(
 
 def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
     """The plan's settings changed for another launch: same effective batch; settings that can't be sharded are replaced."""
-    before = settings.launch.num_processes
-    rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * before // cards
+    n_processes = settings.launch.num_processes
+    rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * n_processes // cards
     micro = math.gcd(settings.per_device_train_batch_size, rows)
-    own = {key: value for key, value in settings.launch.model_dump(exclude_unset=True).items() if key != "nvme_path"}
+    launch_settings = settings.launch.model_dump(exclude_unset=True, exclude={"nvme_path"})
     changes: dict[str, Any] = {
-        "launch": {**own, "offload": "none", "num_processes": cards, **launch},
+        "launch": {**launch_settings, "offload": "none", "num_processes": cards, **launch},
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
     }  # fmt: skip
     changes |= {"layer_offloading": False, "offloaded_layers": 0}
