@@ -66,8 +66,9 @@ def _method(recipe: Recipe) -> Iterator[str]:
     name, method = recipe.method, METHODS[recipe.method]
     for setting in dict.fromkeys(setting for its in METHODS.values() for setting in its.settings):
         if setting not in method.settings and getattr(recipe, setting) is not None:
-            others = " and ".join(other for other, its in METHODS.items() if setting in its.settings)
-            yield f"{setting} is a setting of method {others}; the method is {name}"
+            *others, last = (other for other, its in METHODS.items() if setting in its.settings)
+            methods = " and ".join(filter(None, [", ".join(others), last]))
+            yield f"{setting} is a setting of method {methods}; the method is {name}"
     if recipe.loss_type is not None and recipe.loss_type not in method.losses and method.losses:
         yield f"loss_type {recipe.loss_type} is not one of method {name}: {', '.join(method.losses)}"
     for setting, reason in method.refused:
