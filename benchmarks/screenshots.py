@@ -1,8 +1,9 @@
-"""Screenshots of every page in both themes, wide and phone; `docs/page.png` is made from one of them.
+"""Screenshots of every page in both themes, at three widths, and docs/tour/*.webp: those of a page in one picture.
 
-    python benchmarks/screenshots.py OUT [--runs runs] [--url LINK]
+    python benchmarks/screenshots.py OUT [--runs runs] [--url LINK] [--sheets docs/tour]
 
-Without --url it starts `finetune ui` while it runs. Needs Chromium and playwright.
+Without --url it starts `finetune ui` while it runs. Needs Chromium and playwright. `docs/page.png` and `docs/fit.png` are
+made from run-light-wide.png and fit-light-wide.png.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 ADDRESSES = {
     "home": "", "model": "model", "data": "data", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate",
     "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "try": "try", "models": "models",
     "settings": "settings",
 }  # fmt: skip
 SIZES = {"wide": (1440, 900), "middle": (1024, 768), "phone": (390, 844)}
+THEMES = ("light", "dark")
 ARGUMENTS = [
     "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--disable-background-timer-throttling", "--disable-renderer-backgrounding",
 ]  # fmt: skip
 _SETTLE_MS, _BUSY_MS = 4000, 180_000
+#: Pixels of a sheet for each of a screenshot, and between them.
+_SCALE, _GAP = 0.5, 12
 
 
 def main() -> int:
@@ -36,12 +42,15 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--url", help="link of a running server, with its token")
     parser.add_argument("--only", nargs="*", choices=list(ADDRESSES), default=list(ADDRESSES))
+    parser.add_argument("--sheets", type=Path, help="folder for a picture of each page with all its screenshots")
     chosen = parser.parse_args()
     out = chosen.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         link = chosen.url or stack.enter_context(page_started(Path.cwd(), "--runs", str(chosen.runs.absolute())))
         errors = take(link, out, chosen.only)
+    for page in chosen.only if chosen.sheets else ():
+        sheet(out, page).save(chosen.sheets / f"{page}.webp", quality=72, method=6)
     print("\n".join(errors) or f"{out}: no console errors")
     return 1 if errors else 0
 
@@ -65,7 +74,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium") or None, args=ARGUMENTS)
         for size, (width, height) in SIZES.items():
-            for theme in ("light", "dark"):
+            for theme in THEMES:
                 context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=_scheme(theme))
                 first = context.new_page()
                 first.goto(link)  # the cookie; each page then has a tab of its own
@@ -92,6 +101,22 @@ def _picture(context: Any, address: str, path: Path) -> list[str]:
     own_errors = list(errors)
     tab.close()
     return own_errors
+
+
+def sheet(out: Path, page: str) -> Image.Image:
+    """The first screens of a page: a row for each theme, a column for each width."""
+    sizes = {size: (round(width * _SCALE), round(height * _SCALE)) for size, (width, height) in SIZES.items()}
+    row_height = max(height for _, height in sizes.values())
+    width = sum(width for width, _ in sizes.values()) + _GAP * (len(sizes) - 1)
+    whole = Image.new("RGB", (width, len(THEMES) * row_height + _GAP), "#808080")
+    for row, theme in enumerate(THEMES):
+        left = 0
+        for size, scaled in sizes.items():
+            with Image.open(out / f"{page}-{theme}-{size}.png") as picture:
+                first_screen = picture.convert("RGB").crop((0, 0, *SIZES[size])).resize(scaled, Image.Resampling.LANCZOS)
+            whole.paste(first_screen, (left, row * (row_height + _GAP)))
+            left += scaled[0] + _GAP
+    return whole
 
 
 def _scheme(theme: str) -> Any:
