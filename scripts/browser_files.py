@@ -71,7 +71,7 @@ def fetch(target: Path) -> None:
 
 
 def _versions() -> str:
-    return hashlib.sha256((ROOT / "package-lock.json").read_bytes()).hexdigest()
+    return hashlib.sha256((ROOT / "package-lock.json").read_bytes() + FONT.encode()).hexdigest()
 
 
 def _npm() -> list[str]:

@@ -15,13 +15,25 @@ from ..browser_files import fetched_files
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 #: Files of the page itself.
 OWN_FILES = sorted(path for path in Path(__file__).parents[1].glob("*") if path.suffix in _KINDS)
-#: Where the page asks for them and for those of other projects: another folder when one of them changes.
-OWN_FOLDER = f"/ft/v{zlib.crc32(b''.join(path.read_bytes() for path in [*OWN_FILES, *fetched_files()])):08x}"
 #: What a browser has no use for: lines of comment, and space before a line and around a style's braces.
 _UNREAD = {
     ".js": re.compile(rb"^[ \t]*(?://.*)?\n?", re.M),
     ".css": re.compile(rb"/\*.*?\*/|(?<=[{};\n])\s+|\s+(?=[{}])", re.S),
 }
+
+
+def without_unread(body: bytes, suffix: str) -> bytes:
+    """A script or a style without comments and indentation."""
+    return _UNREAD[suffix].sub(b"", body)
+
+
+def _served(path: Path) -> bytes:
+    return without_unread(path.read_bytes(), path.suffix) if path in OWN_FILES and path.suffix in _UNREAD else path.read_bytes()
+
+
+_NAMES_AND_BODIES = [(path.name.encode(), _served(path)) for path in [*OWN_FILES, *fetched_files()]]
+#: Where the page asks for its own files and those of other projects: another folder when what is served changes.
+OWN_FOLDER = f"/ft/v{zlib.crc32(repr(_NAMES_AND_BODIES).encode()):08x}"
 #: Below this many bytes an answer is not worth compressing.
 _SMALL = 400
 
@@ -33,16 +45,9 @@ def compressed(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
     return gzip.compress(body, 6, mtime=0), {"vary": "accept-encoding", "content-encoding": "gzip"}
 
 
-def without_unread(body: bytes, suffix: str) -> bytes:
-    """A script or a style without comments and indentation."""
-    return _UNREAD[suffix].sub(b"", body)
-
-
 def own_file(path: Path) -> Callable[[Request], Response]:
     """The route's handler."""
-    body, media_type = path.read_bytes(), _KINDS[path.suffix]
-    if path in OWN_FILES and path.suffix in _UNREAD:
-        body = without_unread(body, path.suffix)
+    body, media_type = _served(path), _KINDS[path.suffix]
     packed, headers = (body, {}) if path.suffix == ".woff2" else compressed(body, "gzip")
     tag = f'"{zlib.crc32(body):08x}"'
 

@@ -18,7 +18,7 @@ from .. import language
 from ..browser_files import FOLDER, has_charts
 from ..language import FIRST_HTML, tr
 from .guard import Asgi, Message, Receive, Scope, Send
-from .own_files import OWN_FOLDER, compressed, without_unread
+from .own_files import OWN_FOLDER, compressed
 
 #: Gradio's script for a page in a frame of another site, which is refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
@@ -96,11 +96,7 @@ class PageFilter:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                if _is_html(start):
-                    body = rewritten(body, nonce, path)
-                elif path == "/theme.css":
-                    body = _smaller_theme(body)
-                page, encoding = compressed(body, accepted)
+                page, encoding = compressed(rewritten(body, nonce, path) if _is_html(start) else body, accepted)
                 added = {**encoding, "content-length": str(len(page))}
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
                 headers += [(key.encode(), value.encode()) for key, value in added.items()]
@@ -150,14 +146,6 @@ def _translated(match: re.Match[bytes]) -> bytes:
     current = config.get("current_page")
     config["page"] = {name: page for name, page in config["page"].items() if current in (name, None)}
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
-
-
-def _smaller_theme(style: bytes) -> bytes:
-    """Gradio's theme without what its dark half repeats: plain values of the light one, and None."""
-    light, start, dark = without_unread(style, ".css").rpartition(b"{")
-    inherited = {declaration for declaration in re.split(rb"[{}]", light)[1].split(b";") if b"var(" not in declaration}
-    own = [text for text in dark.rstrip(b"}").split(b";") if text not in inherited and not text.endswith(b": None")]
-    return light + start + b";".join(own) + b"}"
 
 
 def _leave_out(values: dict[str, Any], names: Iterable[str]) -> None:

@@ -87,7 +87,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     for path in [*OWN_FILES, *fetched_files()]:
         handler = own_file(path)
         api.get(f"/ft/{path.name}")(handler)
-        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # any version: a page may be open from before an update
+        api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
     api.get("/ft/series/{name}")(series_of(context))
     answers = FitAnswers(context)
     for make_answer in (answers.draft, answers.plan, answers.bars, answers.compared):

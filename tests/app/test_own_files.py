@@ -7,9 +7,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app.page import _theme
+from app.page import _Theme, _theme
 from app.web.own_files import OWN_FILES, OWN_FOLDER, own_file, without_unread
-from app.web.page_filter import _smaller_theme
 
 
 def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_another():
@@ -20,6 +19,13 @@ def test_a_file_is_kept_at_the_address_of_this_version_and_asked_for_anew_at_ano
     assert current.text == older.text and "const update" in current.text and "\n//" not in current.text
     unchanged = browser.get("/ft/v0/page.js", headers={"if-none-match": older.headers["etag"]})
     assert unchanged.status_code == 304 and unchanged.content == b""
+
+
+@pytest.mark.parametrize("path", [path for path in OWN_FILES if path.suffix == ".js"], ids=lambda path: path.name)
+def test_lines_that_begin_like_a_comment_are_not_in_a_text(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [number for number, line in enumerate(lines) if line.lstrip().startswith("//")]
+    assert [number for number in comments if "".join(lines[:number]).count("`") % 2] == []
 
 
 @pytest.mark.parametrize("path", [path for path in OWN_FILES if path.suffix == ".css"], ids=lambda path: path.name)
@@ -36,6 +42,6 @@ def test_gradios_theme_has_the_same_values_in_dark_without_what_light_has():
         light, dark = (dict(re.findall(r"(--[\w-]+):\s*([^;}]*)", half)) for half in re.split(r":root\.dark[^{]*", style))
         return light, {name: value for name, value in {**light, **dark}.items() if value != "None"}
 
-    style = _theme()._get_theme_css()
-    smaller = _smaller_theme(style.encode()).decode()
+    theme = _theme()
+    smaller, style = theme._get_theme_css(), super(_Theme, theme)._get_theme_css()
     assert values(smaller) == values(style) and len(smaller) < 0.8 * len(style)
