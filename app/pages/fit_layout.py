@@ -138,7 +138,7 @@ def _middle() -> dict[str, Any]:
 def _largest() -> Largest:
     """The search of the largest value that fits."""
     show(lambda: note(tr("The largest that fits:")))
-    with gr.Row():
+    with gr.Row(elem_classes="ft-largest"):
         buttons = {name: gr.Button(SETTING_NAMES[name], size="sm", elem_id=f"fit-largest-{name}") for name in LARGEST}
     return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
 
