@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from .machine import Machine
 from .pages import chat, data, fit, home, model, models, run, runs, settings
 from .views import rail
 from .views.binding import QUIET, show
-from .web.own_files import without_unread
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
@@ -109,24 +107,11 @@ _TOKENS = {
 }  # fmt: skip
 
 
-class _Theme(gr.themes.Default):
-    """Gradio's default, served without what its dark half repeats: plain values of the light one, and None."""
-
-    def _get_theme_css(self) -> str:
-        style = without_unread(super()._get_theme_css().encode(), ".css").decode().strip()
-        halves = re.fullmatch(r"(:root\{([^{}]*)\}[^{}]*\{)([^{}]*)\}", style)
-        if halves is None:
-            return style
-        light, inherited = halves[1], {text for text in halves[2].split(";") if "var(" not in text}
-        dark = [text for text in halves[3].split(";") if text not in inherited and not text.endswith(": None")]
-        return f"{light}{';'.join(dark)}}}"
-
-
 def _theme() -> gr.themes.Base:
     """Inter where it is installed, else the system's font: nothing is fetched."""
     values = {name: light for name, (light, _) in _TOKENS.items()}
     values |= {f"{name}_dark": dark for name, (_, dark) in _TOKENS.items() if name != "color_accent"}
-    return _Theme(
+    return gr.themes.Default(
         primary_hue=gr.themes.colors.teal,
         neutral_hue=gr.themes.colors.gray,
         font=["Inter", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],

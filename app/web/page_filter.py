@@ -18,7 +18,7 @@ from .. import language
 from ..browser_files import FOLDER, has_charts
 from ..language import FIRST_HTML, tr
 from .guard import Asgi, Message, Receive, Scope, Send
-from .own_files import OWN_FOLDER, compressed
+from .own_files import OWN_FOLDER, compressed, without_unread
 
 #: Gradio's script for a page in a frame of another site, which is refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
@@ -34,6 +34,8 @@ _OPTIONAL_OF_HANDLER = (
     "js", "js_implementation", "event_specific_args", "component_prop_inputs", "rendered_in", "render_id", "show_progress_on",
     "trigger_after", "trigger_only_on_success", "trigger_only_on_failure",
 )  # fmt: skip
+#: Part of the theme's address, under which browsers keep it: another number when `_smaller_theme` makes another text of it.
+_THEME_FORM = 1
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page; beside them those of Fit and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
@@ -96,7 +98,11 @@ class PageFilter:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                page, encoding = compressed(rewritten(body, nonce, path) if _is_html(start) else body, accepted)
+                if _is_html(start):
+                    body = rewritten(body, nonce, path)
+                elif path == "/theme.css":
+                    body = _smaller_theme(body)
+                page, encoding = compressed(body, accepted)
                 added = {**encoding, "content-length": str(len(page))}
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
                 headers += [(key.encode(), value.encode()) for key, value in added.items()]
@@ -143,9 +149,21 @@ def _translated(match: re.Match[bytes]) -> bytes:
         _leave_out(handler, _UNREAD_OF_HANDLER)
         _leave_out(handler, [name for name in _OPTIONAL_OF_HANDLER if not handler.get(name)])
     _leave_out(config, ("layout",))  # which `page` has, too
+    config["theme_hash"] = f"{config.get('theme_hash')}-{_THEME_FORM}"
     current = config.get("current_page")
     config["page"] = {name: page for name, page in config["page"].items() if current in (name, None)}
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
+
+
+def _smaller_theme(answer: bytes) -> bytes:
+    """Gradio's theme without what its dark half repeats: plain values of the light one, and None. Any other answer as it is."""
+    style = without_unread(answer, ".css").strip()
+    halves = re.fullmatch(rb"(:root\{([^{}]*)\}[^{}]*\{)([^{}]*)\}", style)
+    if halves is None:
+        return answer
+    light, inherited = halves[1], {text for text in halves[2].split(b";") if b"var(" not in text}
+    dark = [text for text in halves[3].split(b";") if text not in inherited and not text.endswith(b": None")]
+    return light + b";".join(dark) + b"}"
 
 
 def _leave_out(values: dict[str, Any], names: Iterable[str]) -> None:
