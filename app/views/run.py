@@ -15,7 +15,7 @@ from .charts import Level, Line, Mark, Panel, chart
 from .engine_texts import of_engine
 from .error_texts import of_message
 from .markup import inert, note, table
-from .series import smoothed
+from .series import Point, smoothed
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
@@ -172,7 +172,7 @@ def _loss_panel(digest: Digest, factor: float) -> Panel:
 
 
 def _memory_panel(digest: Digest, plan: Plan) -> Panel:
-    lines = [Line(label, digest.series[name].points(), css) for name, label, css in _memory_lines(digest)]
+    lines = [Line(label, _of_process(name, digest, plan), css) for name, label, css in _memory_lines(digest)]
     levels = []
     if plan.forecast:
         on_card = "peak_allocated_bytes" in digest.series
@@ -189,12 +189,22 @@ def _memory_panel(digest: Digest, plan: Plan) -> Panel:
 def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
     card = [
         ("card_used_bytes", tr("whole GPU, with other programs"), "whole"),
-        ("peak_reserved_bytes", tr("reserved"), "reserved"),
+        ("peak_reserved_bytes", tr("Reserved memory and CUDA context"), "reserved"),
         ("peak_allocated_bytes", tr("allocated, peak of the step"), "memory"),
     ]  # fmt: skip
     host = [("process_rss_bytes", tr("process"), "memory")]
     lines = [line for line in card if line[0] in digest.series]
     return lines or [line for line in host if line[0] in digest.series]
+
+
+def _of_process(name: str, digest: Digest, plan: Plan) -> list[Point]:
+    """A curve of memory; that of reserved memory with the CUDA context, like the forecast beside it."""
+    added = _context_bytes(digest, plan) if name == "peak_reserved_bytes" else 0
+    return [(step, None if size is None else size + added) for step, size in digest.series[name].points()]
+
+
+def _context_bytes(digest: Digest, plan: Plan) -> int:
+    return (digest.newest_step.context_bytes if digest.newest_step else None) or plan.card.context_bytes or 0
 
 
 def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
@@ -206,5 +216,4 @@ def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
     reserved = digest.peaks.get("peak_reserved_bytes")
     if reserved is None:
         return mark("Process memory"), digest.peaks.get("process_peak_rss_bytes") if plan.card.is_cpu else None
-    context = digest.newest_step.context_bytes if digest.newest_step else None
-    return mark("Reserved memory and CUDA context"), reserved + (context or plan.card.context_bytes or 0)
+    return mark("Reserved memory and CUDA context"), reserved + _context_bytes(digest, plan)

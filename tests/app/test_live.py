@@ -10,7 +10,7 @@ import pytest
 import app_ticks
 from app import live as live_module
 from app.live import Digest, LiveRun
-from app.views.run import measured_peak, more_curves, numbers, summary_of
+from app.views.run import _memory_panel, measured_peak, more_curves, numbers, summary_of
 from app.views.run_figures import figures, memory
 from app.views.run_row import last_loss
 from finetune.card import find_card
@@ -126,6 +126,8 @@ def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_
     forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
     plan = dataclasses.replace(app_ticks.plan(1), card=card, forecast=forecast, budget_bytes=None)
     assert measured_peak(live.digest, plan)[1] == measured * GIB
+    (reserved,) = [line for line in _memory_panel(live.digest, plan).lines if line.css == "reserved"]
+    assert max(size for _, size in reserved.points) == measured * GIB
     assert f"peak: {measured:.2f} GiB, forecast {forecast.peak_bytes / GIB:.2f} GiB" in summary_of(live.digest, plan)
     assert f'aria-label="Process: measured {measured:.1f} GiB, forecast 8.0 GiB"' in memory(live.digest, plan)
     assert f"<dd>{measured:.1f} GiB</dd><dd class='sub'>forecast 8.0 GiB" in figures(live.digest, plan)
