@@ -27,7 +27,10 @@ const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"),
   Object.assign(element, isScript ? { src: address } : { rel: "stylesheet", href: address }, { onload: done, onerror: failed });
   document.head.append(element);
 }))]);
-const exporting = () => import("./chart_export.js");
+// The table and the files are of a script that is fetched when the first is asked for. A browser remembers an address that gave
+// none, so another attempt has another one.
+let attempt = 0;
+const exporting = () => import(`./chart_export.js?${attempt}`).catch(() => { attempt += 1; });
 const span = (low, high) => tr("{low} to {high}", { low, high });
 const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
 
@@ -140,6 +143,7 @@ class Chart extends HTMLElement {
       if (run.read) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
       return run.version && !run.step ? of + tr("No step is complete yet.") : "";
     }).filter(Boolean);
+    if (this.isRefused) lines.push(tr("The page's server does not answer: try again when it is back."));
     const note = this.querySelector(".ftc-note"), line = lines.join(" ");
     note.hidden = !line;
     if (note.textContent !== line) note.textContent = line;
@@ -238,24 +242,31 @@ class Chart extends HTMLElement {
   }
   do_in() { this.zoomBy(0.5); }
   do_out() { this.zoomBy(2); }
-  async do_table() {
-    const table = this.querySelector(".ftc-table");
-    table.hidden = !table.hidden;
-    this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
-    this.tableOf ??= (await exporting()).tableOf;
-    this.fillTable();
+  async exported(use) {
+    const script = await exporting();
+    this.isRefused = !script;
+    this.say();
+    if (script) use(script);
+  }
+  do_table() {
+    return this.exported(({ tableOf }) => {
+      const table = this.querySelector(".ftc-table");
+      this.tableOf = tableOf;
+      table.hidden = !table.hidden;
+      this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
+      this.fillTable();
+    });
   }
   fillTable() {
     const table = this.querySelector(".ftc-table");
     if (this.tableOf) table.innerHTML = table.hidden ? "" : this.tableOf(this.panels, this.runs);
   }
-  async do_csv() {
-    const { csvOf, save } = await exporting();
-    save(new Blob([csvOf(this.runs)], { type: "text/csv" }), `${this.runs[0].name}.csv`);
+  do_csv() {
+    return this.exported(({ csvOf, save }) => save(new Blob([csvOf(this.runs)], { type: "text/csv" }), `${this.runs[0].name}.csv`));
   }
-  async do_png() {
-    const { pictureOf, save } = await exporting();
-    pictureOf(this.charts.filter(({ panel }) => !panel.small), (blob) => save(blob, `${this.runs[0].name}.png`));
+  do_png() {
+    return this.exported(({ pictureOf, save }) =>
+      pictureOf(this.charts.filter(({ panel }) => !panel.small), (blob) => save(blob, `${this.runs[0].name}.png`)));
   }
 
   selected(u) {

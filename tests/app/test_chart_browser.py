@@ -169,8 +169,13 @@ def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
     make_run(served[1], "files", [*steps(1, 30, 30), State(state="finished")])
     page = visit("run?run=files")
     drawn_steps(page, 30)
+    page.route("**/chart_export.js?0", lambda route: route.fulfill(body="throw 0", content_type="text/javascript"))
+    page.click("ft-chart [data-do=table]")
+    page.wait_for_selector("ft-chart .ftc-note >> text=does not answer")
+    assert page.get_attribute("ft-chart [data-do=table]", "aria-pressed") == "false"
     page.click("ft-chart [data-do=table]")
     page.wait_for_selector("ft-chart .ftc-table td")
+    assert not page.is_visible("ft-chart .ftc-note >> text=does not answer")
     cells = page.locator("ft-chart .ftc-table td").all_inner_texts()
     assert cells[:2] == ["1", "3.000"] and "30" in cells and "0.100" in cells
     with page.expect_download() as download:
