@@ -59,8 +59,12 @@ const post = async () => {
   }
   state.isPosting = false;
 };
-// What still waits when the page is left, or when Gradio loads it again because its server is back.
-addEventListener("pagehide", () => { if (state.waiting.length) request({ keepalive: true }); });
+// What still waits when the page is left, or when Gradio loads it again because its server is back; and a field that is being
+// typed in, which a browser does not call changed then.
+addEventListener("pagehide", () => {
+  document.querySelector("[data-typed]")?.dispatchEvent(new Event("change", { bubbles: true }));
+  if (state.waiting.length) request({ keepalive: true }).catch(() => {});
+});
 const acknowledge = (answer) => {
   fit.acted = answer;
   state.waiting = state.waiting.filter(({ sent }) => sent > answer.sent);
@@ -192,12 +196,15 @@ document.addEventListener("toggle", async ({ target }) => {
 }, true);
 document.addEventListener("change", ({ target }) => {
   // A field that Enter has sent changes once more for the browser when it is left, perhaps after another tab's edit.
-  if (!target.dataset.field || target.dataset.sent === target.value) return;
+  if (!target.dataset.field) return;
+  delete target.dataset.typed;
+  if (target.dataset.sent === target.value) return;
   target.dataset.sent = target.value;
   send({ field: target.dataset.field, text: target.value });
 });
 document.addEventListener("input", ({ target }) => {
   delete target.dataset.sent;
+  if (target.dataset.field && !state.writing) target.dataset.typed = "";
   if (state.writing || target.dataset.field || !target.matches("input[type=number], textarea")) return;
   const name = nameOf(target);
   if (name === "text") send({ text: target.value, basis: state.basis });

@@ -385,6 +385,9 @@ def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit)
     write_recipe(served, weight_decay=0.5)
     page.locator("[data-field=weight_decay]").blur()
     page.wait_for_function("document.querySelector('[data-field=weight_decay]').value === '0.5'")
+    page.fill("[data-field=weight_decay]", "0.35")
+    page.reload()
+    page.wait_for_function("document.querySelector('#fit-yaml textarea')?.value.includes('weight_decay: 0.35')")
     write_recipe(served)
 
 
