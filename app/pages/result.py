@@ -24,21 +24,22 @@ from ..language import mark, tr
 from ..planning.catalogue import local_datasets
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, table
+from ..views.options import HELD_OUT_BEFORE, SCORES
 from ..views.problems import problem
 from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
 
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0
-_SCORES = {
-    mark("Exact match"): "exact", mark("Contains the expected answer"): "contains", mark("Regular expression"): "regex",
-    mark("JSON, field by field"): "json", mark("Last number"): "numeric", mark("Calls of tools"): "calls",
-    "BLEU": "bleu", "chrF": "chrf", "ROUGE-L": "rouge", mark("Loss only, no answers"): "loss",
-}  # fmt: skip
-_HELD_OUT, _BEFORE = mark("held-out rows"), mark("held-out rows of the run it continued")
+_HELD_OUT = mark("held-out rows")
 _TYPES = {gguf.label: name for name, gguf in GGUF_TYPES.items()}
 _KINDS = {mark("Adapter"): "adapter", mark("Merged model"): "merged"}
 _ORDERS = {
     mark("Differing first"): "differ", mark("Tuned model's worst first"): "worst", mark("Tuned model's best first"): "best"
+}  # fmt: skip
+#: Commands on a run -> the buttons that start them.
+_ACTIONS = {
+    "eval": mark("Evaluate"), "merge": mark("Merge"), "export": mark("Export to GGUF"), "serve": mark("Serve"),
+    "report": mark("Write the report"), "compare": mark("Compare"), "push": mark("Push"),
 }  # fmt: skip
 _DRY_RUN_FIRST = mark("See the files first: Dry run.")
 _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
@@ -64,7 +65,7 @@ def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     with gr.Column(elem_classes="ft-box"):
         show(_heading("Evaluate", mark("Base and tuned model answer the same rows; the difference counts.")))
         with gr.Row(elem_classes="ft-controls"):
-            score = gr.Dropdown(list(_SCORES), value="Exact match", label=mark("Score"), elem_id="result-score", scale=2)
+            score = gr.Dropdown(list(SCORES), value="Exact match", label=mark("Score"), elem_id="result-score", scale=2)
             pattern = gr.Textbox(
                 label=mark("Pattern"), info=mark("what it finds in both answers is compared"), max_length=200, visible=False,
                 elem_id="result-pattern", scale=2,
@@ -160,13 +161,13 @@ def evaluation(
     score: str, pattern: str, tolerance: float | None, rows: str | None, most: float | None, last: bool
 ) -> list[str]:
     """The options of `finetune eval` for what was chosen."""
-    kind = _SCORES[score]
+    kind = SCORES[score]
     options = ["--score", kind] if kind != "exact" else []  # the command's own choice: calls for rows with tools, else exact
     if kind == "regex" and pattern.strip():
         options.append(f"--pattern={pattern.strip()}")
     if kind == "numeric" and tolerance:
         options += ["--tolerance", repr(float(tolerance))]
-    if rows == _BEFORE:
+    if rows == HELD_OUT_BEFORE:
         options.append("--forgetting")
     elif rows and rows != _HELD_OUT:
         options.append(f"--data={rows}")
@@ -181,7 +182,7 @@ class _View:
 
     def fields(self, score: str) -> list[Any]:
         """Show the field that belongs to a score."""
-        return [gr.Textbox(visible=_SCORES[score] == "regex"), gr.Number(visible=_SCORES[score] == "numeric")]
+        return [gr.Textbox(visible=SCORES[score] == "regex"), gr.Number(visible=SCORES[score] == "numeric")]
 
     def evaluate(
         self,
@@ -193,7 +194,7 @@ class _View:
         most: float | None,
         last: bool,
     ) -> str:
-        if rows not in (None, _HELD_OUT, _BEFORE, *local_datasets(self.context.workspace)):
+        if rows not in (None, _HELD_OUT, HELD_OUT_BEFORE, *local_datasets(self.context.workspace)):
             return note(tr("Choose rows from the list."))
         return self._start(name, "eval", evaluation(score, pattern, tolerance, rows, most, last))
 
@@ -223,7 +224,7 @@ class _View:
     def depending(self, name: str | None) -> list[Any]:
         """What can be chosen for a run: its rows, other runs, and what it can push."""
         run, workspace = self.context.workspace.run(name), self.context.workspace
-        before = [_BEFORE] if run is not None and base_adapter_of(run) is not None else []
+        before = [HELD_OUT_BEFORE] if run is not None and base_adapter_of(run) is not None else []
         names = [other.path.name for other in workspace.list_runs() if other.path.name != name]
         kinds: list[Any] = [*_named(_KINDS), *(_gguf_files(run) if run is not None else [])]
         rows: list[Any] = [*_named([_HELD_OUT, *before]), *local_datasets(workspace)]
@@ -388,7 +389,7 @@ def _task(verb: str, task: Task) -> str:
     if status["state"] == "running":
         last = task.log().strip().splitlines()[-1:] or [tr("starting")]
         return f'{command}<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(last[0], 300)}</p>'
-    result, failed = task.result(), tr("{command} failed", command=f"finetune {verb}")
+    result, failed = task.result(), tr("{action} failed", action=tr(_ACTIONS[verb]))
     if isinstance(result, dict) and "problems" in result:
         return command + problem(failed, result["problems"], result.get("fix", ""))
     if status["state"] == "failed":
@@ -396,4 +397,6 @@ def _task(verb: str, task: Task) -> str:
     rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) and verb == "merge" else []
     if not rows:
         return command + note(tr("Done."))
-    return command + table([tr("name"), tr("value")], rows, tr("Result of {command}", command=verb), hidden_caption=True)
+    return command + table(
+        [tr("name"), tr("value")], rows, tr("Result of {action}", action=tr(_ACTIONS[verb])), hidden_caption=True
+    )

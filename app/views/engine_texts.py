@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ..language import catalogue, current, mark, tr
-from .markup import as_in_recipe
+from .markup import as_on_page
 
 #: Characters of a text that is translated with more than one value; with more than two, for each letter of the longest part.
 _LONGEST, _PER_LETTER = 500, 50
@@ -81,7 +81,7 @@ def of_engine(text: str) -> str:
 
 def translated(text: str, templates: tuple[str, ...]) -> str:
     """A text that is one of these templates, in this request's language, and those of its values that are such texts."""
-    text = as_in_recipe(text)
+    text = as_on_page(text)
     return text if current() == "en" else matched(text, templates, catalogue(current()))
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from ..language import catalogue, current
 from .engine_texts import english, matched, of_engine
-from .markup import as_in_recipe
+from .markup import as_on_page
 
 #: Characters of a line that is translated, as the page shows no more; beginnings of sentences that are tried.
 _LONGEST, _MOST_CUTS = 2000, 12
@@ -30,7 +30,7 @@ def of_error(text: str) -> str:
 def of_message(text: str) -> str:
     """The message of an event, in this request's language: the engine's own, or an error's problems and fix."""
     own = of_engine(text)
-    return as_in_recipe(of_error(text)) if own == as_in_recipe(text) else own
+    return as_on_page(of_error(text)) if own == as_on_page(text) else own
 
 
 def _line(line: str) -> str:

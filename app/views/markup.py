@@ -11,10 +11,11 @@ from functools import cache
 from typing import Any
 
 from ..language import tr
+from .options import with_labels
 
 _OVERRIDE = re.compile(r"(?<![\w./-])([a-z][a-z0-9_.]*)=([^\s,;=]+)")
-#: A command stays as it is typed, to the end of its line.
-_COMMAND = re.compile(r"(\bfinetune [a-z]+ [^\n]*)")
+#: A command stays as it is typed, to the end of its line or of its brackets.
+_COMMAND = re.compile(r"(\b(?:docker|finetune|git|hf|(?:uv )?pip|lm-eval) [a-z]+ [^\n)）]*)")
 _ANSI = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -67,9 +68,9 @@ class Safe(str):
     """HTML made by this app, not escaped again."""
 
 
-def as_in_recipe(text: str) -> str:
-    """A message of the engine with its settings as a recipe has them, `key: value`, and not as on the command line."""
-    return "".join(part if is_command else _without_options(part) for is_command, part in _parts(text))
+def as_on_page(text: str) -> str:
+    """A message of the engine: settings as a recipe has them, `key: value`, options as the page's labels, commands as typed."""
+    return "".join(part if is_command else with_labels(_as_in_recipe(part)) for is_command, part in _parts(text))
 
 
 def _parts(text: str) -> Iterable[tuple[int, str]]:
@@ -77,7 +78,7 @@ def _parts(text: str) -> Iterable[tuple[int, str]]:
     return ((number % 2, part) for number, part in enumerate(_COMMAND.split(text)))
 
 
-def _without_options(text: str) -> str:
+def _as_in_recipe(text: str) -> str:
     return _OVERRIDE.sub(lambda match: f"{match[1]}: {match[2]}" if match[1] in setting_names() else match[0], text)
 
 

@@ -47,9 +47,9 @@ class Nvidia:
     sees_none: ClassVar[str] = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
     driver_order: ClassVar[tuple[str, str]] = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     uuid_prefixes: ClassVar[tuple[str, ...]] = ("GPU-", "MIG-")
-    container_fix: ClassVar[str] = "In a container: was it started with --gpus all?"
+    container_fix: ClassVar[str] = "In a container: was it given the GPU (docker run --gpus all)?"
     driver_fix: ClassVar[str] = (
-        "Install NVIDIA's driver and restart; in a container start it with --gpus all (NVIDIA Container Toolkit)."
+        "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
     )
     lost_fix: ClassVar[str] = (
         "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."

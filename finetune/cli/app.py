@@ -448,8 +448,8 @@ def export(
     to: Annotated[str, typer.Option(help="gguf, or gguf-adapter: base and adapter in two files.")] = "gguf",
     kind: Annotated[str, typer.Option("--type", help="f16, q8_0 or q4_k_m.")] = "f16",
     llama_cpp: Annotated[
-        str | None, typer.Option("--llama-cpp", envvar="FINETUNE_LLAMA_CPP", help="Checkout of llama.cpp, for its converter.")
-    ] = None,
+        str, typer.Option("--llama-cpp", envvar="FINETUNE_LLAMA_CPP", help="Checkout of llama.cpp, for its converter.")
+    ] = "llama.cpp",
     output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write; default RUN/gguf-TYPE.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Answer this many held-out rows with the file.")] = 120,
     data: Annotated[str | None, typer.Option("--data", help="Answer the rows of this file, not the held-out ones.")] = None,

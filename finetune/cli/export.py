@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
-from finetune.errors import CommandError, PackagesError
+from finetune.errors import CommandError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.planner.plan import read_plan
 from finetune.run.card import restrict_visible_devices
@@ -20,7 +20,7 @@ from finetune.units import format_bytes, parse_bytes
 
 
 def export_run(
-    source: str, *, to: str, kind: str, llama_cpp: str | None, output: str | None, rows: int, data: str | None, as_json: bool
+    source: str, *, to: str, kind: str, llama_cpp: str, output: str | None, rows: int, data: str | None, as_json: bool
 ) -> None:
     """Export a run's model and print its file, what was compared, and what to type for llama.cpp and Ollama."""
     if to not in ("gguf", "gguf-adapter"):
@@ -30,24 +30,16 @@ def export_run(
     if chosen not in GGUF_TYPES:
         raise CommandError(f"--type {kind[:40]!r} is not known", f"Use one of {', '.join(GGUF_TYPES)}.")
     run = open_run(source)
-    if llama_cpp is None:
-        from finetune.export.parity import require_llama_cpp
+    from finetune.export.parity import require_llama_cpp
 
-        problems = ["llama.cpp's converter is needed, and --llama-cpp is not given"]
-        fixes = [
-            "git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  --llama-cpp llama.cpp, or set FINETUNE_LLAMA_CPP"
-        ]
-        try:
-            require_llama_cpp()
-        except PackagesError as error:
-            problems, fixes = [*problems, *error.problems], [*fixes, error.fix]
-        raise CommandError(problems, "\n".join(fixes))
+    checkout = Path(llama_cpp).expanduser()
+    require_llama_cpp(checkout)
     restrict_visible_devices(run)
     from finetune.export.gguf import export_gguf
 
     with show_progress(quiet=as_json) as progress:
         exported = export_gguf(run, Path(output) if output else None, gguf_type=chosen, separate=to == "gguf-adapter",
-                           llama_cpp=Path(llama_cpp).expanduser(), rows=rows, data=data, progress=progress)  # fmt: skip
+                           llama_cpp=checkout, rows=rows, data=data, progress=progress)  # fmt: skip
     if as_json:
         print_json({"run": str(run.path), "type": chosen, **exported.as_json()})
         return

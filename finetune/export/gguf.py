@@ -25,6 +25,7 @@ from finetune.export.llama_converter import NEW_TOKENS
 from finetune.export.merge import merge, model_folder, require_disk, written_folder
 from finetune.export.ollama import TemplateUnsupported, modelfile, role_form
 from finetune.export.parity import (
+    CONVERTER,
     LlamaCpp,
     ParityError,
     ParityReport,
@@ -39,7 +40,6 @@ from finetune.run.directory import RunDirectory
 from finetune.system import link_or_copy
 
 Progress = Callable[[str], None]
-CONVERTER = "convert_hf_to_gguf.py"
 #: llama.cpp's names of pre-tokenizers, by the steps of the tokenizer; `check_tokens` verifies them.
 _PRE_TOKENIZERS = {("digits", "byte-level"): "smollm", ("byte-level",): "gpt-2"}
 _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
@@ -78,10 +78,9 @@ def export_gguf(
         raise CommandError(
             f"{run.path} was trained with pictures, for which llama.cpp needs a second file (mmproj) that is not made here",
             f"Merge it (finetune merge {run.path}) and convert that folder with llama.cpp's {CONVERTER}, once as it is and "
-            "once with --mmproj; its answers are then not compared with the adapter's.",
+            "once for its pictures (mmproj); its answers are then not compared with the adapter's.",
         )
-    require_llama_cpp()
-    require_converter(llama_cpp)
+    require_llama_cpp(llama_cpp)
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
@@ -100,16 +99,6 @@ def export_gguf(
     adapter = target / adapter.name if adapter else None
     modelfile_path = None if no_modelfile_reason else target / "Modelfile"
     return Exported(target, target / file.name, adapter, modelfile_path, no_modelfile_reason, parity)
-
-
-def require_converter(folder: Path) -> None:
-    """Raise CommandError when the folder is no checkout of llama.cpp."""
-    if not (folder / CONVERTER).is_file():
-        raise CommandError(
-            f"{folder} has no {CONVERTER}",
-            "Give a checkout of llama.cpp:  git clone --depth 1 https://github.com/ggml-org/llama.cpp  and  "
-            "--llama-cpp llama.cpp",
-        )
 
 
 class _Expected:

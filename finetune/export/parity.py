@@ -11,9 +11,12 @@ from typing import Any
 
 from finetune.data.template import common_prefix_length
 from finetune.data.tokens import Encoder
-from finetune.errors import DataError, FinetuneError, PackagesError
+from finetune.errors import CommandError, DataError, FinetuneError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.ollama import conversations
+
+#: llama.cpp's own script, and the command that fetches it.
+CONVERTER, _CLONE = "convert_hf_to_gguf.py", "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
 
 
 class ParityError(FinetuneError):
@@ -154,8 +157,15 @@ def check_answers(
     return equal_answers
 
 
-def require_llama_cpp() -> None:
-    """Raise PackagesError without the package that loads the file."""
+def require_llama_cpp(checkout: Path) -> None:
+    """Raise CommandError with all that is missing of llama.cpp: the converter of this checkout, the package that loads a file."""
+    problems, fixes = [], []
+    if not (checkout / CONVERTER).is_file():
+        problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")
+        where = "Clone it into the folder that finetune is started in, or set FINETUNE_LLAMA_CPP to where it is:"
+        fixes.extend([where, _CLONE])
     if find_spec("llama_cpp") is None:
-        raise PackagesError("GGUF files are tried with llama-cpp-python, which is not installed",
-                           'Install it: pip install "llama-cpp-python>=0.3.36,<0.4" sentencepiece')  # fmt: skip
+        problems.append("llama-cpp-python is missing, with which a GGUF file is tried")
+        fixes.append('Install it: pip install "llama-cpp-python>=0.3.36,<0.4" sentencepiece')
+    if problems:
+        raise CommandError(problems, "\n".join(fixes))

@@ -86,6 +86,9 @@ def error_templates():
                 supers = [call for call in ast.walk(node) if isinstance(call, ast.Call) and _name(call.func) == "__init__"]
                 for call in supers:
                     texts.add(call.args, texts.scopes.get(call))
+            if isinstance(node, ast.ClassDef):  # of a vendor
+                attributes = [pair for statement in node.body for pair in _assigned(statement)]
+                texts.add([value for target, value in attributes if OF_ERRORS.search(_name(target))], None)
             if isinstance(node, ast.Call):
                 is_collected = _name(node.func) in ("append", "extend") and COLLECTED.search(_name(node.func.value))
                 is_setting = _name(node.func) == "ValueError" and (path.parent.name == "settings" or path.name == "units.py")

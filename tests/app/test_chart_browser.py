@@ -66,7 +66,7 @@ def test_values_are_read_with_the_pointer_and_the_keyboard(served, visit):
 
 
 def test_a_zoom_stays_over_ten_live_updates_and_the_element_too(served, visit):
-    run = make_run(served[1], "live", [Start(resumed_from=None, step=0), *steps(1, 600)])
+    run = make_run(served[1], "live", [Start(resumed_from=None, step=0), *steps(1, 600)], is_alive=True)
     page = visit("run?run=live")
     drawn_steps(page, 600)
     page.evaluate("document.querySelector('ft-chart').dataset.mine = 'yes'")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 import app_ticks
 from app.live import LiveRun, LiveRuns
 from app.views.chart_series import answer, zoomed
+from app.views.run_row import peak_beside_forecast
 from app.web.guard import READ
 from app.web.series import series_of
 from app.workspace import Workspace
@@ -148,12 +149,16 @@ def test_a_range_that_is_too_wide_to_be_read_has_no_finer_bins(run, live, monkey
     assert zoomed(live, 1, 400)["series"] == {}
 
 
-def test_the_forecast_and_the_line_beside_it_are_both_of_the_process(run, live):
+def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_other_programs(run, live):
     memory = {"reserved_bytes": 7 * GIB, "card_used_bytes": 9 * GIB, "other_processes_bytes": GIB}
-    write(run, Step(step=1, total_steps=9, loss=1.0, peak_reserved_bytes=8 * GIB, **memory))
-    panel = answer(live, None)["panels"][1]
-    assert panel["lines"][0] == {"name": "peak_reserved_bytes", "label": "this process", "kind": "process", "add": 1.0}
+    write(run, Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB, **memory))
+    news = answer(live, None)
+    panel = news["panels"][1]
+    newest = {line["kind"]: news["series"][line["name"]]["m"][-1] + line["add"] for line in panel["lines"]}
+    assert newest == {"process": 9.0, "allocated": 6.0, "whole": 9.0}
+    assert [line["label"] for line in panel["lines"]] == ["this process", "allocated", "whole GPU, with other programs"]
     assert [level["value"] for level in panel["levels"] if level["kind"] == "forecast"] == [12.0]
+    assert peak_beside_forecast(live) == "9.0 / 12.0"
 
 
 def test_a_run_without_steps_has_panels_and_no_points(live):

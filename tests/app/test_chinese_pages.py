@@ -12,7 +12,7 @@ import pytest
 import app_ticks
 import finetune.planner.suggest
 from app.context import Context
-from app.language import spoken
+from app.language import LANGUAGES, catalogue, spoken
 from app.pages.fit_answers import FitAnswers
 from app.pages.fit_largest import _sentence
 from app.pages.fit_layout import RANGES, lay_out
@@ -21,7 +21,8 @@ from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
 from app.planning.what_if import Outcome, outcome_of
 from app.views import choices, data, fit, models, plan, refusals, what_if
-from app.views.markup import as_in_recipe
+from app.views.error_texts import of_error
+from app.views.markup import as_on_page
 from app.views.words import in_words, plan_in_languages
 from app.web.page_filter import _translation
 from app.workspace import Workspace
@@ -35,6 +36,11 @@ from tests.app.test_language import english_in, marked
 
 #: `key=value` and `--flag`.
 OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
+#: Commands and code, to their end, and options that no field of the page sets.
+COMMAND = re.compile(r"(?:\bdf\.|--revision ).*|\b(?:docker|finetune|git|hf|pip|uv pip|lm-eval) [a-z][^)）\n]*")
+IN_A_TERMINAL = re.compile(
+    r"--(?:database|tests|judge-\w+|score-function|score (?:code|judge|sql)|score \{|tasks|largest|images|update)\b|\bkey=value"
+)
 #: Names beside those of every page: of this test's model, plan and files, and what has one name in every language.
 NAMES = re.compile(
     r"tiny|rtx-4090|[a-z]+_\w+|\btorch\b|cosine|linear|adamw|usr|user|messages|ID|float32|sdpa|dtype|packing|gpu|cpu|optim|false|true|runs/finished|tickets|Qwen/\w+|a\.jsonl|\bchat\b|qwen|\bCSV\b"
@@ -147,11 +153,23 @@ def test_no_text_of_the_catalogue_has_option_syntax():
     assert [text for text in marked() if OPTION.search(text)] == []
 
 
+def test_errors_that_the_page_can_show_have_its_labels_in_place_of_options():
+    for language in LANGUAGES:
+        with spoken(language):
+            texts = [as_on_page(of_error(text)) for text in catalogue("zh", "error")]
+        typed = [COMMAND.sub("", text) for text in texts if not IN_A_TERMINAL.search(text)]
+        assert [text for text in typed if OPTION.search(text)] == []
+    with spoken("zh"):
+        assert as_on_page(of_error("For 1 %: --tolerance 0.01")) == "1 % 写作：“容差：0.01”"
+    assert as_on_page("Use --score loss.") == "Use “Score: Loss only, no answers”."
+    assert as_on_page("Give rows of your own: --data FILE.") == "Give rows of your own: “Rows”."
+
+
 def test_a_message_of_the_engine_names_settings_as_a_recipe_does():
     assert (
-        as_in_recipe("Set max_length=512, or dataset.on_bad_rows=skip.") == "Set max_length: 512, or dataset.on_bad_rows: skip."
+        as_on_page("Set max_length=512, or dataset.on_bad_rows=skip.") == "Set max_length: 512, or dataset.on_bad_rows: skip."
     )
-    assert as_in_recipe("the row says a=b") == "the row says a=b"
+    assert as_on_page("the row says a=b") == "the row says a=b"
 
 
 def test_reasons_of_refused_rows_are_errors_of_the_catalogue():

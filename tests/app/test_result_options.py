@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.pages.result import _HELD_OUT, _SCORES, _View, evaluation
+from app.pages.result import _HELD_OUT, _View, evaluation
+from app.views import options as page_options
 from app.views.scores import scores
 from finetune.cli.app import cli
 from finetune.evaluate.scorers import SCORES
@@ -20,7 +21,7 @@ def parsed(options):
 
 
 def test_every_score_that_needs_no_file_and_no_address_can_be_chosen():
-    assert set(_SCORES.values()) == SCORES.keys() - {"sql", "judge", "code"}
+    assert set(page_options.SCORES.values()) == SCORES.keys() - {"sql", "judge", "code"}
 
 
 @pytest.mark.parametrize(

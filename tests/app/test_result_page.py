@@ -11,7 +11,8 @@ import pytest
 from app.background.tasks import Tasks
 from app.chat.chats import Turn
 from app.pages import chat
-from app.pages.result import _BEFORE, _View
+from app.pages.result import _View
+from app.views.options import HELD_OUT_BEFORE
 from app.workspace import Workspace
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
@@ -112,10 +113,10 @@ def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
 
 
 def test_rows_of_before_can_be_chosen_where_there_are_some(page):
-    assert _BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
+    assert HELD_OUT_BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
     base_adapter.copy_base_adapter(page.run, page.run.adapter)
-    assert _BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
-    page.view.evaluate("finished", "Exact match", "", 0, _BEFORE, 0, False)
+    assert HELD_OUT_BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
+    page.view.evaluate("finished", "Exact match", "", 0, HELD_OUT_BEFORE, 0, False)
     assert page.started == [["eval", "--forgetting"]]
 
 

@@ -18,13 +18,14 @@ TABS = ("overview", "samples", "evaluate", "chat", "export", "settings", "log")
 
 
 def filled(runs, name, state="running", last=300):
-    """A run with everything that a page can show."""
+    """A run with everything that a page can show; one that is lost has no process."""
     events = [State(state="running"), *steps(1, last, 600), Evaluation(step=last, eval_loss=0.5, eval_s=1.0)]
     events += [Checkpoint(step=last, path="x", bytes=1, save_s=0.1, seal_s=0.1)]
     events += [Sample(step=at, prompt="Where is it?", expected="on its way", answer="on the way") for at in (100, last)]
-    if state != "running":
+    if state not in ("running", "lost"):
         events += [Result(step=last, eval_loss=0.5), State(state=state, message="<b>why</b>", exit_code=0)]
-    return make_run(runs, name, events, 600) if not (runs / name).exists() else None
+    if not (runs / name).exists():
+        return make_run(runs, name, events, 600, is_alive=state == "running")
 
 
 def test_tabs_are_addresses_and_old_addresses_lead_to_them(served, visit):
@@ -76,6 +77,7 @@ def test_controls_are_loaded_when_their_tab_is_opened_and_what_a_choice_hid_stay
 def test_a_running_run_asks_once_in_a_tick_for_all_that_is_new(served, visit):
     run = filled(served[1], "ticking")
     page = visit("run?run=ticking")
+    page.wait_for_selector("#run-head [data-state=running]")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
     page.wait_for_timeout(1500)
@@ -140,12 +142,14 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, axe, 
 
 
 def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
-    for state in ("failed", "diverged", "lost", "finished"):
-        filled(served[1], f"is {state}", "running" if state == "lost" else state)
+    for state in ("running", "failed", "diverged", "lost", "stopped", "finished"):
+        filled(served[1], f"is {state}", state)
     make_run(served[1], "is queued", [])
     page = visit("run?run=is%20queued")
     titles = {
         "queued": "In the queue",
+        "running": "Running",
+        "stopped": "Paused",
         "failed": "Failed",
         "diverged": "Diverged",
         "lost": "Process lost",

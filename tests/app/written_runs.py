@@ -1,20 +1,26 @@
 """Runs as the project's writer writes them, for tests of pages that show them."""
 
+import os
+
 import app_ticks
 from finetune.events import EventWriter, Step
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
+from finetune.run.state import process_record
 
 
 def steps(first, last, total=1000):
     return [step(number, total=total) for number in range(first, last + 1)]
 
 
-def make_run(runs, name, events, total=1000):
+def make_run(runs, name, events, total=1000, *, is_alive=False):
+    """A run; one that is alive has this process as its worker, so nothing may stop it."""
     run = RunDirectory(runs / name)
     run.path.mkdir(parents=True)
     write_json(run.plan, app_ticks.plan(total).as_json())
     append(run, events)
+    if is_alive:
+        write_json(run.process, {"worker": process_record(os.getpid())})
     return run
 
 

@@ -180,7 +180,7 @@ def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, ca
 def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch, kept_run):
     monkeypatch.setattr("finetune.export.parity.find_spec", lambda name: None)
     code, captured = finetune(capsys, monkeypatch, "export", str(kept_run(tmp_path)))
-    assert code == 2 and "converter is needed" in captured.err and "llama-cpp-python" in captured.err
+    assert code == 2 and "converter is missing" in captured.err and "llama-cpp-python" in captured.err
 
 
 def test_serve_says_what_writes_the_file_that_llama_cpp_needs(tmp_path, capsys, monkeypatch, kept_run):

@@ -60,7 +60,7 @@ _ADAMW_DECAY = 0.01
 def finish(config: ConfigReader) -> None:
     """Keys of mlx-lm that combine."""
     if config.value("train") is False:
-        config.refuse("train", "this file tests, it does not train; train=true trains with its settings")
+        config.refuse("train", "this file tests, it does not train; train: true trains with its settings")
     config.ignore("train", "`finetune run` trains")
     read_batch(config, "batch_size", "grad_accumulation_steps", 4)
     _steps(config)

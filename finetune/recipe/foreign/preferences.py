@@ -9,7 +9,7 @@ from finetune.settings.methods import METHODS
 _GENERATED = "the nearest is method dpo, on pairs that exist; there answers are generated and rewarded in the training"
 _NO_REFERENCE = "the nearest is method dpo, which compares with the model before the training; {name} has no such reference"
 _ONE_ANSWER = "of pairs the nearest is sigmoid; method kto learns from single answers that are marked good or bad"
-_BARE_REFERENCE = "there the reference is the base model; here, with adapter=RUN in a recipe, it is that adapter"
+_BARE_REFERENCE = "there the reference is the base model; here, with adapter: RUN in a recipe, it is that adapter"
 _SCORES = "the nearest is method dpo, which trains the model itself on the same pairs; a reward model only scores answers"
 #: Methods of other tools -> the nearest here, and why it isn't the same.
 OTHER_METHODS = {

@@ -81,7 +81,7 @@ def _purpose(config: ConfigReader) -> None:
     """Refuse a file that evaluates or predicts and does not train."""
     if config.value("do_train") is False or ("do_train" not in config.values and config.is_on("do_predict")):
         key = "do_train" if "do_train" in config.values else "do_predict"
-        config.refuse(key, "this file evaluates or predicts, it does not train; do_train=true trains with its settings")
+        config.refuse(key, "this file evaluates or predicts, it does not train; do_train: true trains with its settings")
     config.ignore("do_train", "`finetune run` trains")
     config.ignore("do_predict", common.GENERATION.reason)
 

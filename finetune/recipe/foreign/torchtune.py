@@ -37,7 +37,7 @@ KEYS: dict[str, Rule] = {
     "model.use_dora": Keep("use_dora"), "model.quantize_base": Keep("load_in_4bit"),
     "tokenizer.max_seq_len": Keep("max_length"),  # without it rows are not cut, see finish
     "tokenizer.prompt_template": Refuse("the model's own chat template is used", lifted_by="chat_template"),
-    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter=FOLDER"),
+    "checkpointer.adapter_checkpoint": Refuse("in a recipe it is adapter: FOLDER"),
     "resume_from_checkpoint": Refuse("a new run starts from the beginning; `finetune resume RUN` continues"),
     "dataset.packed": Keep("packing"), "dataset.train_on_input": Keep("train_on_inputs"),
     "dataset.*": Refuse("changes what rows look like", lifted_by="dataset.path"),

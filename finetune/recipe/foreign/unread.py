@@ -82,7 +82,7 @@ UNREAD: tuple[UnreadTool, ...] = (
     UnreadTool("Axolotl's cloud", _keys("provider gpu", "secrets gpu", "gpu_count project_name"),
                advice="Pass Axolotl's training configuration; `finetune export-launch` writes job files."),
     UnreadTool("PEFT's adapter", _keys("peft_type base_model_name_or_path", "peft_type lora_alpha"),
-               advice="To continue training an adapter: adapter=FOLDER in a recipe."),
+               advice="To continue training an adapter: adapter: FOLDER in a recipe."),
     UnreadTool("a model's", _keys("architectures model_type", "model_type hidden_size"),
                advice="To train that model: `finetune run tiny-cpu model=FOLDER dataset.path=data.jsonl`"),
     UnreadTool("Ludwig", _keys("input_features output_features")),
