@@ -29,6 +29,7 @@ from app.planning.process import Questions
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Start, State
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
+from finetune.run.state import process_record
 from page_edits import FIRST
 from screenshots import ARGUMENTS, page_started
 
@@ -144,9 +145,10 @@ def _planner_s() -> float:
 
 
 def _write_run(run: RunDirectory) -> None:
-    """A run of 300 of 600 steps."""
+    """A run of 300 of 600 steps that is alive: this process is its worker."""
     run.path.mkdir(parents=True)
     write_json(run.plan, app_ticks.plan(600).as_json())
+    write_json(run.process, {"worker": process_record(os.getpid())})
     writer, chance = EventWriter(run.events), random.Random(1)
     writer.emit(Start(total_steps=600, memory_is="card"))
     writer.emit(State(state="running"))

@@ -397,6 +397,5 @@ def _task(verb: str, task: Task) -> str:
     rows = [[key, value] for key, value in result.items()] if isinstance(result, dict) and verb == "merge" else []
     if not rows:
         return command + note(tr("Done."))
-    return command + table(
-        [tr("name"), tr("value")], rows, tr("Result of {action}", action=tr(_ACTIONS[verb])), hidden_caption=True
-    )
+    caption = tr("Result of {action}", action=tr(_ACTIONS[verb]))
+    return command + table([tr("name"), tr("value")], rows, caption, hidden_caption=True)

@@ -102,7 +102,7 @@ class _View:
         """What a button of the page's head asks for."""
         run = self.context.workspace.run(name)
         deeds = {
-            "pause": self._pause, "kill": self._kill, "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
+            "pause": self._pause, "kill": self._kill, "finish": self._finish, "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
         }  # fmt: skip
         try:
             deed = deeds.get(str(json.loads(message).get("run")))
@@ -117,6 +117,10 @@ class _View:
 
     def _pause(self, run: RunDirectory) -> str:
         return "" if control.stop(run) else note(tr("This run is not running."))
+
+    def _finish(self, run: RunDirectory) -> str:
+        is_running = control.finish(run)
+        return note(tr("It ends after this step; its best step is the result." if is_running else "This run is not running."))
 
     def _kill(self, run: RunDirectory) -> str:
         return "" if control.stop(run, now=True) else note(tr("This run is not running."))

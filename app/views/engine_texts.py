@@ -26,7 +26,7 @@ _TEXTS = (
          "is in {last_path}"),
     mark("adapter in {path}: best at step {step} of {total}. The last step's ({last}) is in {last_path}"),
     mark("stopped early at step {step} of {total}, after {n} evaluations without a lower held-out loss; {result}"),
-    mark("adapter in {path}"),
+    mark("ended at step {step} of {total}, as asked; {result}"), mark("adapter in {path}"),
     mark("{name} is {value} at step {step} {checkpoint} Usual causes: the learning rate ({rate}; try learning_rate: {lower}), "
          "fp16, or broken rows."),
     mark("The last good checkpoint is {checkpoint}."), mark("There is no checkpoint yet."),

@@ -34,7 +34,6 @@ def with_labels(text: str) -> str:
 
 def _labelled(option: str, value: str) -> str:
     label = tr(_LABELS[option])
-    has_value = value not in ("", "FILE")
-    return (
-        f"“{tr('{change}: {result}', change=label, result=tr(_SCORE_LABELS.get(value, value)))}”" if has_value else f"“{label}”"
-    )
+    if value not in ("", "FILE"):
+        label = tr("{change}: {result}", change=label, result=tr(_SCORE_LABELS.get(value, value)))
+    return f"“{label}”"

@@ -57,6 +57,8 @@ def title(live: LiveRun, state: RunState) -> str:
     buttons = _button(tr("Duplicate…"), "duplicate", "ft-plain", hint=tr("Its recipe, as the draft of a new run."))
     if state.state in ("running", "starting"):
         buttons += _button(tr("Pause"), "pause", hint=tr("Stops after this step with a checkpoint, and frees the GPU."))
+        if not live.run.finish_request.exists():
+            buttons += _button(tr("Stop"), "finish", hint=tr("Ends the run after this step; its best step is the result."))
     elif state.state == "stopping":
         buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
     elif state.state in ("stopped", "paused"):

@@ -127,6 +127,17 @@ def pause(run: RunArgument = "latest", json: Json = False) -> None:
 
 
 @cli.command()
+def finish(run: RunArgument = "latest", json: Json = False) -> None:
+    """End a run after the current step, as finished: its best step is the result.
+
+    Example:  finetune finish latest
+    """
+    from finetune.cli.run import finish_run
+
+    raise typer.Exit(finish_run(run, as_json=json))
+
+
+@cli.command()
 def runs(
     verb: Annotated[
         str, typer.Argument(metavar="VERB", help="list, show RUN, advice, rm RUN ..., or rename RUN NAME.")

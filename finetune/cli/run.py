@@ -18,7 +18,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, step_line
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import FAILED, FINISHED, DiskFull, Diverged
+from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
 from finetune.printable import printable
 from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
@@ -132,6 +132,17 @@ def pause_run(source: str, *, as_json: bool) -> int:
     else:
         at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
         out.print(f"paused at {at}; the card is free. To continue:  finetune resume {escape(str(run.path))}")
+    return 0
+
+
+def finish_run(source: str, *, as_json: bool) -> int:
+    """Ask a run to end after its step with its best step as the result, and wait until it has. Raises CommandError."""
+    run = open_run(source)
+    if not control.finish(run):
+        fix = "" if (state := read_state(run)).state == "finished" else f"Resume it first: finetune resume {run.path}"
+        raise CommandError(f"{run.path} is not running: {state.state}", fix)
+    control.wait(run, deadline_s=3600)
+    _print_state(run, read_state(run), as_json)
     return 0
 
 

@@ -97,7 +97,7 @@ def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MIN
     if host.free_bytes >= recommended:
         return Finding("host memory", "ok", what, facts=facts)
     fix = (
-        "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. In a container raise its memory limit."
+        "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. A container's limit can be raised."
     )
     if host.free_bytes >= minimum:
         return Finding("host memory", "warn", f"{what}; loading a large model may be slow, or be killed", fix, facts)

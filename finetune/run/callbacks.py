@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _COMPARED_STEP = 2  # the first with optimizer states; finetune.run.training.LongestEarly puts the longest row into it
 _SPIKE_WINDOW = 5  # losses that the watchdog compares with
 _COLLAPSED_STEPS = 8  # in a row, that end a run
+#: Beside the signals that stop a run, agreed on like them: its best step becomes the result. Runs ignore this signal, SIGHUP.
+_FINISH = 1
 _MOST_SKIPPED_STEPS = 20  # fp16's scale starts at 65536 and halves each time; after 16 it is 1
 
 
@@ -47,13 +49,14 @@ class NothingLeftToTrain(Exception):
 class StopRequest:
     """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts.
 
-    A sweep's arm also stops after the step that its sweep has set.
+    Another file asks for the run's end, with a result. A sweep's arm also stops after the step that its sweep has set.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._pause_after = pause_step(run)
         self.signal: int | None = None
+        self.finishes = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
@@ -65,8 +68,10 @@ class StopRequest:
         return True
 
     def agreed(self) -> int | None:
-        """The signal, when any rank has received one; all ranks ask after the same step."""
-        self.signal = all_reduce_max(self.signal or next(iter(read_stop_requests(self._run)), 0)) or None
+        """The signal, when any rank has received one, else whether the run `finishes`; all ranks ask after the same step."""
+        request = self.signal or next(iter(read_stop_requests(self._run)), 0)
+        agreed = all_reduce_max(request or (_FINISH if self._run.finish_request.exists() else 0))
+        self.finishes, self.signal = agreed == _FINISH, agreed if agreed > _FINISH else None
         return self.signal
 
     def _remember(self, number: int, frame: Any) -> None:
@@ -97,12 +102,15 @@ class RunCallback(TrainerCallback):
         os.utime(self._events.path)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact."""
+        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Asked to finish, stop early."""
         self._require_directory()
         if self._stop.pauses_after(state.global_step) and state.global_step < state.max_steps:
             control.should_evaluate = True  # the sweep compares its arms here
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
+        elif self._stop.finishes and state.global_step < state.max_steps:
+            self.stopped_early = f"ended at step {state.global_step} of {state.max_steps}, as asked"
+            control.should_training_stop, control.should_evaluate = True, args.eval_strategy != "no"
 
     def _require_directory(self) -> None:
         """End a run whose directory was deleted: its result could not be written."""
@@ -175,7 +183,7 @@ class RunCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step so far, and end the run when none was better for the recipe's patience."""
         is_best = self.trainer.is_best_so_far()
-        if state.global_step >= state.max_steps:  # its adapter is written next
+        if state.global_step >= state.max_steps or self._stop.finishes:  # its adapter is written next
             return
         control.should_save |= is_best and state.global_step > 0  # step 0 is the adapter that it continued from
         patience, waited = self.trainer.plan.settings.early_stopping_patience, since_best(evaluations(state.log_history))

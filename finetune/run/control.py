@@ -33,7 +33,8 @@ def start(run: RunDirectory) -> int:
         raise CommandError(f"{run.path} is already running", f"Watch it: finetune watch {run.path}")
     process = None
     try:
-        run.stop_requests.unlink(missing_ok=True)  # which an earlier start obeyed
+        for request in (run.stop_requests, run.finish_request):
+            request.unlink(missing_ok=True)  # which an earlier start obeyed
         with run.log.open("ab") as log:
             command = [sys.executable, "-P", "-m", "finetune.run.supervise", str(run.path)]
             process = start_detached(command, log, env=environment_with_gpus())
@@ -73,6 +74,14 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
             request(run, int(record["pid"]), number)
             return True
     return False
+
+
+def finish(run: RunDirectory) -> bool:
+    """Ask a run to end after its step, finished, with its best step as the result. False when it was not running."""
+    is_running = is_alive(run)
+    if is_running:
+        run.finish_request.touch()
+    return is_running
 
 
 def wait(run: RunDirectory, deadline_s: float) -> bool:

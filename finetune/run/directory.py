@@ -61,6 +61,8 @@ class RunDirectory:
     adjusted_forecast = _Entry("adjusted_forecast.json")
     #: Is there while somebody waits for the CUDA allocator's history.
     snapshot_request = _Entry("snapshot-request")
+    #: Is there once somebody has asked the run to end after its step, with a result.
+    finish_request = _Entry("finish-request")
     #: Disk space for the last events of a run on a full disk, freed before they are written.
     reserve = _Entry(".reserve")
     #: Output of the training process.

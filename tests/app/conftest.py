@@ -1,7 +1,7 @@
 """The page in this process, and Chromium: for tests of what a browser shows of runs that are written by the test."""
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, TOKEN, visits
 
 import screenshots
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "c" * 32
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-LONG_S = 150
 
 
 @pytest.fixture(scope="module")
@@ -55,30 +53,24 @@ def chromium():
 
 @pytest.fixture
 def visit(served, chromium):
-    """Open a page in a fresh context and wait for its chart; what went wrong on the way fails the test at its end."""
-    wrong, contexts = [], []
-
-    def opened(address, **options):
-        context = chromium.new_context(**{"viewport": {"width": 1360, "height": 900}, **options})
-        context.set_default_timeout(LONG_S * 1000)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("console", lambda message: wrong.append(message.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda sent: None if sent.url.startswith((served[0], "blob:", "data:")) else wrong.append(sent.url))
-        tab.on("response", lambda answer: wrong.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None)
-        tab.goto(f"{served[0]}{address}{'&' if '?' in address else '?'}token={TOKEN}")
-        return tab
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
+    """Open a page in a fresh context; what went wrong on the way fails the test at its end."""
+    yield from visits(chromium, served[0], TOKEN)
 
 
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory):
+@pytest.fixture(scope="session")
+def require_accessible(tmp_path_factory):
+    """require_accessible(page, width, *context): axe finds nothing, small targets neither, and nothing is wider."""
     folder = tmp_path_factory.mktemp("axe")
     subprocess.run(["npm", "pack", "axe-core@4"], cwd=folder, check=True, capture_output=True, timeout=300)
     subprocess.run(["tar", "xzf", next(folder.glob("*.tgz")).name], cwd=folder, check=True)
-    return (folder / "package/axe.min.js").read_text()
+    script = (folder / "package/axe.min.js").read_text()
+
+    def require(page, width, *context):
+        page.evaluate(script)
+        options = "{resultTypes: ['violations'], rules: {'target-size': {enabled: true}}}"
+        violations = page.evaluate(f"axe.run(document, {options})")["violations"]
+        shown = [(item["id"], [node["html"][:200] for node in item["nodes"][:3]]) for item in violations]
+        assert shown == [], (*context, width, json.dumps(shown, indent=1))
+        assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (*context, width)
+
+    return require

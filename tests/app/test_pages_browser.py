@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from browser import LONG_S, TOKEN, Served, visits
 
 import page_edits
 import screenshots
@@ -24,46 +25,11 @@ from finetune.recipe import load_recipe
 from finetune.recipe import write_recipe as recipe_text
 from finetune.run.directory import RunDirectory
 
-TOKEN = "b" * 32
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-LONG_S = 150  # two cores may be shared with others; nothing here measures time
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
-
-
-#: The app, whose own processes are started with another Python.
-WITH_PYTHON = (
-    "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('app', run_name='__main__', alter_sys=True)"
-)
 
 
 #: The chart of a run, as <ft-chart> draws it, or as SVG where uPlot was not fetched.
 CURVES = "#run-body :is(.u-wrap, polyline.loss)"
-
-
-class Served:
-    """The app as a user starts it, in a folder of its own; with a `python`, its processes are that one's."""
-
-    def __init__(self, folder):
-        self.folder, self.process, self.link = folder, None, ""
-
-    def start(self, python=None, port="0"):
-        environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-        command = ["-P", "-c", WITH_PYTHON, python, "--runs", "runs"] if python else ["-m", "finetune", "ui"]
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", port], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        lines = []
-        while line := self.process.stdout.readline():
-            lines.append(line)
-            if match := re.search(r"(http://\S+)\?token=", line):
-                self.link = match[1]
-                return self
-        raise AssertionError("the app did not start: " + "".join(lines))
-
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -82,42 +48,10 @@ def served(tmp_path_factory, forecasts, warm_python):
         control.stop(run, signal.SIGKILL, now=True)
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=screenshots.ARGUMENTS)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def visit(served, chromium):
     """Open a page in a fresh context; what went wrong on the way fails the test at its end."""
-    wrong, contexts = [], []
-
-    def opened(address="", **options):
-        context = chromium.new_context(viewport={"width": 1360, "height": 900}, **options)
-        context.set_default_timeout(LONG_S * 1000)
-        contexts.append(context)
-        tab = context.new_page()
-        tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on(
-            "request",
-            lambda request: wrong.append(request.url) if not request.url.startswith((served.link, "data:", "blob:")) else None,
-        )
-        tab.on("response", lambda answer: wrong.append(f"{answer.status} {answer.url}") if answer.status >= 500 else None)
-        separator = "&" if "?" in address else "?"
-        tab.goto(f"{served.link}{address}{separator}token={TOKEN}")
-        tab.wait_for_selector("h1.ft-title")
-        return tab
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert wrong == []
+    yield from visits(chromium, served.link, TOKEN)
 
 
 def write_recipe(served, **settings):
@@ -209,14 +143,14 @@ def test_a_run_and_its_base_answer_side_by_side(visit):
 
 @pytest.mark.npm
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_runs_are_chosen_and_compared(visit, axe, theme):
+def test_runs_are_chosen_and_compared(visit, require_accessible, theme):
     page = visit("runs", color_scheme=theme)
     page.wait_for_selector("#runs-list >> text=other run")
     for name in ("other run", "finished"):
         page.check(f"tr[data-run='{name}'] input")
     page.click("#runs-chosen [data-deed=compare]")
     page.wait_for_selector("#runs-compared :is(.ftc-values span:nth-of-type(3), polyline.run1)", state="attached")
-    assert serious_violations(page, axe) == []
+    require_accessible(page, 1360)
 
 
 def test_pairs_are_picked_planned_and_trained(served, visit):
@@ -557,44 +491,28 @@ def test_remote_code_can_not_be_switched_on_from_the_page(served, visit):
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
 
 
-@pytest.fixture(scope="session")
-def axe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("axe")
-    subprocess.run(["npm", "pack", "axe-core@4"], cwd=folder, check=True, capture_output=True, timeout=300)
-    subprocess.run(["tar", "xzf", next(folder.glob("*.tgz")).name], cwd=folder, check=True)
-    return (folder / "package/axe.min.js").read_text()
-
-
-def serious_violations(page, axe):
-    page.evaluate(axe)
-    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [
-        (item["id"], [node["html"][:200] for node in item["nodes"][:3]])
-        for item in violations
-        if item["impact"] in ("serious", "critical")
-    ]
-
-
 @pytest.mark.npm
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, chromium, axe, theme):
-    context = chromium.new_context(viewport={"width": 1360, "height": 900}, color_scheme=theme)
-    context.set_default_timeout(LONG_S * 1000)
-    page = context.new_page()
-    page.goto(f"{served.link}?token={TOKEN}")
-    for name, address in screenshots.ADDRESSES.items():
+def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, require_accessible, theme):
+    write_recipe(served)
+    page = visit("", color_scheme=theme)
+    for name, address in {**screenshots.ADDRESSES, "too big": "fit"}.items():
+        if name == "too big":
+            write_recipe(served, gpu="rtx-4090", memory_budget="600MiB", per_device_train_batch_size=64, effective_batch_size=64)
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1200)
+        if address == "fit":
+            page.wait_for_selector(f"#fit-verdict .ft-verdict.{'ok' if name == 'fit' else 'bad'}")
+            page.click("#fit-advanced > summary")
+            page.click("#fit-go [data-drawer]")
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
-        page.wait_for_function("!document.getAnimations().some((motion) => motion instanceof CSSTransition)")
-        serious = serious_violations(page, axe)
-        assert serious == [], (name, json.dumps(serious, indent=1))
-        page.set_viewport_size({"width": 390, "height": 844})
-        page.wait_for_timeout(500)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 391, name
-        page.set_viewport_size({"width": 1360, "height": 900})
-    context.close()
+        for width in (1360, 390, 320):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.wait_for_timeout(500)
+            page.wait_for_function("!document.getAnimations().some((motion) => motion instanceof CSSTransition)")
+            require_accessible(page, width, name)
+    write_recipe(served)
 
 
 def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, tmp_path):

@@ -1,4 +1,4 @@
-"""`pause` frees the card within a step; `resume` continues to the same adapter as a run that was never paused."""
+"""`pause` frees the card within a step; `resume` continues to the same adapter as a run that was never paused; `finish` ends."""
 
 import time
 
@@ -6,9 +6,9 @@ import pytest
 from conftest import adapter_hash
 
 from finetune.cli import main
-from finetune.events import Step, read_events
+from finetune.events import Evaluation, Result, Step, read_events
 from finetune.run import control
-from finetune.run.state import is_alive, is_recorded_process, read_processes
+from finetune.run.state import is_alive, is_recorded_process, read_processes, read_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_starts")]
 
@@ -61,3 +61,22 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
     code, output = finetune("pause", str(paused.path))
     assert code == 0 and "finished" in output
     assert finetune("pause", "nothing")[0] == 2
+
+
+def test_a_run_that_is_asked_to_finish_ends_after_its_step_with_its_best_step_as_the_result(make_run, finetune):
+    run = make_run("max_steps=5000", "eval_steps=2", "effective_batch_size=16")
+    control.start(run)
+    while len(steps_of(run)) < 3:
+        assert is_alive(run), run.log.read_text()[-2000:]
+        time.sleep(0.01)
+    asked_at = steps_of(run)[-1]
+    code, _ = finetune("finish", str(run.path))
+    state, last = read_state(run), steps_of(run)[-1]
+    assert code == 0 and state.state == "finished" and f"ended at step {last} of 5000, as asked; adapter in" in state.message
+    assert last <= asked_at + 2
+    losses = {event.step: event.eval_loss for event in read_events(run.events) if isinstance(event, Evaluation)}
+    (result,) = [event for event in read_events(run.events) if isinstance(event, Result)]
+    assert last in losses and result.eval_loss == min(losses.values()) and result.last_step == last
+    assert (run.adapter / "adapter_model.safetensors").is_file()
+    code, output = finetune("finish", str(run.path))
+    assert code == 2 and "is not running: finished" in output

@@ -1,0 +1,120 @@
+"""A newcomer's walk in Chromium, in an empty folder: an own file becomes a model, by so many clicks, that chats and is exported.
+
+Fails on any console message, any request to another host and any HTTP 5xx.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+from browser import TOKEN, Served, visits
+
+from finetune.bundled import dataset_paths
+from finetune.run import control
+from finetune.run.directory import list_runs
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, forecasts, warm_python):
+    folder = tmp_path_factory.mktemp("workspace")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "forecasts").symlink_to(forecasts)
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+    server = Served(folder).start(warm_python)
+    yield server
+    server.kill()
+    for run in list_runs(folder / "runs"):
+        control.stop(run, signal.SIGKILL, now=True)
+
+
+@pytest.fixture
+def visit(served, chromium):
+    yield from visits(chromium, served.link, TOKEN)
+
+
+class Hand:
+    """Presses, and counts the presses."""
+
+    def __init__(self, page):
+        self.page, self.clicks = page, 0
+
+    def press(self, selector):
+        self.page.click(selector)
+        self.clicks += 1
+
+    def choose(self, selector, path):
+        with self.page.expect_file_chooser() as chooser:
+            self.press(selector)
+        chooser.value.set_files(path)
+
+
+def rows_of(count):
+    return [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()[:count]]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(served, visit, tmp_path):
+    page = visit("")
+    hand = Hand(page)
+    hand.choose("[data-pick=home-upload]", write(tmp_path / "tickets.jsonl", rows_of(60)))
+    page.wait_for_selector("#data-head >> text=60 of 60 rows are ready")
+    hand.press("text=Next: Fit")
+    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
+    hand.press("#fit-start:enabled")
+    page.wait_for_url("**/run?run=*")
+    assert hand.clicks == 3
+    (run,) = list_runs(served.folder / "runs")
+
+    page.wait_for_selector("#run-head >> text=/Step \\d\\d of 250/")
+    page.click("[data-key=act-finish]")  # the rest of the minutes that the demo's recipe takes
+    page.wait_for_selector(".ft-now >> text=is the adapter's")
+    page.click(".ft-now [data-tab=chat]")
+    page.fill("#chat-question textarea", "Route this message: my tent is torn")
+    page.click("#chat-send")
+    page.wait_for_selector("#chat-turns .ft-turn.tuned")
+    page.wait_for_selector("#chat-turns [aria-busy=false]")
+    assert "no answer" not in page.inner_text("#chat-turns")
+
+    page.click(".ft-tabs [data-tab=export]")
+    page.click("#result-merge")
+    page.wait_for_selector("#result-merge-shown td >> text=merged")
+    assert (run.path / "merged" / "model.safetensors").stat().st_size > 10**6
+    assert json.loads((run.path / "merged" / "config.json").read_text())["model_type"]
+    page.click(".ft-tabs [data-tab=evaluate]")
+    page.click("#result-report")
+    with page.expect_download() as download:
+        page.click("#result-report-shown >> text=Download the report")
+    assert download.value.suggested_filename == f"{run.path.name}-report.html"
+
+
+def test_a_file_with_refused_rows_takes_four_clicks(served, visit, tmp_path):
+    rows = rows_of(30)
+    rows[3]["messages"][1]["content"] = rows[7]["messages"][1]["content"] = ""
+    page = visit("")
+    hand = Hand(page)
+    hand.choose("[data-pick=home-upload]", write(tmp_path / "refused.jsonl", rows))
+    page.wait_for_selector("#data-head >> text=28 of 30 rows are ready")
+    hand.press("text=Leave all 2 out")
+    page.wait_for_selector("#data-problems >> text=2 are left out")
+    hand.press("text=Next: Fit")
+    hand.press("#fit-start:enabled")
+    page.wait_for_url("**/run?run=*")
+    assert hand.clicks == 4
+    page.click("[data-key=act-finish]")
+    page.wait_for_selector("#run-head [data-state=finished]")
+
+
+def test_the_demo_is_one_click(served, visit):
+    page = visit("")
+    page.click("#home-two button:has-text('demo')")
+    page.wait_for_url("**/run?run=*")
+    page.wait_for_selector("#run-head [data-state=running]")
+    page.click("[data-key=act-pause]")
+    page.wait_for_selector("#run-head [data-state=stopped]")
