@@ -49,6 +49,19 @@ document.addEventListener("change", ({ target }) => {
 new MutationObserver(update).observe(document.documentElement, { childList: true, subtree: true, characterData: true });
 update();
 
+// The list of a dropdown scrolls, so it would be a stop of the keyboard, and is gone once it has the focus.
+document.addEventListener("keydown", ({ key, target }) => {
+  if (key === "Tab" && target.role === "combobox") document.getElementById(target.getAttribute("aria-controls"))?.setAttribute("tabindex", "-1");
+}, true);
+
+// A skip link moves the focus; followed, it would open Home, which the page's <base> makes of an address that is only a place.
+document.addEventListener("click", (event) => {
+  const place = event.target.closest?.(".ft-skip")?.hash;
+  if (!place) return;
+  event.preventDefault();
+  Object.assign(document.querySelector(place), { tabIndex: -1 }).focus();
+});
+
 // Light or dark: the system's, until a person chooses here.
 const applyTheme = () => {
   const chosen = localStorage.getItem("ft-theme");

@@ -64,12 +64,13 @@ class GpuMemory:
 
 
 def rail(address: str) -> str:
-    """Skip link, mark, the button for a new run, and the pages; `address` is the one that is open."""
+    """Skip links, mark, the button for a new run, and the pages; `address` is the one that is open."""
     current = _BELONGS.get(address, address)
     pages = "".join(_link(target, name, current=target == current) for target, name in PAGES)
+    to_start = f'<a class="ft-skip" href="#fit-go">{tr("Skip to Start training")}</a>' if address == "fit" else ""
     new = f'<i aria-hidden="true">+</i><span>{tr("New run")}</span>'
     return (
-        f'<a class="ft-skip" href="#ft-main">{tr("Skip to the page")}</a><div class="ft-rail-pages">'
+        f'<a class="ft-skip" href="#ft-main">{tr("Skip to the page")}</a>{to_start}<div class="ft-rail-pages">'
         f'<a class="ft-mark" href="/" aria-label="{tr("finetune, home")}">{MARK}<span>finetune</span></a>'
         f'<a class="ft-new" href="/model"{_current(address in NEW_RUN)} aria-label="{tr("New run")}">{new}</a>'
         f'<nav aria-label="{tr("Pages")}">{pages}</nav></div>'

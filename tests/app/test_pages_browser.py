@@ -515,6 +515,45 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
     write_recipe(served)
 
 
+#: What has the focus, told apart from others.
+FOCUSED = """(() => { const at = document.activeElement, all = [...document.querySelectorAll('*')];
+    return `${at.tagName} ${at.id} ${all.indexOf(at)}`; })()"""
+
+
+def stops_of(page, last=""):
+    """What has the focus after each Tab from the top, until it is `last` or comes again."""
+    stops = []
+    while (stop := (page.keyboard.press("Tab"), page.evaluate(FOCUSED))[1]) not in stops and len(stops) < 150:
+        stops.append(stop)
+        if last and f" {last} " in stop:
+            break
+    return stops
+
+
+def test_start_and_the_page_are_a_few_tabs_away(served, visit):
+    write_recipe(served)
+    page = visit("fit")
+    settled(page)
+    page.wait_for_selector("#fit-start:enabled")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "ft-main"
+    page.goto(f"{served.link}fit")
+    page.wait_for_selector("#fit-start:enabled")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert 2 + len(stops_of(page, "fit-start")) <= 12
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "export", "try"])
+def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit, name):
+    page = visit(screenshots.ADDRESSES[name])
+    page.wait_for_timeout(3000)
+    stops = stops_of(page)
+    assert len(stops) > 12 and [stop for stop in stops[:-1] if stop.startswith("BODY")] == [], stops
+
+
 def test_screenshots_in_both_themes_and_sizes_are_written_by_a_command(served, tmp_path):
     link = f"{served.link}?token={TOKEN}"
     command = [sys.executable, screenshots.__file__, str(tmp_path), "--url", link, "--only", "run"]

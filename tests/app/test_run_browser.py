@@ -126,7 +126,7 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, requi
         for name, tab in names:
             page.goto(f"{served[0]}run?run={name}&tab={tab}")
             page.wait_for_selector(f".ft-tabs [data-tab={tab}][aria-current=page]")
-            page.wait_for_timeout(2000)
+            page.wait_for_timeout(1000)
             if tab == "overview":
                 page.wait_for_selector(".ftc-main[aria-valuetext]")
             page.wait_for_selector("body:not([data-lost])")  # a slow answer dims the head
