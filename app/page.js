@@ -14,6 +14,10 @@ const update = () => {
     if (["/fit", "/data"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
+  for (const button of document.querySelectorAll("button[title='Copy']")) { // Gradio's own, which it does not translate
+    button.title = tr("Copy");
+    button.setAttribute("aria-label", button.title);
+  }
   const theme = document.querySelector("[data-theme-choice]:not([data-set])");
   if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") ?? "" }).dataset.set = "1";
 };
@@ -54,12 +58,12 @@ document.addEventListener("keydown", ({ key, target }) => {
   if (key === "Tab" && target.role === "combobox") document.getElementById(target.getAttribute("aria-controls"))?.setAttribute("tabindex", "-1");
 }, true);
 
-// A skip link moves the focus; followed, it would open Home, which the page's <base> makes of an address that is only a place.
+// A link inside a page moves the focus; followed, it would open Home, of which the page's <base> makes its address.
 document.addEventListener("click", (event) => {
-  const place = event.target.closest?.(".ft-skip")?.hash;
-  if (!place) return;
+  const link = event.target.closest?.("a[href^='#']"), linked = link?.hash && document.querySelector(link.hash);
+  if (!linked) return;
   event.preventDefault();
-  Object.assign(document.querySelector(place), { tabIndex: -1 }).focus();
+  Object.assign(linked, { tabIndex: -1 }).focus();
 });
 
 // Light or dark: the system's, until a person chooses here.

@@ -32,10 +32,9 @@ from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggest
 from finetune.planner.run_time import RunCost
 from finetune.recipe import load_recipe
 from finetune.units import GIB
+from tests.app.shown_texts import OPTION
 from tests.app.test_language import english_in, marked
 
-#: `key=value` and `--flag`.
-OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
 #: Commands and code, to their end, and options that no field of the page sets.
 COMMAND = re.compile(r"(?:\bdf\.|--revision ).*|\b(?:docker|finetune|git|hf|pip|uv pip|lm-eval) [a-z][^)）\n]*")
 IN_A_TERMINAL = re.compile(

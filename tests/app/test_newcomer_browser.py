@@ -1,4 +1,4 @@
-"""A newcomer's walk in Chromium, in an empty folder: an own file becomes a model, by so many clicks, that chats and is exported.
+"""A newcomer's walk in Chromium, in an empty folder: with so many clicks a file becomes a model that chats and is exported.
 
 Fails on any console message, any request to another host and any HTTP 5xx.
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from browser import LONG_S, TOKEN, Served, visits
+from shown_texts import OPTION, english_texts, shown_texts
 
 import page_edits
 import screenshots
@@ -491,6 +492,9 @@ def test_remote_code_can_not_be_switched_on_from_the_page(served, visit):
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
 
 
+LARGE_BATCH = {"per_device_train_batch_size": 64, "effective_batch_size": 64}
+
+
 @pytest.mark.npm
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, require_accessible, theme):
@@ -498,7 +502,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
     page = visit("", color_scheme=theme)
     for name, address in {**screenshots.ADDRESSES, "too big": "fit"}.items():
         if name == "too big":
-            write_recipe(served, gpu="rtx-4090", memory_budget="600MiB", per_device_train_batch_size=64, effective_batch_size=64)
+            write_recipe(served, gpu="rtx-4090", memory_budget="600MiB", **LARGE_BATCH)
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1200)
@@ -513,6 +517,37 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
             page.wait_for_function("!document.getAnimations().some((motion) => motion instanceof CSSTransition)")
             require_accessible(page, width, name)
     write_recipe(served)
+
+
+#: Models, files, settings and their values, and what the run with hostile texts has: the same in every language.
+KEPT = (
+    r"[\w-]+(/[\w.-]+)+|other run|finished|tiny(-\w+)?|support|messages|adamw.torch|cosine|MLP|\b[a-z]+(_\w+)+\b|float32|sdpa|"
+    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|OpenAI|"
+    r"<[^>]*>|[*$].*"
+)
+
+
+@pytest.mark.parametrize("language", ["zh-CN", "en-US"])
+def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_commands(served, visit, language):
+    write_recipe(served)
+    page = visit("", locale=language)
+    tabs = {f"run: {tab}": f"run?run=other%20run&tab={tab}" for tab in ("samples", "settings", "log")}
+    for name, address in {**screenshots.ADDRESSES, **tabs}.items():
+        page.goto(f"{served.link}{address}")
+        page.wait_for_selector("h1.ft-title")
+        page.wait_for_timeout(2000)
+        if name == "fit":
+            settled(page)
+            for opened in ("#fit-advanced > summary", "#fit-go [data-drawer]", "#fit-reasons summary"):
+                page.click(opened)
+        page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
+        assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
+        english = english_texts(page, KEPT)
+        if language == "zh-CN":
+            assert english == [], name
+        else:
+            assert len(english) > 10, name
+    assert page.get_attribute("html", "lang") == language.partition("-")[0]
 
 
 #: What has the focus, told apart from others.

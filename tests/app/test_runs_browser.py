@@ -37,6 +37,8 @@ def listed(page):
 def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(served, visit):
     page = visit("runs")
     page.wait_for_selector("tr[data-run=alpha]")
+    page.click(".ft-jump >> text=Trash")
+    assert page.url.startswith(f"{served[0]}runs") and page.evaluate("document.activeElement.id") == "runs-trash"
     page.fill("#runs-search", "LPH")
     assert listed(page) == ["alpha"]
     page.fill("#runs-search", "")
