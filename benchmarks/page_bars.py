@@ -1,4 +1,4 @@
-"""The page's bars by one command, each beside what is measured here: python benchmarks/page_bars.py [--edits 260]
+"""The page's bars by one command, each beside what is measured here: python benchmarks/page_bars.py [--edits 200]
 
 Choices lost of random edits; a verdict's time on the page by the planner's; bytes and growth of a live tick; the first view of
 each page, and again; how far it moves; screens of a phone; the server's memory over 3,600 ticks; figures without a value. All
@@ -45,7 +45,7 @@ Bar = tuple[str, float, float]
 def main() -> int:
     """Measure and print; returns 1 when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--edits", type=int, default=260, help="attempts; some find nothing to press")
+    parser.add_argument("--edits", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     is_missed = False

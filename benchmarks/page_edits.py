@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.plan import read_plan
+from finetune.planner.plan import Verdict, read_plan
 from finetune.recipe import load_recipe
+from finetune.units import gib
 from screenshots import ARGUMENTS, page_started
 
 #: Setting -> identity of its box, and values to type.
@@ -37,6 +38,13 @@ _SHOWN = r"""() => {
     return [document.querySelector("#fit-asked").textContent, text("#fit-reasons").match(/rank (\d+)/)?.[1]];
 }"""
 
+#: Keeps the message of the bar that the pointer has hit: an answer may have replaced or moved the one that was aimed at.
+_NOTES_PRESSED = """() => {
+    window.pressed = null;
+    const note = ({target}) => { window.pressed = target.closest("[role=radio]")?.dataset.act ?? null; };
+    document.addEventListener("click", note, true);
+}"""
+
 
 class Editor:
     """Edits at random, and remembers what was chosen last. `draft`: the file of the recipe."""
@@ -49,6 +57,7 @@ class Editor:
         self.log: list[str] = []
         self.used: tuple[str, Any] = ("", None)
         for tab in tabs:
+            tab.evaluate(_NOTES_PRESSED)
             tab.click("#fit-advanced > summary")
             tab.wait_for_selector("[data-field=seed]", state="attached")
             tab.evaluate("document.querySelector('[data-field=seed]').closest('details').open = true")
@@ -92,13 +101,18 @@ class Editor:
         }
 
     def _bar(self, tab: Any, setting: str) -> dict[str, int | None] | None:
-        """Press a bar. A person presses what is there at that moment: nothing is waited for."""
-        presses = """([bars, share]) => {
+        """Press with the pointer where a bar is. A person presses what is there at that moment: nothing is waited for."""
+        finds = """([bars, share]) => {
             const all = [...document.querySelectorAll(bars)], bar = all[Math.floor(share * all.length)];
-            bar?.click();
-            return bar?.dataset.act ?? null;
+            bar?.scrollIntoView({block: "center"});
+            const {x, y, width, height} = bar?.getBoundingClientRect() ?? {};
+            return bar ? [x + width / 2, y + height / 2] : null;
         }"""
-        return _as_choice(tab.evaluate(presses, [_bars_of(setting), self.random.random()]))
+        if (point := tab.evaluate(finds, [_bars_of(setting), self.random.random()])) is None:
+            return None
+        tab.evaluate("pressed = null")
+        tab.mouse.click(*point)
+        return _as_choice(tab.evaluate("pressed"))
 
     def _key(self, tab: Any, setting: str) -> dict[str, int | None] | None:
         key = self.random.choice(("ArrowRight", "ArrowLeft"))
@@ -177,15 +191,24 @@ class Editor:
         recipe = load_recipe(str(self.draft))
         tab = self.tabs[0]
         before = set(runs.glob("*/plan.json"))
-        shown = self._boxes()
+        shown, verdicts = self._boxes(), [tab.inner_text("#fit-verdict") for tab in self.tabs]
+        texts = [tab.input_value("#fit-yaml textarea") for tab in self.tabs]
         tab.click("#fit-start")
         tab.wait_for_url("**/run?run=*")
         (started,) = set(runs.glob("*/plan.json")) - before
-        settings = read_plan(started).settings
+        plan = read_plan(started)
+        settings, forecast = plan.settings, f"Forecast {gib(plan.forecast.peak_bytes if plan.forecast else 0)}"
         planned = {name: getattr(settings, name) for name in BOXES}
         self.problems += [
             f"tab {number} shows {boxes}, planned {planned}" for number, boxes in enumerate(shown) if boxes != planned
         ]
+        is_fitting = plan.verdict == Verdict.FITS
+        self.problems += [
+            f"tab {number} says {verdict!r}, planned {plan.verdict}, {forecast}"
+            for number, verdict in enumerate(verdicts) if forecast not in verdict or verdict.startswith("Fits") != is_fitting
+        ]  # fmt: skip
+        draft = self.draft.read_text()
+        self.problems += [f"tab {number} shows another recipe: {text}" for number, text in enumerate(texts) if text != draft]
         if settings.seed != recipe.seed:
             self.problems.append(f"seed: the recipe has {recipe.seed}, the plan {settings.seed}")
         return self.problems
@@ -208,10 +231,14 @@ def _as_choice(act: str | None) -> dict[str, int | None] | None:
 
 
 def edit_at_random(tabs: list[Any], runs: Path, edits: int, seed: int) -> tuple[list[str], dict[str, int]]:
-    """Make so many edits in these tabs of the Fit page; returns what was lost or stale, and how many edits of each kind."""
+    """Make so many edits in these tabs of the Fit page; returns what was lost or stale, and how many edits of each kind.
+
+    Attempts that find nothing to press do not count, and are at most as many again.
+    """
     editor = Editor(tabs, runs / ".app/draft/recipe.yaml", seed)
-    for _ in range(edits):
-        editor.edit()
+    for _ in range(2 * edits):
+        if sum(editor.edit_counts.values()) < edits:
+            editor.edit()
     return editor.end(runs), editor.edit_counts
 
 
