@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import threading
+import time
 from typing import Any
 
 from finetune.errors import FinetuneError
@@ -63,24 +64,33 @@ class Planner:
         with self._lock:
             if kind == "plan" and number < self._newest_plan:
                 raise SupersededError
-            process = self._running()
-            try:
-                self._send(process, {"kind": kind, "number": number, **values})
-                answer = self._answer(process)
-                while "progress" in answer:
-                    self.progress = answer["progress"]
-                    answer = self._answer(process)
-            except (OSError, ValueError):  # it has closed the pipe, perhaps within a line
-                answer = {}
-            finally:
-                self.progress = ""
+            question, began_s = {"kind": kind, "number": number, **values}, time.monotonic()
+            answer = self._ask_process(question)
+            if not answer and time.monotonic() - began_s < DEADLINE_S:  # somebody killed it, as the kernel does for memory
+                answer = self._ask_process(question)
             if not answer:
-                self._end()
                 raise PlannerError({"problems": ["the planner ended without an answer"], "fix": f"See {self._log}"})
         if "superseded" in answer:
             raise SupersededError
         if "problems" in answer:
             raise PlannerError(answer)
+        return answer
+
+    def _ask_process(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The process's answer, which it may need a start for; empty, and the process is gone, where it gives none."""
+        process = self._running()
+        try:
+            self._send(process, question)
+            answer = self._answer(process)
+            while "progress" in answer:
+                self.progress = answer["progress"]
+                answer = self._answer(process)
+        except (OSError, ValueError):  # it has closed the pipe, perhaps within a line
+            answer = {}
+        finally:
+            self.progress = ""
+        if not answer:
+            self._end()
         return answer
 
     def close(self) -> None:
