@@ -84,6 +84,7 @@ class Chart extends HTMLElement {
     const slider = this.querySelector("input");
     slider.value = this.view.smoothing;
     slider.addEventListener("input", () => this.set({ smoothing: Number(slider.value) }));
+    this.querySelector(".ftc-more").addEventListener("toggle", () => this.draw());
     this.main.addEventListener("keydown", (event) => this.key(event));
     this.main.addEventListener("blur", () => this.read(null));
     this.pinch();
@@ -191,7 +192,8 @@ class Chart extends HTMLElement {
   // New points into the plots that are there; the range stays.
   draw() {
     this.timelines = null;
-    for (const { panel, lines, u } of this.charts) {
+    const { open } = this.querySelector(".ftc-more"); // what is folded is drawn when it is opened
+    for (const { panel, lines, u } of this.charts.filter(({ panel }) => open || !panel.small)) {
       u.setData(dataOf(lines, this.runs, this.axes(), this.view.smoothing, panel.log && this.view.isLog));
     }
     for (const button of this.querySelectorAll("[data-axis], [data-log]")) {

@@ -1,8 +1,9 @@
 """The page's bars by one command, each beside what is measured here: python benchmarks/page_bars.py [--edits 200]
 
 Choices lost of random edits; a verdict's time on the page by the planner's; bytes and growth of a live tick; the first view of
-each page, and again; how far it moves; screens of a phone; the server's memory over 3,600 ticks; figures without a value. All
-are ratios or counts. Prints a line for each and returns 1 when one is missed. Starts `finetune ui` in empty folders; Chromium.
+each page, and again; how far it moves; screens of a phone; memory of server and tab over 3,600 ticks, and the tab's main thread;
+figures without a value. All are ratios, shares or counts. Prints a line for each and returns 1 when one is missed. Starts
+`finetune ui` in empty folders; Chromium.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ PAGES = ("", "model", "data", "fit", "runs")
 _RANKS = (20, 28, 36, 44, 52)
 _PHONE = {"width": 390, "height": 844}
 _TICKS, _WARM_TICKS = 3600, 300
+#: A twentieth of what the page took when its charts were drawn by Plotly, in Gradio: 28 % of a core.
+_MOST_BUSY = 0.05 * 0.28
 #: Cells of a page that show no value.
 _DASHES = "[...document.querySelectorAll('td, dd')].filter((cell) => /^[-–—]$/.test(cell.textContent.trim())).length"
 Bar = tuple[str, float, float]
@@ -106,7 +109,7 @@ def _in_chromium(folder: Path) -> Iterator[Bar]:
             tab.goto(f"{address.rstrip('/')}/{page}")
             tab.wait_for_timeout(4000)
             yield f"figures without a value: {page.partition('?')[0]}", tab.evaluate(_DASHES), 0
-        yield "the server's memory after 3,600 ticks / after 300", _memory_growth(tab, folder), 1.1
+        yield from _many_ticks(tab, folder, address.rstrip("/"))
         browser.close()
 
 
@@ -160,21 +163,26 @@ def _write_run(run: RunDirectory) -> None:
             writer.emit(Checkpoint(step=step, path=f"checkpoint-{step}", bytes=2**20, save_s=0.1))
 
 
-def _memory_growth(tab: Any, folder: Path) -> float:
-    """The server's memory after 3,600 requests for what is new, of which each tenth finds a new step, by that after 300."""
+def _many_ticks(tab: Any, folder: Path, address: str) -> Iterator[Bar]:
+    """A run's open page over 3,600 ticks, a new step with each: memory of server and tab, and the tab's main thread."""
     (server,) = [child for child in psutil.Process().children() if "app" in child.cmdline()]
     run, chance = RunDirectory(folder / "runs" / "measured"), random.Random(2)
-    writer = EventWriter(run.events)
-    asks = """async (count) => { for (let n = 0; n < count; n++) {
-        const answer = await (await fetch(`/ft/series/measured?points=400&have=${window.haveVersion ?? ""}`)).json();
-        window.haveVersion = answer.version;
-    } }"""
-    sizes = {}
-    for tick in range(0, _TICKS, 10):
-        writer.emit(app_ticks.step_event(301 + tick // 10, 600 + _TICKS, chance))
-        tab.evaluate(asks, 10)
-        sizes[tick + 10] = server.memory_info().rss
-    return sizes[_TICKS] / sizes[_WARM_TICKS]
+    writer, protocol = EventWriter(run.events), tab.context.new_cdp_session(tab)
+    protocol.send("Performance.enable")
+    tab.goto(f"{address}/run?run=measured")
+    tab.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+    measured: dict[int, tuple[float, float, float]] = {}
+    for tick in range(1, _TICKS + 1):
+        writer.emit(app_ticks.step_event(300 + tick, 600 + _TICKS, chance))
+        tab.evaluate("document.querySelector('ft-chart').poll()")
+        if tick in (_WARM_TICKS, _TICKS):
+            protocol.send("HeapProfiler.collectGarbage")
+            values = {each["name"]: each["value"] for each in protocol.send("Performance.getMetrics")["metrics"]}
+            measured[tick] = server.memory_info().rss, values["JSHeapUsedSize"], values["TaskDuration"]
+    (server_warm, tab_warm, busy_s), (server_bytes, tab_bytes, busy_end_s) = measured[_WARM_TICKS], measured[_TICKS]
+    yield "the server's memory after 3,600 ticks / after 300", server_bytes / server_warm, 1.1
+    yield "the tab's memory after 3,600 ticks / after 300", tab_bytes / tab_warm, 1.1
+    yield "main thread, of a core, at a tick a second", (busy_end_s - busy_s) / (_TICKS - _WARM_TICKS), _MOST_BUSY
 
 
 if __name__ == "__main__":
