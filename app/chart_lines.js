@@ -3,7 +3,12 @@ import { duration, logTicks, smoothed, steps, text, tick, ticks, timeTicks } fro
 import { tr } from "./language.js";
 
 export const LEFT = 56, RIGHT = 16;
-export const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
+// Asking the browser for a colour makes it compute styles, dozens of times a tick: they are kept while the page's theme is.
+let [theme, colours] = ["", {}];
+export const colour = (name) => {
+  if (theme !== document.body.className) [theme, colours] = [document.body.className, {}];
+  return (colours[name] ||= getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim()) || "#888";
+};
 const font = (size, weight = 400) => `${weight} ${size}px Inter, system-ui, sans-serif`;
 const RUNS = [["loss", []], ["forecast", [8, 3]], ["memory", [2, 3]], ["eval", [12, 3, 2, 3]], ["card", [5, 5]]];
 // Strokes by kind of line: [colour, width, dash, which value of a bin].

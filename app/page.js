@@ -14,7 +14,7 @@ const update = () => {
     if (["/fit", "/data"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
-  for (const button of document.querySelectorAll("button[title='Copy']")) { // Gradio's own, which it does not translate
+  for (const button of document.querySelectorAll("#fit-yaml button[title='Copy'], #fit-command button[title='Copy']")) { // Gradio's own
     button.title = tr("Copy");
     button.setAttribute("aria-label", button.title);
   }

@@ -96,9 +96,7 @@ def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MIN
     facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
     if host.free_bytes >= recommended:
         return Finding("host memory", "ok", what, facts=facts)
-    fix = (
-        "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. A container's limit can be raised."
-    )
+    fix = "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. A container's limit can be raised."
     if host.free_bytes >= minimum:
         return Finding("host memory", "warn", f"{what}; loading a large model may be slow, or be killed", fix, facts)
     return Finding("host memory", "fail", f"{what}; at least {format_bytes(minimum)} are needed", fix, facts)

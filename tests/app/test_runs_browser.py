@@ -76,6 +76,20 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.wait_for_selector("tr[data-run=renamed]")
 
 
+def test_a_page_that_is_open_draws_no_frame_after_the_other(served, visit):
+    page = visit("settings")
+    page.context.add_init_script(
+        "window.drawn = 0; const frame = requestAnimationFrame.bind(window);"
+        "window.requestAnimationFrame = (callback) => { window.drawn += 1; return frame(callback); }"
+    )
+    page.goto(f"{served[0]}settings")
+    page.wait_for_selector("#set-price")
+    page.wait_for_timeout(4000)
+    before = page.evaluate("drawn")
+    page.wait_for_timeout(3000)
+    assert before > 0 and page.evaluate("drawn") - before < 45  # Gradio's sign of loading alone asked for 180
+
+
 def append_step(served, name, number=41):
     from finetune.run.directory import RunDirectory
 

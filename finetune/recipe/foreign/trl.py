@@ -118,9 +118,7 @@ def finish(config: ConfigReader) -> None:
         config.ignore("use_peft", "is what finetune does")
     else:
         state = "is off" if "use_peft" in config.values else "is not set"
-        config.refuse(
-            "use_peft", f"{state}, which trains all parameters; use_peft: true trains LoRA adapters, as here"
-        )
+        config.refuse("use_peft", f"{state}, which trains all parameters; use_peft: true trains LoRA adapters, as here")
     if has_pairs_or_labels(method := _method(config)):
         _preferences(config, method)
     else:
