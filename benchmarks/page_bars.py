@@ -1,7 +1,7 @@
 """The page's bars by one command, each beside what is measured here: python benchmarks/page_bars.py [--edits 200]
 
 Choices lost of random edits; a verdict's time on the page by the planner's; bytes and growth of a live tick; the first view of
-each page, and again; how far it moves; screens of a phone; memory of server and tab over 3,600 ticks, and the tab's main thread;
+each page, and again; how far it moves; screens of a phone; memory of server and tab over 3,600 ticks, and its main thread;
 figures without a value. All are ratios, shares or counts. Prints a line for each and returns 1 when one is missed. Starts
 `finetune ui` in empty folders; Chromium.
 """
@@ -177,7 +177,7 @@ def _many_ticks(tab: Any, folder: Path, address: str) -> Iterator[Bar]:
         tab.evaluate("document.querySelector('ft-chart').poll()")
         if tick in (_WARM_TICKS, _TICKS):
             protocol.send("HeapProfiler.collectGarbage")
-            values = {each["name"]: each["value"] for each in protocol.send("Performance.getMetrics")["metrics"]}
+            values = {metric["name"]: metric["value"] for metric in protocol.send("Performance.getMetrics")["metrics"]}
             measured[tick] = server.memory_info().rss, values["JSHeapUsedSize"], values["TaskDuration"]
     (server_warm, tab_warm, busy_s), (server_bytes, tab_bytes, busy_end_s) = measured[_WARM_TICKS], measured[_TICKS]
     yield "the server's memory after 3,600 ticks / after 300", server_bytes / server_warm, 1.1

@@ -102,7 +102,8 @@ class _View:
         """What a button of the page's head asks for."""
         run = self.context.workspace.run(name)
         deeds = {
-            "pause": self._pause, "kill": self._kill, "finish": self._finish, "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
+            "pause": self._pause, "kill": self._kill, "finish": self._finish,
+            "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
         }  # fmt: skip
         try:
             deed = deeds.get(str(json.loads(message).get("run")))

@@ -158,7 +158,7 @@ def check_answers(
 
 
 def require_llama_cpp(checkout: Path) -> None:
-    """Raise CommandError with all that is missing: the converter of this checkout of llama.cpp, the package that loads a file."""
+    """Raise CommandError with what is missing: the converter in this checkout of llama.cpp, the package that loads files."""
     problems, fixes = [], []
     if not (checkout / CONVERTER).is_file():
         problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")

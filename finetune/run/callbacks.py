@@ -102,7 +102,7 @@ class RunCallback(TrainerCallback):
         os.utime(self._events.path)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Asked to finish, stop early."""
+        """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Finish early when asked."""
         self._require_directory()
         if self._stop.pauses_after(state.global_step) and state.global_step < state.max_steps:
             control.should_evaluate = True  # the sweep compares its arms here

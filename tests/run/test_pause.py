@@ -1,4 +1,4 @@
-"""`pause` frees the card within a step; `resume` continues to the same adapter as a run that was never paused; `finish` ends."""
+"""`pause` frees the card within a step; `resume` continues as if it was never paused; `finish` ends a run."""
 
 import time
 
