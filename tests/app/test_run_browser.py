@@ -135,6 +135,21 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, requi
                 assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
 
 
+def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
+    filled(served[1], "otherwise")
+    page = visit("run?run=otherwise", viewport={"width": 640, "height": 450}, device_scale_factor=2)  # 200 % of 1280
+    page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 641
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(forced_colors="active")
+    outline = "getComputedStyle(document.querySelector('.ft-tabs [data-tab={}]')).outlineStyle"
+    assert [page.evaluate(outline.format(tab)) for tab in ("overview", "log")] == ["solid", "none"]
+    colours = page.evaluate("[...document.querySelectorAll('.ft-split i')].map((part) => getComputedStyle(part).backgroundColor)")
+    assert len(set(colours)) == len(colours) > 3
+    page.emulate_media(forced_colors="none", media="print")
+    assert page.is_hidden("#ft-rail") and page.locator("#run-head").bounding_box()["x"] < 64
+
+
 def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
     for state in ("running", "failed", "diverged", "lost", "stopped", "finished"):
         filled(served[1], f"is {state}", state)
