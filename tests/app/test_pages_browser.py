@@ -193,7 +193,7 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     seen.close()
     planner = planner_of(served)
     planner.suspend()
-    fit.fill("#fit-rank input[type=number]", "24")
+    fit.fill("#fit-rank input[type=number]", "27")
     fit.wait_for_selector("body[data-planning]:not([data-unsaved])")
     served.kill()
     planner.kill()
@@ -283,11 +283,11 @@ def test_a_planner_that_is_killed_with_a_question_is_started_again(served, visit
     settled(page)
     planner = planner_of(served)
     planner.suspend()
-    page.fill("#fit-rank input[type=number]", "24")
+    page.fill("#fit-rank input[type=number]", "29")
     page.wait_for_selector("body[data-planning]:not([data-unsaved])")
     planner.kill()
-    page.wait_for_selector("#fit-reasons >> text=rank 24")
-    assert settled(page)[1] == 24 == drafted(served)[1]
+    page.wait_for_selector("#fit-reasons >> text=rank 29")
+    assert settled(page)[1] == 29 == drafted(served)[1]
     write_recipe(served)
 
 
@@ -418,19 +418,19 @@ def test_an_answer_to_an_older_recipe_is_dimmed(served, visit):
         requestAnimationFrame(look);
     })(); }""")
     try:
-        page.fill("#fit-rank input[type=number]", "40")
+        page.fill("#fit-rank input[type=number]", "45")
         page.wait_for_selector("body[data-planning]")
         page.wait_for_function("getComputedStyle(document.querySelector('#fit-verdict')).filter.includes('grayscale(1)')")
         assert page.locator("#fit-planning").is_visible()
         page.wait_for_timeout(2000)
-        page.fill("#fit-rank input[type=number]", "41")
+        page.fill("#fit-rank input[type=number]", "46")
     finally:
         planner.resume()
     page.wait_for_selector("body:not([data-planning])")
-    page.wait_for_selector("#fit-reasons >> text=41")
-    assert settled(page)[1] == 41
+    page.wait_for_selector("#fit-reasons >> text=46")
+    assert settled(page)[1] == 46
     undimmed = page.evaluate("[...undimmed]")
-    assert (undimmed[0], undimmed[-1]) == ("16 as 16", "41 as 41")
+    assert (undimmed[0], undimmed[-1]) == ("16 as 16", "46 as 46")
     assert all(typed == planned for typed, planned in (text.split(" as ") for text in undimmed))
     write_recipe(served)
 
@@ -565,8 +565,11 @@ KEPT = (
 def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_commands(served, visit, language):
     write_recipe(served)
     page = visit("", locale=language)
-    tabs = {f"run: {tab}": f"run?run=other%20run&tab={tab}" for tab in ("samples", "settings", "log")}
-    for name, address in {**screenshots.ADDRESSES, **tabs}.items():
+    tabs = ("overview", "samples", "evaluate", "chat", "export", "settings", "log")
+    others = {
+        name: address for name, address in screenshots.ADDRESSES.items() if not address.startswith("run?") and name != "run"
+    }
+    for name, address in {**others, **{tab: f"run?run=other%20run&tab={tab}" for tab in tabs}}.items():
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(2000)

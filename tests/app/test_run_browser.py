@@ -144,7 +144,9 @@ def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
     page.emulate_media(forced_colors="active")
     outline = "getComputedStyle(document.querySelector('.ft-tabs [data-tab={}]')).outlineStyle"
     assert [page.evaluate(outline.format(tab)) for tab in ("overview", "log")] == ["solid", "none"]
-    colours = page.evaluate("[...document.querySelectorAll('.ft-split i')].map((part) => getComputedStyle(part).backgroundColor)")
+    colours = page.evaluate(
+        "[...document.querySelectorAll('.ft-split i')].map((part) => getComputedStyle(part).backgroundColor)"
+    )
     assert len(set(colours)) == len(colours) > 3
     page.emulate_media(forced_colors="none", media="print")
     assert page.is_hidden("#ft-rail") and page.locator("#run-head").bounding_box()["x"] < 64
