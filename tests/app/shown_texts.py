@@ -6,10 +6,10 @@ from tests.app.test_language import NAMES
 
 #: `key=value` and `--flag`.
 OPTION = re.compile(r"(?<![\w-])--[a-z]|\b[a-z_][\w.]*=[\w\"'{]")
-#: Texts that are seen or spoken, outside of recipes, commands and logs.
+#: Texts that are seen or spoken, outside of recipes, commands, logs and what is said in a chat.
 _SHOWN = """() => {
   const names = ["aria-label", "title", "placeholder", "alt"];
-  const elsewhere = "script, style, code, pre, textarea, .ft-mono, .ft-log";
+  const elsewhere = "script, style, code, pre, textarea, .ft-mono, .ft-log, .ft-turn p";
   const texts = new Set([document.title]), walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node; (node = walk.nextNode());) {
     if (!node.parentElement.closest(elsewhere) && node.parentElement.checkVisibility()) texts.add(node.textContent.trim());
