@@ -138,8 +138,11 @@ def pause_run(source: str, *, as_json: bool) -> int:
 def finish_run(source: str, *, as_json: bool) -> int:
     """Ask a run to end after its step with its best step as the result, and wait until it has. Raises CommandError."""
     run = open_run(source)
+    state = read_state(run)
+    if state.state == "queued":
+        raise CommandError(f"{run.path} has not begun: {state.message}", f"Remove it from the queue: finetune stop {run.path}")
     if not control.finish(run):
-        fix = "" if (state := read_state(run)).state == "finished" else f"Resume it first: finetune resume {run.path}"
+        fix = "" if state.state == "finished" else f"Resume it first: finetune resume {run.path}"
         raise CommandError(f"{run.path} is not running: {state.state}", fix)
     control.wait(run, deadline_s=3600)
     _print_state(run, read_state(run), as_json)

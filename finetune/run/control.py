@@ -77,11 +77,18 @@ def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) 
 
 
 def finish(run: RunDirectory) -> bool:
-    """Ask a run to end after its step, finished, with its best step as the result. False when it was not running."""
-    is_running = is_alive(run)
-    if is_running:
+    """Ask a run to end after its step, finished, with its best step as the result. False when it was not running.
+
+    Raises DiskFull when its directory can't be written.
+    """
+    if not is_alive(run):
+        return False
+    try:
         run.finish_request.touch()
-    return is_running
+    except OSError as error:
+        problem = f"{run.path} can't be written: {error.strerror or error}"
+        raise DiskFull(problem, f"Or pause it: finetune pause {run.path}") from None
+    return True
 
 
 def wait(run: RunDirectory, deadline_s: float) -> bool:

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 
+from finetune.run import control
+from finetune.run.directory import list_runs
+
 TOKEN = "b" * 32
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LONG_S = 150  # two cores may be shared with others; nothing here measures time
@@ -40,6 +43,18 @@ class Served:
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+
+def served_app(folder, forecasts, python):
+    """Yields the app in this folder, with forecasts that other tests have made; in the end no run goes on."""
+    (folder / "cache").mkdir()
+    (folder / "cache" / "forecasts").symlink_to(forecasts)
+    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
+    server = Served(folder).start(python)
+    yield server
+    server.kill()
+    for run in list_runs(folder / "runs"):
+        control.stop(run, signal.SIGKILL, now=True)
 
 
 def visits(chromium, link, token):

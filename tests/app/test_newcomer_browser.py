@@ -4,14 +4,11 @@ Fails on any console message, any request to another host and any HTTP 5xx.
 """
 
 import json
-import os
-import signal
 
 import pytest
-from browser import TOKEN, Served, visits
+from browser import TOKEN, served_app, visits
 
 from finetune.bundled import dataset_paths
-from finetune.run import control
 from finetune.run.directory import list_runs
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -19,15 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, forecasts, warm_python):
-    folder = tmp_path_factory.mktemp("workspace")
-    (folder / "cache").mkdir()
-    (folder / "cache" / "forecasts").symlink_to(forecasts)
-    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
-    server = Served(folder).start(warm_python)
-    yield server
-    server.kill()
-    for run in list_runs(folder / "runs"):
-        control.stop(run, signal.SIGKILL, now=True)
+    yield from served_app(tmp_path_factory.mktemp("workspace"), forecasts, warm_python)
 
 
 @pytest.fixture

@@ -5,17 +5,15 @@ data, on the CPU. Needs /usr/bin/chromium; the check of accessibility needs npm 
 """
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from browser import LONG_S, TOKEN, Served, visits
+from browser import LONG_S, TOKEN, Served, served_app, visits
 from shown_texts import OPTION, english_texts, shown_texts
 from written_runs import append, make_run, steps
 
@@ -36,18 +34,7 @@ CURVES = "#run-body :is(.u-wrap, polyline.loss)"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, forecasts, warm_python):
-    folder = tmp_path_factory.mktemp("workspace")
-    (folder / "cache").mkdir()
-    (folder / "cache" / "forecasts").symlink_to(forecasts)
-    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
-    server = Served(folder).start(warm_python)
-    yield server
-    server.kill()
-    from finetune.run import control
-    from finetune.run.directory import list_runs
-
-    for run in list_runs(folder / "runs"):
-        control.stop(run, signal.SIGKILL, now=True)
+    yield from served_app(tmp_path_factory.mktemp("workspace"), forecasts, warm_python)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from packaging.requirements import Requirement
 
 from finetune.cli.entry import main
 from finetune.errors import RecipeError
+from finetune.events import EventWriter, State
 from finetune.files import parse_checked, write_json
 from finetune.requirements import Package
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
+from finetune.run.state import process_record
 from finetune.run.update_settings import update_settings
 
 
@@ -175,6 +178,18 @@ def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, ca
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
+
+
+def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, capsys, monkeypatch, kept_run):
+    run = RunDirectory(kept_run(tmp_path))
+    write_json(run.process, {"supervisor": process_record(os.getpid())})
+    monkeypatch.setattr(Path, "touch", lambda path, **_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    for state, code, words in (("running", 7, "No space left"), ("queued", 2, "has not begun: 1 ahead")):
+        writer = EventWriter(run.events)
+        writer.emit(State(state=state, message="1 ahead"))
+        writer.close()
+        refused, captured = finetune(capsys, monkeypatch, "finish", str(run.path))
+        assert refused == code and words in " ".join(captured.err.split())
 
 
 def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch, kept_run):
