@@ -19,10 +19,8 @@ from typing import Any
 from screenshots import ARGUMENTS, page_started
 
 BARS = {"bytes": 350_000, "decoded_bytes": 900_000, "bytes_again": 30_000, "layout_shift": 0.05}
-#: Bytes so far of what the page has loaded, itself included, without the ticks of a run at work; and what the browser calls
-#: the sum of its shifts.
-SIZES = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')].filter(
-    ({ name }) => !/[?&]have=[^&]/.test(name)).reduce(
+#: Bytes so far of what the page has loaded, itself included; and what the browser calls the sum of its shifts.
+SIZES = """[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')].reduce(
     ([sent, decoded], entry) => [sent + entry.transferSize, decoded + entry.decodedBodySize], [0, 0])"""
 _SHIFTS = """new Promise((done) => { new PerformanceObserver((list) => done(list.getEntries().reduce(
     (sum, entry) => sum + (entry.hadRecentInput ? 0 : entry.value), 0))).observe({ type: 'layout-shift', buffered: true });

@@ -26,6 +26,8 @@ _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</sc
 #: which no handler here is part, and what is meant for other components.
 _UNREAD = ("api_info", "api_info_as_input", "api_info_as_output", "example_inputs", "skip_api", "component_class_id", "key")
 _UNREAD_PROPERTIES = ("preserved_by_key", "name", "_selectable", "_retryable", "_undoable", "likeable", "streamable")
+#: Properties that are false where they are left out.
+_FALSE_IF_ABSENT = ("autoscroll", "autofocus", "submit_btn", "stop_btn", "rtl")
 #: The same of a handler; and what may be left out where it has no value.
 _UNREAD_OF_HANDLER = (
     "api_description", "batch", "max_batch_size", "collects_event_data", "scroll_to_output", "stream_every", "time_limit",
@@ -148,6 +150,7 @@ def _translated(match: re.Match[bytes]) -> bytes:
         props = component["props"]
         _leave_out(component, _UNREAD)
         _leave_out(props, _UNREAD_PROPERTIES)
+        _leave_out(props, [name for name in _FALSE_IF_ABSENT if props.get(name) is False])
         names = (*_TEXTS, "value") if component["type"] in _SHOW_VALUE else _TEXTS
         props.update({name: _translation(props[name]) for name in names if isinstance(props.get(name), str)})
         if isinstance(props.get("choices"), list):
@@ -155,7 +158,7 @@ def _translated(match: re.Match[bytes]) -> bytes:
     for handler in config["dependencies"]:
         _leave_out(handler, _UNREAD_OF_HANDLER)
         _leave_out(handler, [name for name in _OPTIONAL_OF_HANDLER if not handler.get(name)])
-    _leave_out(config, ("layout",))  # which `page` has, too
+    _leave_out(config, ("layout", "body_css"))  # `page` has the layout, too; nothing reads the other
     config["theme_hash"] = f"{config.get('theme_hash')}-{_THEME_FORM}"
     current = config.get("current_page")
     config["page"] = {name: page for name, page in config["page"].items() if current in (name, None)}
