@@ -184,12 +184,12 @@ def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, caps
     run = RunDirectory(kept_run(tmp_path))
     write_json(run.process, {"supervisor": process_record(os.getpid())})
     monkeypatch.setattr(Path, "touch", lambda path, **_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    for state, code, words in (("running", 7, "No space left"), ("queued", 2, "has not begun: 1 ahead")):
+    for state, code, reason in (("running", 7, "No space left"), ("queued", 2, "has not begun: 1 ahead")):
         writer = EventWriter(run.events)
         writer.emit(State(state=state, message="1 ahead"))
         writer.close()
         refused, captured = finetune(capsys, monkeypatch, "finish", str(run.path))
-        assert refused == code and words in " ".join(captured.err.split())
+        assert refused == code and reason in " ".join(captured.err.split())
 
 
 def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch, kept_run):
