@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 
 import pytest
 
@@ -81,11 +82,14 @@ class Tab:
 
 def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
     tab, ticks = Tab(page), len(Tab(page).events("tick"))
-    for _ in range(30):  # what starts with the page may end late
+    n_quiet = 0
+    for _ in range(300):  # what starts with the page may end late, and between two quiet ticks
         fired = tab.fired
         tab.tick()
-        if tab.fired - fired == ticks:
+        n_quiet = n_quiet + 1 if tab.fired - fired == ticks else 0
+        if n_quiet == 10:
             break
+        time.sleep(0.2)
     components, fired = tab.components, tab.fired
     tab.tick(5)
     assert tab.components == components
