@@ -291,13 +291,20 @@ class Chart extends HTMLElement {
       const { u, values, panel, lines } = chart, place = this.at === null ? -10 : u.valToPos(this.axes()[0].to(this.at), "x");
       if (u !== pointed) u.setCursor({ left: place, top: place < 0 ? -10 : 10 }, false, false);
       const readings = this.readings(panel, lines);
-      const heading = panel.small ? "h3" : "h2";
-      values.innerHTML = `<${heading}></${heading}>${readings.map(() => "<span><i></i><em></em> <b></b></span>").join("")}`;
-      values.firstChild.textContent = panel.title;
-      readings.forEach(([label, value, line], n) => {
-        const span = values.children[n + 1], [key, name, number] = span.children;
-        if (line) Object.assign(key.style, { borderColor: `var(--ft-${line.stroke})`, borderTopStyle: line.dash?.length ? "dashed" : "solid" }); else key.remove();
-        [name.textContent, number.textContent] = [label, value];
+      const heading = panel.small ? "h3" : "h2", shape = JSON.stringify(readings.map(([label, , line]) => [label, line?.stroke, line?.dash?.length]));
+      if (chart.shape !== shape) { // else only the numbers are others, as with most ticks
+        chart.shape = shape;
+        values.innerHTML = `<${heading}></${heading}>${readings.map(() => "<span><i></i><em></em> <b></b></span>").join("")}`;
+        values.firstChild.textContent = panel.title;
+        readings.forEach(([label, , line], n) => {
+          const [key, name] = values.children[n + 1].children;
+          if (line) Object.assign(key.style, { borderColor: `var(--ft-${line.stroke})`, borderTopStyle: line.dash?.length ? "dashed" : "solid" }); else key.remove();
+          name.textContent = label;
+        });
+      }
+      readings.forEach(([, value], n) => {
+        const number = values.children[n + 1].lastChild;
+        if (number.textContent !== value) number.textContent = value;
       });
       chart.spoken = readings.map(([label, value]) => `${label} ${value}`).join(", ");
       if (panel.small) chart.plot.setAttribute("aria-label", `${panel.title}: ${chart.spoken}`);

@@ -24,9 +24,11 @@ function eventsBySteps(run) {
 export function eventsOf(strip, run, from, to) {
   const events = eventsBySteps(run).filter(([step]) => step >= from && step <= to), width = (to - from) || 1;
   const nearest = new Map(events.map((event) => [`${kindOf(event[1])[0]} ${Math.round((event[0] - from) / width * 120)}`, event]));
-  const used = new Map();
+  const used = new Map(), key = JSON.stringify([from, to, events.map(([step, names]) => [step, ...names])]);
+  if (strip.key === key) return; // nothing new, as with most ticks
+  strip.key = key;
   strip.innerHTML = '<div role="img"></div><ul></ul>';
-  const [line, key] = strip.children;
+  const [line, legend] = strip.children;
   for (const [step, names] of nearest.values()) {
     const [css, name] = kindOf(names), mark = document.createElement("i");
     mark.className = css;
@@ -41,6 +43,6 @@ export function eventsOf(strip, run, from, to) {
     const item = document.createElement("li"), mark = document.createElement("i");
     mark.className = css;
     item.append(mark, name);
-    key.append(item);
+    legend.append(item);
   }
 }

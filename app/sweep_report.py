@@ -33,7 +33,8 @@ def page(sweep: Sweep) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f'<body class="gradio-container"><h1 class="ft-title">{title}</h1><p>{inert(sweep.sentence())}</p>{rule}{body}'
+        f'<body class="gradio-container"><h1 class="ft-title">{title}</h1>'
+        f"<p>{inert(sweep_view.sentence(sweep))}</p>{rule}{body}"
         f"{note(f'Made {created} by finetune.')}</body></html>\n"
     )
 

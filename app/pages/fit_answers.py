@@ -6,6 +6,7 @@ They do not go through Gradio, whose page takes longer to send a request and to 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -93,14 +94,22 @@ class FitAnswers:
         stamp, edited, plan = self._latest or ("", None, None)
         if edited is None or stamp != self.context.draft.stamp:
             return None
-        bars = dict.fromkeys((f"{identity}-bars" for _, identity in NUMBERS.values()), "")
+        bars = {**dict.fromkeys((f"{name}-bars" for _, name in NUMBERS.values()), ""), "bars-head": what_if_view.heading()}
         if edited.recipe is not None and plan is not None:
-            for name, (label, identity) in NUMBERS.items():
-                now = outcome_of(plan, getattr(plan.settings, name), plan_in_languages(plan.settings))
-                around = self._outcomes.around(edited.recipe, plan, name, now)
-                is_auto = edited.values.get(name) in (None, "auto")
-                bars[f"{identity}-bars"] = what_if_view.what_if(name, tr(label), around, now, is_auto=is_auto)
+            bars |= self._bars(edited.recipe, plan, edited.values)
         return {"stamp": stamp, "parts": bars, "command": command_line(edited.recipe) if edited.recipe else ""}
+
+    def _bars(self, recipe: Recipe, plan: Plan, values: dict[str, Any]) -> dict[str, str]:
+        """HTML by element. All bars are of the same measure, which their heading names."""
+        summaries = plan_in_languages(plan.settings)
+        now = {name: outcome_of(plan, getattr(plan.settings, name), summaries) for name in NUMBERS}
+        around = {name: self._outcomes.around(recipe, plan, name, now[name]) for name in NUMBERS}
+        measure = what_if_view.measure_of(itertools.chain(*around.values()))
+        bars = {"bars-head": what_if_view.heading(measure)}
+        for name, (label, identity) in NUMBERS.items():
+            is_auto, outcomes = values.get(name) in (None, "auto"), around[name]
+            bars[f"{identity}-bars"] = what_if_view.what_if(name, tr(label), outcomes, now[name], measure, is_auto=is_auto)
+        return bars
 
     def compared(self) -> dict[str, Any] | None:
         """The other plans of this recipe, forecast: that takes seconds, so it is asked for after the plan is shown."""

@@ -18,7 +18,7 @@ from finetune.recipe import shipped_recipes
 
 from ..language import mark, tr
 from ..planning.catalogue import card_choices
-from ..views import recipe_form
+from ..views import recipe_form, what_if
 from ..views.binding import change_trigger, show
 from ..views.markup import note, page_title
 from ..views.words import SETTING_NAMES
@@ -118,8 +118,7 @@ def _middle() -> dict[str, Any]:
     """What if, and other plans."""
     with gr.Row(elem_id="fit-more"):
         with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
-            explained = mark("Each with its own fastest plan; an outline is not planned yet.")
-            show(functools.partial(_headed, mark("What if"), explained))
+            _part("bars-head", what_if.heading)
             for name, (label, identity) in NUMBERS.items():
                 lowest, highest = RANGES[name]
                 with gr.Row(elem_classes="ft-whatif"):

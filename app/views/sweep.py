@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from finetune.sweep.sweep import ArmResult, Sweep, label
+from finetune.sweep.sweep import ArmResult, Sweep
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, Mark, Panel, chart
 from .engine_texts import of_engine
-from .markup import Safe, as_on_page, inert, interval_text, note, table
+from .markup import Safe, inert, interval_text, note, table
 from .run_head import STATES
 from .run_row import link_to
+from .words import setting_name, value_text
 
 #: Curves over each other that can still be told apart.
 MOST_CURVES = 5
@@ -35,7 +37,12 @@ def _summary(sweep: Sweep) -> str:
 
 def sentence(sweep: Sweep) -> str:
     """The result in words."""
-    return "; ".join(map(of_engine, sweep.sentence().split("; ")))
+    return "; ".join(map(of_engine, sweep.sentence(arm_name).split("; ")))
+
+
+def arm_name(values: dict[str, Any]) -> str:
+    """An arm's settings as the page calls them: `Learning rate 0.0002 · LoRA rank 16`."""
+    return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
 
 
 def rule(sweep: Sweep) -> str:
@@ -58,7 +65,7 @@ def curves(sweep: Sweep) -> str:
     """The arms' curves in one chart that follows them, or as a picture; of more than five those with the lowest losses."""
     names = [entry.name for entry in sweep.results()]
     chosen = [arm for arm in sweep.facts.arms if arm.name in names[:MOST_CURVES]]
-    element = chart_element([arm.name for arm in chosen], [as_on_page(label(arm.values)) for arm in chosen])
+    element = chart_element([arm.name for arm in chosen], [arm_name(arm.values) for arm in chosen])
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
     shown = f"{fewer if len(names) > MOST_CURVES else ''}{element}" if has_charts() else picture(sweep)
     return f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>'
@@ -74,7 +81,7 @@ def arms(sweep: Sweep) -> str:
 def picture(sweep: Sweep) -> str:
     """The held-out losses of every arm as SVG."""
     lines = [
-        Line(as_on_page(label(entry.values)), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
+        Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
         for number, entry in enumerate(sweep.results())
     ]
     marks = [Mark(tr("compared after {n} steps", n=f"{rung:,}"), float(rung), "") for rung in sweep.facts.rungs[:-1]]
@@ -91,7 +98,7 @@ def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) ->
         state = tr(_ARM_STATES.get(entry.state) or STATES.get(entry.state, (entry.state, ""))[0])
         state = state if entry.dropped_at is None else tr("dropped at {step}", step=f"{entry.dropped_at:,}")
         loss = tr("not measured") if entry.loss is None else f"{entry.loss:.4f}"
-        rows.append([as_on_page(label(entry.values)), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
+        rows.append([arm_name(entry.values), state, f"{entry.step or 0:,}", loss, behind, Safe(run(entry))])
     numbers = (tr("steps"), tr("held-out loss"), tr("behind the best (95 % interval)"))
     columns = [tr("arm"), tr("state"), *(f">{name}" for name in numbers), tr("run")]
     return table(columns, rows, tr("Arms"), hidden_caption=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from finetune.units import GIB, gib
@@ -10,7 +10,7 @@ from finetune.units import GIB, gib
 from ..language import current, mark, tr
 from ..planning.what_if import Outcome
 from .error_texts import of_error
-from .markup import action, inert
+from .markup import action, inert, note
 from .refusals import refusal_in_words
 from .words import slower_in_words
 
@@ -29,9 +29,16 @@ _SPEED = Measure(lambda outcome: outcome.tokens_per_s, lambda speed: f"{speed:,.
 _SIZE = Measure(lambda outcome: outcome.peak_high_bytes, lambda size: f"{size / GIB:.1f}", mark("GiB at most"))
 
 
-def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, *, is_auto: bool) -> str:
+def heading(measure: Measure | None = None) -> str:
+    """What the bars are, and of what once there are plans."""
+    explained = tr("Each with its own fastest plan; an outline is not planned yet.")
+    if measure is not None:
+        explained = tr("Bars: {amount}. {explained}", amount=tr(measure.name), explained=explained)
+    return f"<h2>{tr('What if')}</h2>{note(explained)}"
+
+
+def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, measure: Measure, *, is_auto: bool) -> str:
     """Bars of one setting, `now` the plan that is shown."""
-    measure = measure_of(outcomes)
     highest = max((measure.value(outcome) or 0.0 for outcome in outcomes), default=0.0) or 1.0
     bars = "".join(_bar(name, outcome, now, measure, highest) for outcome in outcomes)
     auto = (
@@ -45,9 +52,10 @@ def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, *,
     )
 
 
-def measure_of(outcomes: Sequence[Outcome]) -> Measure:
+def measure_of(outcomes: Iterable[Outcome]) -> Measure:
     """Time where it is known, else speed, else memory."""
-    return next((measure for measure in (_TIME, _SPEED) if any(measure.value(outcome) for outcome in outcomes)), _SIZE)
+    known = list(outcomes)
+    return next((measure for measure in (_TIME, _SPEED) if any(measure.value(outcome) for outcome in known)), _SIZE)
 
 
 def compared(outcome: Outcome, now: Outcome) -> str:

@@ -171,26 +171,27 @@ class Sweep:
         alive, rung, _ = self.survivors()
         return rung == self.facts.rungs[-1] and all(self.has_reached(arm, rung) for arm in alive)
 
-    def sentence(self) -> str:
-        """The winner in words, and which arms can't be told from it."""
+    def sentence(self, named: Callable[[dict[str, Any]], str] | None = None) -> str:
+        """The winner in words, and which arms can't be told from it; `named`: an arm's values as text, else as `label`."""
+        named = named or label
         results = [entry for entry in self.results() if entry.loss is not None]
         if not results:
             return "no arm has a held-out loss yet"
         winner, *others = results
         verb = "wins" if self.is_finished else "leads"
-        text = f"{label(winner.values)} {verb} with a held-out loss of {winner.loss:.4f} after step {winner.loss_step:,}"
+        text = f"{named(winner.values)} {verb} with a held-out loss of {winner.loss:.4f} after step {winner.loss_step:,}"
         trained = [entry for entry in others if entry.dropped_at is None]
         unknown = [entry for entry in trained if entry.behind is None]
         close = [entry for entry in trained if entry.behind is not None and not entry.behind.is_significant]
         for entries, text_of_entries in ((close, "can't be told apart from it"), (unknown, "not compared row by row")):
             if entries:
-                text += f"; {text_of_entries}: {', '.join(label(entry.values) for entry in entries)}"
+                text += f"; {text_of_entries}: {', '.join(named(entry.values) for entry in entries)}"
         surely = [entry for entry in trained if entry.behind is not None and entry.behind.is_significant]
         if surely:
             nearest = min(surely, key=lambda entry: entry.loss or math.inf)
             assert nearest.behind is not None
             text += (
-                f"; surely behind: {label(nearest.values)}, by {nearest.behind.value:.4f} "
+                f"; surely behind: {named(nearest.values)}, by {nearest.behind.value:.4f} "
                 f"(95 % interval {nearest.behind.low:.4f} to {nearest.behind.high:.4f})"
             )
         return text

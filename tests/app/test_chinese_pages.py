@@ -89,7 +89,8 @@ def fit_of(verdict):
         fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
         choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
         plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
-        what_if.what_if("lora_r", "16", others, now, is_auto=False),
+        what_if.what_if("lora_r", "16", others, now, what_if.measure_of(others), is_auto=False),
+        what_if.heading(what_if.measure_of(others)),
         *(_sentence("16", {"setting": "lora_r", "value": value, "too_large": above, "limit": ""})
           for value, above in ((8, None), (8, 16), (0, 8))),
     ]  # fmt: skip
@@ -196,7 +197,7 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
     with spoken("zh"):
         shown, bars = answers.plan()["parts"], answers.bars()["parts"].values()
     assert "放得下，还余 9.0 GiB" in shown["verdict"] and len(asked) == 1
-    assert len(bars) == len(RANGES) and all("32 比特权重，不重计算" in bar for bar in bars)
+    assert sum("32 比特权重，不重计算" in bar for bar in bars) == len(RANGES)
     context.close()
 
 

@@ -82,9 +82,18 @@ def test_numbers_have_one_form():
 
 def test_a_plan_that_was_not_made_has_an_outline_and_no_number():
     planned = Outcome(16, {"en": "4-bit weights"}, 5 * GIB, 11 * GIB, 600.0, 3000.0)
-    html = what_if.what_if("lora_r", "LoRA rank", [Outcome(8), planned, Outcome(32, problem="no")], planned, is_auto=True)
+    around = [Outcome(8), planned, Outcome(32, problem="no")]
+    html = what_if.what_if("lora_r", "LoRA rank", around, planned, what_if.measure_of(around), is_auto=True)
     assert 'class="none"' in html and 'aria-label="8: not planned yet"><em></em>' in html
     assert "16: 10 minutes of training, 4-bit weights" in html and "×" in html
+
+
+def test_bars_say_what_they_are_of():
+    timed, sized = Outcome(16, {}, 5 * GIB, 11 * GIB, 600.0, 3000.0), Outcome(16, {}, 5 * GIB, 11 * GIB)
+    assert "Bars" not in what_if.heading()
+    assert "Bars: minutes of training. Each" in what_if.heading(what_if.measure_of([Outcome(8), timed]))
+    assert "Bars: tokens/s. Each" in what_if.heading(what_if.measure_of([replace(timed, seconds=None)]))
+    assert "Bars: GiB at most. Each" in what_if.heading(what_if.measure_of([sized]))
 
 
 def test_outcomes_of_the_planner_process_are_read_by_the_page(tmp_path):

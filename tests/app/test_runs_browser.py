@@ -6,7 +6,8 @@ Fails on any console message, any request to another host and any HTTP 5xx.
 import json
 
 import pytest
-from written_runs import append, make_run, step, steps
+from shown_texts import english_texts
+from written_runs import append, make_run, make_sweep, step, steps
 
 from finetune.events import Evaluation, Result, State
 
@@ -106,6 +107,36 @@ def test_home_and_lists_are_accessible_and_fit_a_phone(served, visit, require_ac
         for width in (1440, 390, 320):
             page.set_viewport_size({"width": width, "height": 844})
             require_accessible(page, width, address)
+
+
+def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_or_a_list_of_models(served, visit):
+    names = ["c" * 110, "m" * 110]
+    for name in names:
+        run = make_run(served[1], name, steps(1, 40))
+        run.adapter.mkdir()
+        (run.adapter / "adapter_model.safetensors").write_bytes(b"0" * 100)
+    make_sweep(served[1], "s" * 110)
+    page = visit("runs")
+    for name in names:
+        page.check(f"tr[data-run={name}] input")
+    page.click("#runs-chosen [data-deed=compare]")
+    page.wait_for_function("document.querySelector('#runs-compared ft-chart')?.charts?.length")
+    for address, ready in {"": "#runs-compared", "models": f"text={names[0]}", f"run?run={'s' * 110}": "#run-arms td"}.items():
+        if address:
+            page.goto(f"{served[0]}{address}")
+        page.wait_for_selector(ready)
+        for width in (390, 320):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.wait_for_timeout(1000)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (address, width)
+
+
+def test_a_sweep_is_in_chinese_where_the_browser_is(served, visit):
+    make_sweep(served[1], "rates")
+    page = visit("run?run=rates", locale="zh-CN")
+    page.wait_for_function("document.querySelector('#run-body ft-chart')?.charts?.length")
+    page.wait_for_selector("#run-arms td")
+    assert english_texts(page, r"rates(-\d)?|PNG|[cms]{110}") == []
 
 
 def test_a_file_that_is_dropped_on_home_is_the_data_of_a_new_run(served, visit, tmp_path):

@@ -4,31 +4,19 @@ from types import SimpleNamespace
 
 import gradio as gr
 import pytest
-from written_runs import make_run, steps
+from written_runs import make_sweep
 
 from app.browser_files import has_charts
 from app.live import LiveRuns
 from app.pages.run import _View
 from app.views import sweep as sweep_view
 from app.workspace import Workspace
-from finetune.events import Evaluation, State
-from finetune.files import write_json
-from finetune.sweep.sweep import ArmFacts, Sweep, SweepFacts, write_sweep
-
-RATES = (1e-4, 4e-4)
 
 
 @pytest.fixture
 def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
-    arms = tuple(ArmFacts(f"rates-{number}", {"learning_rate": rate}) for number, rate in enumerate(RATES, 1))
-    sweep = Sweep(workspace.runs / "rates", SweepFacts("", {"learning_rate": [*RATES]}, arms, (5, 10, 20), "rule"))
-    for arm, loss in zip(arms, (0.9, 0.5), strict=True):
-        ended = [Evaluation(step=20, eval_loss=loss, eval_s=1.0), State(state="finished", exit_code=0)]
-        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *ended], 20)
-        (run.path / "evaluations").mkdir()
-        write_json(run.path / "evaluations" / "held-out-20.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4})
-    write_sweep(sweep)
+    make_sweep(workspace.runs, "rates")
     return SimpleNamespace(workspace=workspace, lives=LiveRuns(workspace.folder("series")))
 
 
@@ -36,14 +24,14 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
     assert context.workspace.list_runs() == []
     (sweep,) = context.workspace.list_sweeps()
     line = sweep_view.listed([sweep])
-    assert 'href="/run?run=rates"' in line and "learning_rate: 0.0004 wins with a held-out loss of 0.5000" in line
+    assert 'href="/run?run=rates"' in line and "Learning rate 0.0004 wins with a held-out loss of 0.5000" in line
 
 
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
     request = gr.Request(query_params={"run": "rates"})
     name, _, head, curves, sweep, arms, timer = _View(context).open(request)
     assert (name, sweep, timer.active) == ("", "rates", False) and "Compared after 5, 10 steps" in head
-    shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "learning_rate: 0.0001", "learning_rate: 0.0004")
+    shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "Learning rate 0.0001", "Learning rate 0.0004")
     assert all(text in curves for text in shown)
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
 

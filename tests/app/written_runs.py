@@ -3,10 +3,12 @@
 import os
 
 import app_ticks
-from finetune.events import EventWriter, Step
+from finetune.events import Evaluation, EventWriter, State, Step
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_record
+from finetune.sweep.halving import RULE
+from finetune.sweep.sweep import ArmFacts, Sweep, SweepFacts, write_sweep
 
 
 def steps(first, last, total=1000):
@@ -22,6 +24,20 @@ def make_run(runs, name, events, total=1000, *, is_alive=False):
     if is_alive:
         write_json(run.process, {"worker": process_record(os.getpid())})
     return run
+
+
+def make_sweep(runs, name):
+    """A finished sweep of two learning rates, the second of which is better."""
+    rates = [1e-4, 4e-4]
+    arms = tuple(ArmFacts(f"{name}-{number}", {"learning_rate": rate}) for number, rate in enumerate(rates, 1))
+    sweep = Sweep(runs / name, SweepFacts("", {"learning_rate": rates}, arms, (5, 10, 20), RULE))
+    for arm, loss in zip(arms, (0.9, 0.5), strict=True):
+        ended = [Evaluation(step=20, eval_loss=loss, eval_s=1.0), State(state="finished", exit_code=0)]
+        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *ended], 20)
+        (run.path / "evaluations").mkdir()
+        write_json(run.path / "evaluations" / "held-out-20.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4})
+    write_sweep(sweep)
+    return sweep
 
 
 def append(run, events):
