@@ -37,7 +37,7 @@ _OPTIONAL_OF_HANDLER = (
     "trigger_after", "trigger_only_on_success", "trigger_only_on_failure",
 )  # fmt: skip
 #: Part of the theme's address, under which browsers keep it: another number when `_smaller_theme` makes another text of it.
-_THEME_FORM = 1
+_THEME_FORM = 2
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page; beside them those of Fit and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
@@ -172,7 +172,7 @@ def _smaller_theme(answer: bytes) -> bytes:
     if halves is None:
         return answer
     light, inherited = halves[1], {text for text in halves[2].split(b";") if b"var(" not in text}
-    dark = [text for text in halves[3].split(b";") if text not in inherited and not text.endswith(b": None")]
+    dark = [text for text in halves[3].split(b";") if text not in inherited and not text.endswith(b":None")]
     return light + b";".join(dark) + b"}"
 
 
