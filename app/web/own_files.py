@@ -15,7 +15,7 @@ from ..browser_files import fetched_files
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 #: Files of the page itself.
 OWN_FILES = sorted(path for path in Path(__file__).parents[1].glob("*") if path.suffix in _KINDS)
-#: What a browser has no use for: lines of comment, and space before a line, around a style's braces and after a property's name.
+#: What a browser has no use for: lines of comment; space before a line, around a style's braces and after a property's name.
 _UNREAD = {
     ".js": re.compile(rb"^[ \t]*(?://.*)?\n?", re.M),
     ".css": re.compile(rb"/\*.*?\*/|(?<=[{};\n])\s+|\s+(?=[{}])|(?<=[\w-]:)\s+", re.S),
