@@ -138,6 +138,7 @@ def test_a_plan_for_another_machine_says_so_in_chinese(tmp_path):
     assert english_of(blocker_note(blocker)) == []
 
 
+@pytest.mark.slow
 def test_why_a_run_does_not_start_is_chinese(tmp_path):
     recipe = load_recipe("tiny-cpu", ["memory_budget=400MiB", f"output_dir={tmp_path / 'run'}"])
     assert english_of(refusal_of(prepare, recipe)) == []
