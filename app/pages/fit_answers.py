@@ -33,7 +33,7 @@ from ..views import what_if as what_if_view
 from ..views.problems import problem, settings_problem
 from ..views.words import plan_in_languages
 from ..web.own_files import compressed
-from .fit_layout import NUMBERS, drafted, numbers_of
+from .fit_layout import NUMBERS, bars_head, drafted, numbers_of
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
@@ -94,7 +94,7 @@ class FitAnswers:
         stamp, edited, plan = self._latest or ("", None, None)
         if edited is None or stamp != self.context.draft.stamp:
             return None
-        bars = {**dict.fromkeys((f"{name}-bars" for _, name in NUMBERS.values()), ""), "bars-head": what_if_view.heading()}
+        bars = {**dict.fromkeys((f"{name}-bars" for _, name in NUMBERS.values()), ""), "bars-head": bars_head()}
         if edited.recipe is not None and plan is not None:
             bars |= self._bars(edited.recipe, plan, edited.values)
         return {"stamp": stamp, "parts": bars, "command": command_line(edited.recipe) if edited.recipe else ""}
@@ -105,7 +105,7 @@ class FitAnswers:
         now = {name: outcome_of(plan, getattr(plan.settings, name), summaries) for name in NUMBERS}
         around = {name: self._outcomes.around(recipe, plan, name, now[name]) for name in NUMBERS}
         measure = what_if_view.measure_of(itertools.chain(*around.values()))
-        bars = {"bars-head": what_if_view.heading(measure)}
+        bars = {"bars-head": bars_head(measure.name)}
         for name, (label, identity) in NUMBERS.items():
             is_auto, outcomes = values.get(name) in (None, "auto"), around[name]
             bars[f"{identity}-bars"] = what_if_view.what_if(name, tr(label), outcomes, now[name], measure, is_auto=is_auto)

@@ -18,7 +18,7 @@ from finetune.recipe import shipped_recipes
 
 from ..language import mark, tr
 from ..planning.catalogue import card_choices
-from ..views import recipe_form, what_if
+from ..views import recipe_form
 from ..views.binding import change_trigger, show
 from ..views.markup import note, page_title
 from ..views.words import SETTING_NAMES
@@ -118,7 +118,7 @@ def _middle() -> dict[str, Any]:
     """What if, and other plans."""
     with gr.Row(elem_id="fit-more"):
         with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
-            _part("bars-head", what_if.heading)
+            _part("bars-head", bars_head)
             for name, (label, identity) in NUMBERS.items():
                 lowest, highest = RANGES[name]
                 with gr.Row(elem_classes="ft-whatif"):
@@ -129,9 +129,17 @@ def _middle() -> dict[str, Any]:
                     _part(f"{identity}-bars")
             largest, measure = _largest(), _measure()
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
-            show(functools.partial(_headed, mark("Other plans"), mark("The same settings, other ways to fit.")))
+            show(lambda: _headed(mark("Other plans"), tr("The same settings, other ways to fit.")))
             _part("alternatives")
     return {"largest": largest, "measure": measure}
+
+
+def bars_head(amount: str = "") -> str:
+    """What the bars are, and of what amount once there are plans."""
+    explained = tr("Each with its own fastest plan; an outline is not planned yet.")
+    if amount:
+        explained = tr("Bars: {amount}. {explained}", amount=tr(amount), explained=explained)
+    return _headed(mark("What if"), explained)
 
 
 def _largest() -> Largest:
@@ -172,7 +180,7 @@ def _planning() -> str:
 
 
 def _headed(title: str, explained: str) -> str:
-    return f"<h2>{tr(title)}</h2>{note(tr(explained))}"
+    return f"<h2>{tr(title)}</h2>{note(explained)}"
 
 
 def _drawer() -> dict[str, Any]:

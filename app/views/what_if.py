@@ -10,7 +10,7 @@ from finetune.units import GIB, gib
 from ..language import current, mark, tr
 from ..planning.what_if import Outcome
 from .error_texts import of_error
-from .markup import action, inert, note
+from .markup import action, inert
 from .refusals import refusal_in_words
 from .words import slower_in_words
 
@@ -27,14 +27,6 @@ class Measure:
 _TIME = Measure(lambda outcome: outcome.seconds, lambda seconds: _minutes(seconds), mark("minutes of training"))
 _SPEED = Measure(lambda outcome: outcome.tokens_per_s, lambda speed: f"{speed:,.0f}", mark("tokens/s"))
 _SIZE = Measure(lambda outcome: outcome.peak_high_bytes, lambda size: f"{size / GIB:.1f}", mark("GiB at most"))
-
-
-def heading(measure: Measure | None = None) -> str:
-    """What the bars are, and of what once there are plans."""
-    explained = tr("Each with its own fastest plan; an outline is not planned yet.")
-    if measure is not None:
-        explained = tr("Bars: {amount}. {explained}", amount=tr(measure.name), explained=explained)
-    return f"<h2>{tr('What if')}</h2>{note(explained)}"
 
 
 def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, measure: Measure, *, is_auto: bool) -> str:

@@ -15,7 +15,7 @@ from app.context import Context
 from app.language import LANGUAGES, catalogue, spoken
 from app.pages.fit_answers import FitAnswers
 from app.pages.fit_largest import _sentence
-from app.pages.fit_layout import RANGES, lay_out
+from app.pages.fit_layout import RANGES, bars_head, lay_out
 from app.planning.blocker import Blocker
 from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
@@ -90,7 +90,7 @@ def fit_of(verdict):
         choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
         plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
         what_if.what_if("lora_r", "16", others, now, what_if.measure_of(others), is_auto=False),
-        what_if.heading(what_if.measure_of(others)),
+        bars_head(what_if.measure_of(others).name),
         *(_sentence("16", {"setting": "lora_r", "value": value, "too_large": above, "limit": ""})
           for value, above in ((8, None), (8, 16), (0, 8))),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.pages.fit_layout import bars_head
 from app.planning.what_if import Outcome, Outcomes
 from app.views import fit, memory_parts, what_if
 from app.views.verdicts import verdict_in_words
@@ -90,10 +91,10 @@ def test_a_plan_that_was_not_made_has_an_outline_and_no_number():
 
 def test_bars_say_what_they_are_of():
     timed, sized = Outcome(16, {}, 5 * GIB, 11 * GIB, 600.0, 3000.0), Outcome(16, {}, 5 * GIB, 11 * GIB)
-    assert "Bars" not in what_if.heading()
-    assert "Bars: minutes of training. Each" in what_if.heading(what_if.measure_of([Outcome(8), timed]))
-    assert "Bars: tokens/s. Each" in what_if.heading(what_if.measure_of([replace(timed, seconds=None)]))
-    assert "Bars: GiB at most. Each" in what_if.heading(what_if.measure_of([sized]))
+    assert "Bars" not in bars_head()
+    assert "Bars: minutes of training. Each" in bars_head(what_if.measure_of([Outcome(8), timed]).name)
+    assert "Bars: tokens/s. Each" in bars_head(what_if.measure_of([replace(timed, seconds=None)]).name)
+    assert "Bars: GiB at most. Each" in bars_head(what_if.measure_of([sized]).name)
 
 
 def test_outcomes_of_the_planner_process_are_read_by_the_page(tmp_path):
