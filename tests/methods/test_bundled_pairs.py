@@ -31,7 +31,7 @@ def routes(shipped_run):
     return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
-@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "3e-4", 120)])
+@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "1.25e-4", 300)])
 def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, learning_rate, steps):
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
