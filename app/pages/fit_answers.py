@@ -6,7 +6,6 @@ They do not go through Gradio, whose page takes longer to send a request and to 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 import time
@@ -104,7 +103,7 @@ class FitAnswers:
         summaries = plan_in_languages(plan.settings)
         now = {name: outcome_of(plan, getattr(plan.settings, name), summaries) for name in NUMBERS}
         around = {name: self._outcomes.around(recipe, plan, name, now[name]) for name in NUMBERS}
-        measure = what_if_view.measure_of(itertools.chain(*around.values()))
+        measure = what_if_view.measure_of([outcome for outcomes in around.values() for outcome in outcomes])
         bars = {"bars-head": bars_head(measure.name)}
         for name, (label, identity) in NUMBERS.items():
             is_auto, outcomes = values.get(name) in (None, "auto"), around[name]

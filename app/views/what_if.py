@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from finetune.units import GIB, gib
@@ -44,10 +44,9 @@ def what_if(name: str, label: str, outcomes: Sequence[Outcome], now: Outcome, me
     )
 
 
-def measure_of(outcomes: Iterable[Outcome]) -> Measure:
+def measure_of(outcomes: Sequence[Outcome]) -> Measure:
     """Time where it is known, else speed, else memory."""
-    known = list(outcomes)
-    return next((measure for measure in (_TIME, _SPEED) if any(measure.value(outcome) for outcome in known)), _SIZE)
+    return next((measure for measure in (_TIME, _SPEED) if any(measure.value(outcome) for outcome in outcomes)), _SIZE)
 
 
 def compared(outcome: Outcome, now: Outcome) -> str:
