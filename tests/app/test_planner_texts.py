@@ -34,6 +34,7 @@ def test_reasons_of_the_tables_are_chinese():
         assert [text for text in filter(None, reasons) if reason_in_words(text) == text] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", PLANS.values(), ids=list(PLANS))
 def test_reasons_and_notes_are_chinese(overrides):
     recipe = load_recipe(TINY, overrides)
