@@ -23,10 +23,11 @@ function eventsBySteps(run) {
 // Fills the strip with the events between two steps; the newest of those that would be drawn over each other.
 export function eventsOf(strip, run, from, to) {
   const events = eventsBySteps(run).filter(([step]) => step >= from && step <= to), width = (to - from) || 1;
-  const nearest = new Map(events.map((event) => [`${kindOf(event[1])[0]} ${Math.round((event[0] - from) / width * 120)}`, event]));
-  const used = new Map(), key = JSON.stringify([from, to, events.map(([step, names]) => [step, ...names])]);
+  const key = JSON.stringify([from, to, events.map(([step, names]) => [step, ...names])]);
   if (strip.key === key) return; // nothing new, as with most ticks
   strip.key = key;
+  const nearest = new Map(events.map((event) => [`${kindOf(event[1])[0]} ${Math.round((event[0] - from) / width * 120)}`, event]));
+  const used = new Map();
   strip.innerHTML = '<div role="img"></div><ul></ul>';
   const [line, legend] = strip.children;
   for (const [step, names] of nearest.values()) {
