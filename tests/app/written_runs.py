@@ -27,15 +27,19 @@ def make_run(runs, name, events, total=1000, *, is_alive=False):
 
 
 def make_sweep(runs, name):
-    """A finished sweep of two learning rates, the second of which is better."""
-    rates = [1e-4, 4e-4]
+    """A finished sweep of two learning rates, both trained to the end, the second of which is surely better."""
+    rates, rungs = [1e-4, 4e-4], (5, 10, 20)
     arms = tuple(ArmFacts(f"{name}-{number}", {"learning_rate": rate}) for number, rate in enumerate(rates, 1))
-    sweep = Sweep(runs / name, SweepFacts("", {"learning_rate": rates}, arms, (5, 10, 20), RULE))
-    for arm, loss in zip(arms, (0.9, 0.5), strict=True):
-        ended = [Evaluation(step=20, eval_loss=loss, eval_s=1.0), State(state="finished", exit_code=0)]
-        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *ended], 20)
+    sweep = Sweep(runs / name, SweepFacts("", {"learning_rate": rates}, arms, rungs, RULE))
+    for arm, last_loss in zip(arms, (0.9, 0.5), strict=True):
+        losses = {rung: last_loss + (rungs[-1] - rung) / 20 for rung in rungs}
+        evaluations = [Evaluation(step=rung, eval_loss=loss, eval_s=1.0) for rung, loss in losses.items()]
+        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *evaluations, State(state="finished", exit_code=0)], 20)
         (run.path / "evaluations").mkdir()
-        write_json(run.path / "evaluations" / "held-out-20.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4})
+        for rung, loss in losses.items():
+            write_json(
+                run.path / "evaluations" / f"held-out-{rung}.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4}
+            )
     write_sweep(sweep)
     return sweep
 
