@@ -183,7 +183,7 @@ def _gap_text(run_name: str, other_name: str, first: list[float], second: list[f
 
 def _data(run: RunDirectory) -> str:
     path = run.data / "report.json"
-    if changes := changes_in(run.data, only=path.name):
+    if changes := changes_in(run.data, required=False, only=path.name):
         return note(f"What the data is can't be said: {'; '.join(changes)}.")
     try:
         report = read_json(path, dict)
@@ -201,7 +201,7 @@ def _data(run: RunDirectory) -> str:
 
 def _data_line(part: dict[str, Any]) -> str:
     files = ", ".join(map(str, part.get("files") or []))
-    account = part.get("account") or f"{part.get('rows_used', 0):,} of {part.get('rows_read', 0):,} rows used"
+    account = part["account"]
     return f"{account}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
 
 

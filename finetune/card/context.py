@@ -38,7 +38,7 @@ def measured_context(card_name: str) -> tuple[int, int] | None:
 
 
 def _path() -> Path:
-    return cache_dir() / "contexts.json"  # cards.json, of earlier versions, counted the driver's reserve and the desktop
+    return cache_dir() / "contexts.json"
 
 
 def _read() -> dict[str, list[int]]:

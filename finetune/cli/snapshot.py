@@ -40,8 +40,7 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
     failure = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
-        early = checks.get("first steps") or checks.get("first step")  # of an earlier version
-        first, end = (event_json(check) if check else None for check in (early, checks.get("end")))
+        first, end = (event_json(check) if check else None for check in (checks.get("first steps"), checks.get("end")))
         print_json({
             "run": str(run.path), "peaks": peaks, "forecast_peaks": {phase: vars(peak) for phase, peak in forecasts.items()},
             "forecast": first, "forecast_end": end, "history": next(reversed(histories.values()), None), "histories": histories,

@@ -164,7 +164,7 @@ class Answerer:
 
 
 def is_plain(run: RunDirectory) -> bool:
-    """Whether a run was trained on prompts without the chat template, by its data report; earlier versions wrote none."""
+    """Whether a run was trained on prompts without the chat template, by its data report."""
     return bool((read_object(run.data / "report.json") or {}).get("plain"))
 
 

@@ -214,8 +214,7 @@ def _is_consistent(comparison: Comparison) -> bool:
 def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
     """Forgetting as the last evaluation measured it."""
     try:
-        values = read_json(run.path / "evaluations" / "lost.json")
-        groups = values["groups"] if isinstance(values, dict) else values  # an earlier version wrote a list
+        groups = read_json(run.path / "evaluations" / "lost.json", dict)["groups"]
         return [asdict(group) for group in from_json(list[Forgetting], groups)]
     except (OSError, ValueError, KeyError):
         return []

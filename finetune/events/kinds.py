@@ -187,7 +187,7 @@ class ForecastCheck(Event):
 
     kind: ClassVar[str] = "forecast"
 
-    at: Annotated[str, "first steps (in earlier versions: first step), or end"] = "first steps"
+    at: Annotated[str, "first steps, or end"] = "first steps"
     step: Annotated[Whole | None, "optimizer steps done"] = None
     predicted_allocated_bytes: Annotated[Whole | None, "forecast peak of allocated memory"] = None
     measured_allocated_bytes: Annotated[Whole | None, "measured peak of allocated memory"] = None

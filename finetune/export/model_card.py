@@ -168,7 +168,7 @@ def _training(run: RunDirectory) -> str:
 def _data(run: RunDirectory) -> str:
     """Number of rows and tokens, and the fingerprint; no row."""
     path = run.data / "report.json"
-    changes = changes_in(run.data, only=path.name)
+    changes = changes_in(run.data, required=False, only=path.name)
     report = {} if changes else read_object(path) or {}
     lines = [f"- {change}" for change in changes]
     for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):

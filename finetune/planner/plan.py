@@ -21,7 +21,7 @@ from finetune.files import read_json
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.planner.run_time import RunCost, RunTime
 from finetune.serialise import from_json, to_json
-from finetune.settings import BEFORE, Settings
+from finetune.settings import Settings
 from finetune.settings.methods import has_kl
 from finetune.units import format_bytes, format_seconds
 
@@ -89,8 +89,8 @@ class DataStatistics:
 
     @property
     def largest_picture(self) -> int:
-        """Pixels of the largest picture of all rows; plans of earlier versions have those of two rows alone."""
-        return self.most_pixels or max((width * height for width, height in (*self.pictures, *self.eval_pictures)), default=0)
+        """Pixels of the largest picture of all rows."""
+        return self.most_pixels
 
     @property
     def pictures_summary(self) -> str:
@@ -357,10 +357,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read back what `as_json` wrote, now or in an earlier version. Raises ValueError and KeyError when it is damaged."""
-        values = _upgraded(values) if "version" not in values else dict(values)
-        settings = {**BEFORE, **values.pop("plan")}
-        return from_json(cls, {**values, "settings": settings})
+        """Read back what `as_json` wrote. Raises ValueError and KeyError when it is damaged or of another format."""
+        if values.get("version") != VERSION:
+            raise ValueError(f"plan format {values.get('version')}; this version reads format {VERSION}")
+        return from_json(cls, {**values, "settings": values["plan"]})
 
     @property
     def usable_bytes(self) -> int:
@@ -374,17 +374,8 @@ class Plan:
         return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, note)))
 
 
-def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """A plan.json of the first version: the chosen alternative had a word in place of its overrides."""
-    rows = [
-        {**row, "chosen": True, "overrides": "", "differs": ""} if row["overrides"] == "chosen" else row
-        for row in values["alternatives"]
-    ]
-    return {**values, "alternatives": rows}
-
-
 def plan_was_edited(path: Path) -> bool:
-    """Whether a plan.json is another than this program wrote; False for one of an earlier version, or none at all."""
+    """Whether a plan.json is another than this program wrote; False without one."""
     try:
         return is_damaged(path.read_bytes())
     except OSError:

@@ -92,7 +92,6 @@ def run_time(
     """
     same_model = [run for run in measured if run.model == model]
     runs = same_model or measured
-    runs = [run for run in runs if run.cpu_s] or runs  # those of earlier versions have none, and can't be compared with others
     if not workload or not runs:
         return None
     idle = min(1.0, *(run.wait for run in runs))

@@ -64,7 +64,7 @@ def require_usable_adapter(settings: Settings) -> None:
     adapter = read_base_adapter(settings.adapter_name_or_path)
     if not (adapter.folder / ADAPTER_WEIGHTS).is_file():
         raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {ADAPTER_WEIGHTS}", "Save it as safetensors.")
-    if changes := changes_in(adapter.folder):
+    if changes := changes_in(adapter.folder, required=False):  # PEFT's own adapters have none
         raise RecipeError([f"{adapter.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
     if problems := adapter_problems(adapter.folder):
         problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
@@ -124,7 +124,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    if changes := changes_in(run.base_adapter, required=True):
+    if changes := changes_in(run.base_adapter):
         problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
         raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
     tensors = load_file(run.base_adapter / ADAPTER_WEIGHTS)

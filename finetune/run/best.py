@@ -56,7 +56,7 @@ def weights_of(run: RunDirectory, step: int) -> Path:
 
 
 def _damage(run: RunDirectory, step: int) -> list[str]:
-    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter, required=True)
+    return verify(weights_of(run, step)) if step else changes_in(run.base_adapter)
 
 
 def best_sealed(evaluated: list[EvaluatedStep], run: RunDirectory) -> EvaluatedStep | None:

@@ -52,7 +52,7 @@ class Queue:
                 continue
             if not is_record(record) or not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
-            elif not set(self.cards).isdisjoint(record.get("cards", self.cards)):  # earlier versions named none
+            elif not set(self.cards).isdisjoint(record.get("cards", ())):
                 living.append((ticket, record["run"]))
         return living
 

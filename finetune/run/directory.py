@@ -19,7 +19,7 @@ from typing import Any
 from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked
-from finetune.run.seal import changes_in, writes_manifests
+from finetune.run.seal import changes_in
 from finetune.system import is_locked, rename, take_lock
 
 #: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.
@@ -98,9 +98,9 @@ class RunDirectory:
 
     @property
     def snapshots(self) -> dict[str, Path]:
-        """Those that were written, by their moment, the newest last; `memory_snapshot.pickle` is an earlier version's."""
-        written = sorted(self.path.glob("memory_snapshot*.pickle"), key=lambda path: path.stat().st_mtime_ns)
-        return {path.stem.removeprefix("memory_snapshot").removeprefix("-") or "out-of-memory": path for path in written}
+        """Those that were written, by their moment, the newest last."""
+        written = sorted(self.path.glob("memory_snapshot-*.pickle"), key=lambda path: path.stat().st_mtime_ns)
+        return {path.stem.removeprefix("memory_snapshot-"): path for path in written}
 
 
 def create(path: Path, fill: Any) -> RunDirectory:
@@ -216,7 +216,7 @@ def require_data(run: RunDirectory) -> None:
     fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
         raise CommandError(f"{run.data} is missing or incomplete", fix)
-    if changes := changes_in(run.data, required=writes_manifests(run.plan)):
+    if changes := changes_in(run.data):
         raise CommandError([f"{run.data}: {change}" for change in changes[:5]], fix)
 
 

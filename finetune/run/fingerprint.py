@@ -18,7 +18,7 @@ from finetune.model.weights import (
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import MANIFEST, changes_in, facts_differ, writes_manifests
+from finetune.run.seal import MANIFEST, changes_in, facts_differ
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
@@ -70,7 +70,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     `reread`: hash the base model's files, whatever their time is.
     """
     fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
-    if changes := changes_in(folder, required=writes_manifests(run.plan)):
+    if changes := changes_in(folder):
         raise CommandError([f"{folder}: {change}" for change in changes[:5]], fix)
     if problems := adapter_problems(folder):
         raise CommandError([f"the adapter in {folder} can't be loaded: {problem}" for problem in problems], fix)
@@ -90,7 +90,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
 def require_same_base(folder: Path, settings: Settings, *, reread: bool = False) -> None:
     """Raise CommandError when the base model is not the one that the adapter in a folder was trained on."""
     sealed = _sealed_facts(folder)
-    if not {"base", "base_config"} & set(sealed):  # of an earlier version, or trained on a machine without the files
+    if not {"base", "base_config"} & set(sealed):  # trained on a machine without the files
         return
     if differences := facts_differ(sealed, base_facts(settings, reread=reread)):
         raise CommandError(
@@ -100,6 +100,5 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:
-    """The facts in a folder's manifest; an earlier version wrote only the hash of the base model's weights, or nothing."""
-    manifest = read_object(folder / MANIFEST) or {}
-    return manifest.get("facts") or ({"base": manifest["base"]} if manifest.get("base") else {})
+    """The facts in a folder's manifest."""
+    return (read_object(folder / MANIFEST) or {}).get("facts") or {}

@@ -46,7 +46,6 @@ class Pace:
     eval_steps: int | None = None
     last: Step | Start | None = None
     _evaluation: Evaluation | None = None
-    _evaluated: int = 0
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Pace:
@@ -61,9 +60,7 @@ class Pace:
             case Start():
                 self.last, self.eval_steps, self._evaluation = event, event.eval_steps, None
             case Evaluation():
-                if self.eval_steps is None and event.step > self._evaluated > 0:  # a start of an earlier version says nothing
-                    self.eval_steps = event.step - self._evaluated
-                self._evaluation, self._evaluated = event, event.step
+                self._evaluation = event
             case Step():
                 self._add_step(event)
                 self.last, self._evaluation = event, None

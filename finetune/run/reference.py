@@ -54,7 +54,7 @@ def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> d
     """The values in a folder; None without any, and with a warning where they can't be used."""
     if not folder.is_dir():
         return None
-    problems = changes_in(folder, required=True)
+    problems = changes_in(folder)
     if not problems and read_json(folder / MANIFEST, dict).get("facts") != facts:
         problems = ["it is of other rows or another model"]
     if problems:

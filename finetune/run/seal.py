@@ -72,14 +72,6 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
-def writes_manifests(path: Path) -> bool:
-    """Whether the run of this plan.json seals its data and its adapter with manifests: the first version did not."""
-    try:
-        return "version" in read_json(path, dict, may_be_edited=True)
-    except (OSError, ValueError):
-        return True
-
-
 def verify(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
     try:
@@ -94,7 +86,7 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def changes_in(folder: Path, *, required: bool = False, only: str = "") -> list[str]:
+def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
     """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`.
 
     `only`: the name of the one file to look at.
@@ -151,7 +143,7 @@ def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
 
 
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Facts of a checkpoint that differ `now`, one line each. Facts that an earlier version did not write are skipped."""
+    """Facts of a checkpoint that differ `now`, one line each."""
     changed = {name: was for name, was in sealed.items() if name in now and was != now[name]}
     return [_HASHED.get(name) or f"{name} was {was} and is now {now[name]}" for name, was in changed.items()]
 

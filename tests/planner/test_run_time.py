@@ -51,12 +51,6 @@ def test_cpu_seconds_say_what_a_run_takes_when_other_programs_end_or_start():
     assert math.isclose(busy_now.likely_s, 50.001) and idle_now.likely_s == idle_now.high_s
 
 
-def test_runs_of_earlier_versions_do_not_count_beside_those_with_cpu_seconds():
-    old, new = [MeasuredRun("m", 10.0, 50.0, 1.0)] * 5, [MeasuredRun("m", 10.0, 50.0, 1.0, 408.0)]
-    assert run_time(10.0, "m", [*old, *new], (1.0,)) == run_time(10.0, "m", new, (1.0,))
-    assert math.isclose(run_time(10.0, "m", new, (1.0,)).likely_s, 51.0)
-
-
 def test_a_run_without_cpu_seconds_says_what_it_took_whatever_the_load_is_now():
     measured = [MeasuredRun("m", 10.0, 50.0, 1.0)]
     assert run_time(10.0, "m", measured, (5.0, 2.0)) == run_time(10.0, "m", measured)

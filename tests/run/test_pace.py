@@ -44,13 +44,6 @@ def test_no_range_is_given_before_a_first_evaluation():
     assert left_after([1.0] * 15, eval_steps=20) == TimeLeft(85.0)
 
 
-def test_runs_of_earlier_versions_say_by_their_evaluations_how_often_there_is_one():
-    events = [
-        replace(event, eval_steps=None) if isinstance(event, Start) else event for event in events_of([1.0] * 22, eval_steps=10)
-    ]
-    assert Pace.of(events).left.likely_s == pytest.approx(78 + 7 * 20)
-
-
 def test_the_time_left_is_that_of_the_newest_steps():
     assert left_after([100.0] * 4 + [1.0] * 10, total=104).high_s < 94
 
