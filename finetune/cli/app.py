@@ -562,7 +562,7 @@ def convert(
 ) -> None:  # fmt: skip
     """Turn another tool's configuration into a recipe.
 
-    LLaMA-Factory, Axolotl, torchtune, Unsloth Studio, mlx-lm, TRL; `plan` and `run` read these files, too.
+    LLaMA-Factory, Axolotl, TRL.
 
     Example:  finetune convert qwen3_lora_sft.yaml -o recipe.yaml
     """

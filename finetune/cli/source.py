@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.markup import escape
-
 from finetune.errors import CommandError, RecipeError
 from finetune.hub import REPO_ID
-from finetune.recipe import find_recipe, load_source, parse_recipe
+from finetune.recipe import find_recipe, load_recipe, parse_recipe
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Recipe
 
@@ -35,7 +33,7 @@ def _recipe_of(source: str | None, overrides: list[str], model: str | None, data
             "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
         )
     if source is not None and (model is not None or not _is_model(source)):
-        return _load_recipe(source, with_model_and_data(overrides, model, data))
+        return load_recipe(source, with_model_and_data(overrides, model, data))
     name, all_overrides = model or str(source), with_model_and_data(overrides, None, data)
     return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, all_overrides)
 
@@ -44,19 +42,6 @@ def with_model_and_data(overrides: list[str], model: str | None, data: str | Non
     """Overrides for `--model` and `--data`, before those that are given as `key=value`."""
     options = {"model_name_or_path": model, "dataset.path": data}
     return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
-
-
-def _load_recipe(source: str, overrides: list[str]) -> Recipe:
-    """The recipe of a file; prints a note when it is another tool's configuration."""
-    loaded = load_source(source, overrides)
-    if loaded.conversion:
-        from finetune.cli.render import err
-
-        read = f"read as {loaded.conversion.tool}'s: {loaded.conversion.summary()}"
-        err.print(f"{escape(source)}: {read}; `finetune convert {escape(source)}` lists them")
-        for note in loaded.conversion.notes:
-            err.print(f"[yellow]note:[/] {escape(note)}")
-    return loaded.recipe
 
 
 def require_dataset(recipe: Recipe) -> None:

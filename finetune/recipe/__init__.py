@@ -4,7 +4,6 @@ from finetune.recipe.load import (
     find_recipe,
     load_changes,
     load_recipe,
-    load_source,
     parse_recipe,
     recipe_from,
     shipped_recipes,
@@ -12,6 +11,5 @@ from finetune.recipe.load import (
 )
 
 __all__ = [
-    "find_recipe", "load_changes", "load_recipe", "load_source", "parse_recipe", "recipe_from", "shipped_recipes",
-    "write_recipe",
+    "find_recipe", "load_changes", "load_recipe", "parse_recipe", "recipe_from", "shipped_recipes", "write_recipe",
 ]  # fmt: skip

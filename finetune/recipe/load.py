@@ -5,18 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from finetune.errors import SECRET, RecipeError
 from finetune.recipe import yaml
 from finetune.settings.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
-
-if TYPE_CHECKING:
-    from finetune.recipe import foreign
 
 #: The dataset of a plan that is made without one.
 NO_DATASET = "none"
@@ -26,108 +22,45 @@ _TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|i
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
 
 
-@dataclass(frozen=True)
-class LoadedRecipe:
-    """A recipe, and its conversion if it is another tool's configuration."""
-
-    recipe: Recipe
-    conversion: foreign.Conversion | None = None
-
-
 def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems.
-
-    The file may be another tool's configuration, see `finetune.recipe.foreign`.
-    """
-    return load_source(source, overrides).recipe
-
-
-def load_source(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedRecipe:
-    """The same, with the conversion of another tool's configuration."""
-    path = find_recipe(source)
-    return parse_source(_read(path), str(source), overrides, path.parent)
+    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems."""
+    return parse_recipe(read_text(find_recipe(source)), str(source), overrides)
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
     """The same from the recipe's text. `name` is the prefix of each problem."""
-    return parse_source(text, name, overrides).recipe
+    document = yaml.parse(text, name)
+    _refuse_other_tool(document.values, name)
+    locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
+    for override in overrides:
+        apply_override(override, document.values, locations)
+    return validated(document.values, locations, name, document.problems)
 
 
-def parse_source(text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()) -> LoadedRecipe:
-    """The same as `load_source` from the text; `folder` is where the file is, for other files that it names."""
-    our_keys = {*Recipe.model_fields, *ALIASES, *SWITCHES}
-    document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
-    tool = _tool_of(document.values, our_keys, name)
-    if tool is None:
-        document = yaml.parse(text, name)
-        locations = {path: f"{name}:{line}" for path, line in document.lines.items()}
-        for override in overrides:
-            _apply_override(override, document.values, locations)
-        return LoadedRecipe(_validated(document.values, locations, name, document.problems))
-    if secret_key := next((key for key, value in document.values.items() if _holds_secret(value)), None):
-        raise RecipeError(f"{name}:{document.lines[secret_key]}: secrets don't belong in a file; remove '{secret_key}'")
-    tool_overrides = [text for text in overrides if _is_tool_override(text, tool, our_keys)]
-    for override in tool_overrides:
-        _apply_tool_override(override, document.values, document.lines)
-    recipe_overrides = [text for text in overrides if text not in tool_overrides]
-    overridden: dict[str, Any] = {}
-    for override in recipe_overrides:
-        _apply_override(override, overridden, {})
-    from finetune.recipe import foreign
-
-    overridden = _flatten_sections(overridden)
-    conversion = foreign.convert(tool, document.values, document.lines, name, folder, overridden, set(Recipe.model_fields))
-    values, locations = conversion.values, dict(conversion.locations)
-    for override in recipe_overrides:
-        _apply_override(override, values, locations)
-    return LoadedRecipe(_validated(values, locations, name, [*document.problems, *conversion.problems(name)]), conversion)
-
-
-def _tool_of(values: dict[str, Any], our_keys: set[str], name: str) -> foreign.Tool | None:
-    """The tool whose file this is, None for a recipe. Raises RecipeError for the file of a tool that is not read."""
-    if our_keys.issuperset(values) and not (isinstance(values.get("dataset"), dict) and "_component_" in values["dataset"]):
-        return None
+def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
+    """Raise RecipeError, one sentence, for another tool's configuration."""
+    if {*Recipe.model_fields, *ALIASES, *SWITCHES}.issuperset(values):
+        return
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
-    foreign.refuse_unread(values, name)
-    return foreign.tool_of(values)
-
-
-def _is_tool_override(override: str, tool: foreign.Tool, our_keys: set[str]) -> bool:
-    """Whether an override sets a key of the other tool that a recipe doesn't have."""
-    key = override.partition("=")[0].strip().lstrip("-")
-    return key.partition(".")[0] not in {*our_keys, "launch"} and tool.rule(key) is not None
-
-
-def _apply_tool_override(override: str, values: dict[str, Any], lines: dict[str, int]) -> None:
-    key, _, text = override.partition("=")
-    *parents, name = key.strip().lstrip("-").split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    values[name] = yaml.parse_value(text)
-    lines.pop(key, None)
-
-
-def _flatten_sections(nested: dict[str, Any]) -> dict[str, Any]:
-    dotted = dict(nested)
-    for section in _SECTIONS:
-        if isinstance(nested.get(section), dict):
-            dotted |= {f"{section}.{key}": value for key, value in nested[section].items()}
-        elif section in nested:
-            dotted[f"{section}.path"] = nested[section]
-    return dotted
+    if tool := foreign.unread_tool(values):
+        raise RecipeError(f"{name} is a configuration of {tool}, which finetune does not read", "Write a recipe: `finetune recipes keys`")
+    if known := foreign.tool_of(values):
+        raise RecipeError(
+            f"{name} is a configuration of {known.name}", f"Convert it: finetune convert {shlex.quote(name)} -o recipe.yaml"
+        )
 
 
 def recipe_from(values: dict[str, Any]) -> Recipe:
     """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
-    return _validated(values, {}, "recipe")
+    return validated(values, {}, "recipe")
 
 
 def load_changes(overrides: list[str]) -> dict[str, Any]:
     """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
     values: dict[str, Any] = {}
     for override in overrides:
-        _apply_override(override, values, {})
+        apply_override(override, values, {})
     problems = [
         f"unknown setting '{key}'{_did_you_mean(key, [*Recipe.model_fields, *ALIASES])}"
         for key in values
@@ -172,7 +105,8 @@ def find_recipe(source: str | Path) -> Path:
     raise RecipeError(f"there is no recipe {source}", f"{hint}`finetune recipes` lists the shipped ones.")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a recipe file. Raises RecipeError."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -198,7 +132,8 @@ def _refuse_data(path: Path) -> None:
         )
 
 
-def _apply_override(override: str, values: dict[str, Any], locations: dict[str, str]) -> None:
+def apply_override(override: str, values: dict[str, Any], locations: dict[str, str]) -> None:
+    """Set the value of a `key=value` override."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise RecipeError(
@@ -227,9 +162,10 @@ def _apply_override(override: str, values: dict[str, Any], locations: dict[str, 
     locations[".".join([*parents, name])] = f"override {override}"
 
 
-def _validated(
+def validated(
     values: dict[str, Any], locations: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()
 ) -> Recipe:
+    """The recipe of these values. Raises RecipeError with `problems` and all others."""
     problems = list(problems)
     # a value refused as YAML is None here, but it was meant to be set: that is not a second problem
     refused_locations = {problem.split(": ")[0] for problem in problems}
@@ -291,10 +227,10 @@ def _secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
-def _holds_secret(value: Any) -> bool:
+def holds_secret(value: Any) -> bool:
     """Whether a value, at any depth, looks like a token."""
     if isinstance(value, (dict, list)):
-        return any(_holds_secret(item) for item in (value.values() if isinstance(value, dict) else value))
+        return any(holds_secret(item) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and bool(SECRET.search(value))
 
 

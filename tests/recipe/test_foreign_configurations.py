@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from finetune.errors import RecipeError
-from finetune.recipe import load_recipe, load_source, parse_recipe, write_recipe
-from finetune.recipe.foreign import TOOLS
-from finetune.recipe.load import parse_source
+from finetune.recipe import parse_recipe, write_recipe
+from finetune.recipe.foreign import TOOLS, convert_file, convert_text
 from finetune.settings.schema import Recipe
 
 HERE = Path(__file__).parent / "foreign"
@@ -27,9 +26,6 @@ EXPECTED = {
     "axolotl_instruct_8b.yml": (2 * 4, 2e-4, 32, 16, 4, None, 4096, 10, None, False),
     "axolotl_mistral_qlora.yml": (2 * 4, 2e-4, 32, 16, 1, None, 8192, 10, None, True),
     "axolotl_qwen2_fsdp.yaml": (1 * 4, 2e-4, 32, 64, 4, None, 2048, 10, None, True),
-    "torchtune_qlora.yaml": (2 * 16, 3e-4, 8, 16, 1, None, 2048, 100, None, True),
-    "mlx_lora.yaml": (4 * 1, 1e-5, 8, 20 * 8, 2, 600, 2048, 100, None, "auto"),
-    "unsloth_lora.yaml": (2 * 4, 2e-4, 64, 16, 1, None, 2048, 5, None, True),
     "trl_sft.yaml": (2 * 8, 2e-4, 32, 64, 1, None, 1024, None, 0, False),
 }  # fmt: skip
 
@@ -43,7 +39,7 @@ def keys_of(values, prefix=""):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_numbers_are_the_other_tools_numbers(name):
-    recipe = load_recipe(HERE / name)
+    recipe = convert_file(str(HERE / name), [])[0]
     batch, rate, rank, alpha, epochs, steps, length, warmup, share, four_bit = EXPECTED[name]
     assert recipe.effective_batch_size == batch and recipe.learning_rate == pytest.approx(rate, rel=1e-12)
     assert (recipe.lora_r, recipe.lora_alpha, recipe.max_length, recipe.max_steps) == (rank, alpha, length, steps)
@@ -55,7 +51,7 @@ def test_numbers_are_the_other_tools_numbers(name):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_every_key_is_accounted_for_with_its_line(name):
     text = (HERE / name).read_text()
-    entries = {entry.key: entry for entry in load_source(HERE / name).conversion.entries}
+    entries = {entry.key: entry for entry in convert_file(str(HERE / name), [])[1].entries}
     accounted = set(entries) | {key.rpartition(".")[0] for key in entries} | set(yaml.safe_load(text))
     assert set(keys_of(yaml.safe_load(text))) - accounted <= {
         key
@@ -70,7 +66,7 @@ def test_every_key_is_accounted_for_with_its_line(name):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_converted_recipe_is_the_same_recipe(name):
-    recipe = load_recipe(HERE / name)
+    recipe = convert_file(str(HERE / name), [])[0]
     assert parse_recipe(write_recipe(recipe)) == recipe
 
 
@@ -98,7 +94,7 @@ def test_what_would_change_the_result_is_refused(extra, message):
     text = (HERE / "lf_least.yaml").read_text()
     text = "\n".join(line for line in text.splitlines() if not line.startswith(extra.partition(":")[0])) + f"\n{extra}\n"
     with pytest.raises(RecipeError) as error:
-        parse_source(text, "x.yaml", folder=HERE)
+        convert_text(text, "x.yaml", folder=HERE)
     assert len(error.value.problems) == 1 and message in error.value.problems[0]
     assert error.value.problems[0].startswith(f"x.yaml:{len(text.splitlines())}:")
 
@@ -108,29 +104,25 @@ def test_all_refusals_come_at_once():
         f"{key}: true\n" for key in ("rl", "qat", "gptq", "s2_attention", "use_pose", "relora")
     )
     with pytest.raises(RecipeError) as error:
-        parse_source(text, "x.yml")
+        convert_text(text, "x.yml")
     assert len(error.value.problems) == 7
 
 
-def test_overrides_lift_refusals_and_reach_the_other_tools_keys():
-    recipe = load_recipe(
-        HERE / "lf_least.yaml", ["dataset.path=mine.jsonl", "neat_packing=true", "chat_template=null", "lora_r=64"]
-    )
-    assert (recipe.dataset.path, recipe.packing, recipe.lora_r, recipe.chat_template) == ("mine.jsonl", True, 64, None)
-    with pytest.raises(RecipeError, match="last layers"):
-        load_recipe(HERE / "mlx_lora.yaml", ["num_layers=16"])
+def test_overrides_lift_refusals():
+    recipe, _ = convert_file(str(HERE / "lf_least.yaml"), ["dataset.path=mine.jsonl", "chat_template=null", "lora_r=64"])
+    assert (recipe.dataset.path, recipe.lora_r, recipe.chat_template) == ("mine.jsonl", 64, None)
 
 
 def test_the_effective_batch_grows_with_the_cards():
-    recipe = load_recipe(HERE / "axolotl_qwen2_fsdp.yaml", ["launch.num_processes=4"])
+    recipe, _ = convert_file(str(HERE / "axolotl_qwen2_fsdp.yaml"), ["launch.num_processes=4"])
     assert recipe.effective_batch_size == 1 * 4 * 4
 
 
 def test_dataset_info_becomes_the_dataset_section():
     text = (HERE / "lf_least.yaml").read_text()
-    talk = parse_source(text.replace("identity", "talk"), "x", folder=HERE).recipe.dataset
+    talk = convert_text(text.replace("identity", "talk"), "x", folder=HERE)[0].dataset
     assert (talk.path, talk.format, talk.columns) == (str(HERE / "data" / "talk.jsonl"), "messages", {"messages": "turns"})
-    questions = parse_source(text.replace("identity", "questions"), "x", folder=HERE).recipe.dataset
+    questions = convert_text(text.replace("identity", "questions"), "x", folder=HERE)[0].dataset
     assert (questions.path, questions.name, questions.format) == ("someone/questions", "en", "alpaca")
     assert questions.columns == {"instruction": "question", "output": "response"} or questions.columns == {
         "instruction": "question", "output": "answer"
@@ -139,14 +131,14 @@ def test_dataset_info_becomes_the_dataset_section():
 
 def test_pictures_of_llama_factory_start_in_the_folder_of_its_datasets(tmp_path):
     text = (HERE / "lf_least.yaml").read_text().replace("identity", "pictures")
-    dataset = parse_source(text, "x", folder=HERE).recipe.dataset
+    dataset = convert_text(text, "x", folder=HERE)[0].dataset
     assert (dataset.columns, dataset.image_folder) == ({"images": "photos"}, None)
-    assert parse_source(f"{text}\nmedia_dir: photos", "x", folder=HERE).recipe.dataset.image_folder == "photos"
+    assert convert_text(f"{text}\nmedia_dir: photos", "x", folder=HERE)[0].dataset.image_folder == "photos"
     info = {
         "pictures": {"file_name": "rows/p.json", "columns": {"prompt": "instruction", "response": "output", "images": "images"}}
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    inner = parse_source(f"{text}\ndataset_dir: {tmp_path}", "x", folder=tmp_path).recipe.dataset
+    inner = convert_text(f"{text}\ndataset_dir: {tmp_path}", "x", folder=tmp_path)[0].dataset
     assert inner.image_folder == str(tmp_path)
 
 
@@ -155,11 +147,11 @@ def test_a_limit_of_each_dataset_is_a_share_of_those_that_are_larger(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"instruction": "x", "output": "y"}\n' * 20)
     (tmp_path / "b.jsonl").write_text('{"instruction": "x", "output": "y"}\n' * 5)
     text = f"model_name_or_path: x/y\nstage: sft\ndataset_dir: {tmp_path}\ndataset: a,b\nmax_samples: "
-    assert parse_source(f"{text}10", "x", folder=tmp_path).recipe.dataset.weights == [0.5, 1.0]
-    assert parse_source(f"{text}20", "x", folder=tmp_path).recipe.dataset.weights is None
+    assert convert_text(f"{text}10", "x", folder=tmp_path)[0].dataset.weights == [0.5, 1.0]
+    assert convert_text(f"{text}20", "x", folder=tmp_path)[0].dataset.weights is None
     (tmp_path / "b.jsonl").unlink()
     with pytest.raises(RecipeError, match="for each dataset there"):
-        parse_source(f"{text}10", "x", folder=tmp_path)
+        convert_text(f"{text}10", "x", folder=tmp_path)
 
 
 def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):
@@ -172,26 +164,24 @@ def test_a_list_of_datasets_keeps_their_formats_and_numbers_of_rows(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "x", "output": "y"}] * 4))
     (tmp_path / "b.jsonl").write_text('{"conversations": []}\n' * 4)
     text = f"model_name_or_path: x/y\nfinetuning_type: lora\nstage: sft\ntemplate: empty\ndataset_dir: {tmp_path}\ndataset: "
-    merged = parse_source(f"{text}a,b,c", "x", folder=tmp_path).recipe.dataset
+    merged = convert_text(f"{text}a,b,c", "x", folder=tmp_path)[0].dataset
     assert [Path(path).name for path in merged.path] == ["a.json", "b.jsonl", "c.json"]
     assert (merged.format, merged.weights) == ("auto", [0.25, 1.5, 1.0])
-    assert parse_source(f"{text}c", "x", folder=tmp_path).recipe.dataset.weights is None
+    assert convert_text(f"{text}c", "x", folder=tmp_path)[0].dataset.weights is None
 
 
 def test_axolotls_datasets_of_two_formats_are_detected_by_their_columns():
     text = "base_model: x/y\nadapter: lora\nlearning_rate: 1e-4\ndatasets: [{path: a.jsonl, type: alpaca}, "
-    dataset = parse_source(f"{text}{{path: b.jsonl, type: completion}}]", "x.yml").recipe.dataset
+    dataset = convert_text(f"{text}{{path: b.jsonl, type: completion}}]", "x.yml")[0].dataset
     assert (dataset.path, dataset.format) == (["a.jsonl", "b.jsonl"], "auto")
     with pytest.raises(RecipeError, match="different columns"):
-        parse_source(f"{text}{{path: b.jsonl, type: completion, field: body}}]", "x.yml")
+        convert_text(f"{text}{{path: b.jsonl, type: completion, field: body}}]", "x.yml")
 
 
 def test_a_recipe_with_other_tools_keys_stays_a_recipe():
     text = "base_model: x/y\ndataset: d.jsonl\nlora_target: all\nbf16: true\noptim: adamw_bnb_8bit\nreport_to: none\n"
     text += "lora_rank:\nseed:\n"
-    source = parse_source(text, "recipe")
-    assert source.conversion is None
-    recipe = source.recipe
+    recipe = parse_recipe(text)
     assert (recipe.target_modules, recipe.dtype, recipe.optim, recipe.report_to) == ("all-linear", "bfloat16", "adamw_8bit", [])
     assert (recipe.lora_r, recipe.seed) == ("auto", 42)
     assert parse_recipe("model: x\ndataset: {path: d, split: }\ndtype: bf16\nlora_target: q_proj,v_proj").target_modules == [
@@ -213,6 +203,20 @@ def test_hints_are_right_or_absent(key, hint):
     assert hint in error.value.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ((HERE / "lf_least.yaml").read_text(), "LLaMA-Factory"), ((HERE / "trl_sft.yaml").read_text(), "TRL"),
+        ("tokenizer: {_component_: torchtune.models.x}\n", "torchtune, which finetune does not read"),
+        ("model: x/y\ntuner_type: lora\n", "ms-swift, which finetune does not read"),
+    ],
+)  # fmt: skip
+def test_another_tools_file_is_no_recipe(text, message):
+    with pytest.raises(RecipeError, match=message) as error:
+        parse_recipe(text)
+    assert len(error.value.problems) == 1
+
+
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)
 def test_no_key_of_a_table_is_lost(tool):
     from finetune.recipe.foreign import convert
@@ -231,4 +235,4 @@ def test_values_of_the_wrong_kind_are_refused_without_a_traceback():
     text = (HERE / "axolotl_lora_1b.yml").read_text()
     for old, new in (("learning_rate: 0.0002", "learning_rate: fast"), ("micro_batch_size: 2", "micro_batch_size: [2]")):
         with pytest.raises(RecipeError, match="value"):
-            parse_source(text.replace(old, new), "x.yml")
+            convert_text(text.replace(old, new), "x.yml")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from finetune.recipe.foreign import TOOLS
-from finetune.recipe.load import parse_source
+from finetune.recipe.foreign import convert_text
 
 HERE = Path(__file__).parent / "foreign"
 #: By tool, and method after a comma: version, date and source of its defaults; the least file; what finetune makes of it;
@@ -25,7 +25,7 @@ def with_defaults(least: dict, defaults: dict) -> dict:
 
 
 def converted(values: dict):
-    return parse_source(yaml.safe_dump(values), "x.yaml", ["dataset.path=d.jsonl"] if "dataset_dir" in values else [], HERE)
+    return convert_text(yaml.safe_dump(values), "x.yaml", ["dataset.path=d.jsonl"] if "dataset_dir" in values else [], HERE)
 
 
 def test_every_importer_has_its_tools_defaults_with_version_and_source():
@@ -37,15 +37,15 @@ def test_every_importer_has_its_tools_defaults_with_version_and_source():
 def test_an_absent_key_is_the_tools_own_default(tool):
     entry = TOOLS_DEFAULTS[tool]
     source = converted(entry["file"])
-    assert source.conversion.tool == tool.partition(",")[0]
-    written_out = converted(with_defaults(entry["file"], entry["defaults"])).recipe
-    assert source.recipe.model_dump() == written_out.model_dump()
+    assert source[1].tool == tool.partition(",")[0]
+    written_out = converted(with_defaults(entry["file"], entry["defaults"]))[0]
+    assert source[0].model_dump() == written_out.model_dump()
     for setting, value in entry["expected"].items():
-        assert getattr(source.recipe, setting) == value, setting
+        assert getattr(source[0], setting) == value, setting
 
 
 @pytest.mark.parametrize("tool", [tool for tool, entry in TOOLS_DEFAULTS.items() if "said" in entry])
 def test_a_default_that_finetune_does_not_have_is_said(tool):
     entry = TOOLS_DEFAULTS[tool]
-    notes = "\n".join(converted(entry["file"]).conversion.notes)
+    notes = "\n".join(converted(entry["file"])[1].notes)
     assert all(phrase in notes for phrase in entry["said"])

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from finetune.errors import RecipeError
-from finetune.recipe.load import parse_source
+from finetune.recipe.foreign import convert_text
 
 AXOLOTL = {
     "base_model": "meta-llama/Meta-Llama-3-8B-Instruct", "adapter": "qlora", "load_in_4bit": True, "lora_r": 8,
@@ -16,7 +16,6 @@ LLAMA_FACTORY = {
     "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "stage": "sft", "do_train": True, "finetuning_type": "lora",
     "dataset": "d", "template": "qwen", "cutoff_len": 2048, "learning_rate": 1e-4, "output_dir": "x",
 }  # fmt: skip
-MLX = {"model": "Qwen/Qwen3-4B", "fine_tune_type": "lora", "num_layers": -1, "data": "rows/"}
 TRL = {
     "model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "a/b", "use_peft": True, "lora_target_modules": "all-linear",
     "learning_rate": 1e-4, "output_dir": "x",
@@ -24,7 +23,7 @@ TRL = {
 
 
 def read(values, folder, overrides=()):
-    return parse_source(yaml.safe_dump(values), "x.yaml", list(overrides), folder)
+    return convert_text(yaml.safe_dump(values), "x.yaml", list(overrides), folder)
 
 
 def axolotl(**dataset):
@@ -52,13 +51,13 @@ def test_axolotls_test_rows_of_another_split_are_not_read_as_the_training_rows_a
 def test_the_notes_of_all_of_axolotls_datasets_are_printed(tmp_path):
     values = axolotl()
     values["datasets"].append({"path": "c/d", "type": "alpaca"})
-    assert any("### Instruction:" in note for note in read(values, tmp_path).conversion.notes)
+    assert any("### Instruction:" in note for note in read(values, tmp_path)[1].notes)
 
 
 def test_axolotls_earlier_sharegpt_is_read_where_its_template_is_the_models_own(tmp_path):
     read_file = read(axolotl(type="sharegpt", conversation="llama3"), tmp_path)
-    assert read_file.recipe.dataset.format == "sharegpt" and any(
-        "earlier Axolotl" in note for note in read_file.conversion.notes
+    assert read_file[0].dataset.format == "sharegpt" and any(
+        "earlier Axolotl" in note for note in read_file[1].notes
     )
     with pytest.raises(RecipeError, match="chatml"):
         read(axolotl(type="sharegpt", conversation="chatml"), tmp_path)
@@ -68,9 +67,6 @@ def test_axolotls_earlier_sharegpt_is_read_where_its_template_is_the_models_own(
 def test_a_file_that_does_not_train_is_refused(tmp_path, values):
     with pytest.raises(RecipeError, match="does not train"):
         read({**LLAMA_FACTORY, **values}, tmp_path, ["dataset.path=d.jsonl"])
-    assert read({**LLAMA_FACTORY, **values}, tmp_path, ["dataset.path=d.jsonl", "do_train=true"]).recipe.max_length == 2048
-    with pytest.raises(RecipeError, match="does not train"):
-        read({**MLX, "train": False}, tmp_path)
     with pytest.raises(RecipeError, match="does not train"):
         read({"model_name_or_path": "a/b", "template": "qwen", "infer_backend": "huggingface"}, tmp_path)
 
@@ -87,12 +83,12 @@ def test_a_file_that_does_not_train_is_refused(tmp_path, values):
 )
 def test_where_llama_factory_writes_thoughts_otherwise_is_said(tmp_path, model, template, more, phrase):
     values = {**LLAMA_FACTORY, **more, "model_name_or_path": model, "template": template}
-    notes = [note for note in read(values, tmp_path, ["dataset.path=d.jsonl"]).conversion.notes if "thought" in note]
+    notes = [note for note in read(values, tmp_path, ["dataset.path=d.jsonl"])[1].notes if "thought" in note]
     assert (phrase in notes[0]) if phrase else not notes
 
 
 def test_how_llama_factory_shortens_a_long_row_is_said(tmp_path):
-    assert any("in proportion" in note for note in read(LLAMA_FACTORY, tmp_path, ["dataset.path=d"]).conversion.notes)
+    assert any("in proportion" in note for note in read(LLAMA_FACTORY, tmp_path, ["dataset.path=d"])[1].notes)
 
 
 @pytest.mark.parametrize(
@@ -107,55 +103,20 @@ def test_columns_that_llama_factory_does_not_read_are_left_out(tmp_path, columns
     write_rows(tmp_path / "d.jsonl", {"instruction": "i", "input": "x", "output": "o", "system": "s", "history": []})
     entry = {"file_name": "d.jsonl"} | ({"columns": columns} if columns else {})
     (tmp_path / "dataset_info.json").write_text(json.dumps({"d": entry}))
-    assert read({**LLAMA_FACTORY, "dataset_dir": str(tmp_path)}, tmp_path).recipe.dataset.ignore_columns == ignored
-
-
-def test_mlx_lm_writes_prompts_and_completions_with_the_chat_template(tmp_path):
-    write_rows(tmp_path / "rows" / "train.jsonl", {"prompt": "p", "completion": "c"})
-    dataset = read({**MLX, "data": str(tmp_path / "rows")}, tmp_path).recipe.dataset
-    assert (dataset.format, dataset.columns) == ("alpaca", {"instruction": "prompt", "output": "completion"})
-    assert any("chat template" in note for note in read({**MLX, "data": "a/b"}, tmp_path).conversion.notes)
-
-
-def test_mlx_lms_hub_dataset_has_its_own_columns_and_splits(tmp_path):
-    values = {name: value for name, value in MLX.items() if name != "data"}
-    hub = {"path": "a/b", "config": {"name": "c"}, "chat_feature": "talk"}
-    dataset = read({**values, "hf_dataset": hub}, tmp_path).recipe.dataset
-    assert (dataset.name, dataset.columns, dataset.split, dataset.eval_split) == (
-        "c", {"messages": "talk"}, "train[:80%]", "train[-10%:]",
-    )  # fmt: skip
-    with pytest.raises(RecipeError, match="a list of datasets is not read"):
-        read({**values, "hf_dataset": [hub]}, tmp_path)
-
-
-def test_mlx_lms_masks_and_scales_are_said(tmp_path):
-    values = {**MLX, "data": "a/b", "mask_prompt": True, "lora_parameters": {"rank": 16, "alpha": 32}}
-    notes = "\n".join(read(values, tmp_path).conversion.notes)
-    assert "the last answer only" in notes and "scale, which is not set: 20" in notes
+    assert read({**LLAMA_FACTORY, "dataset_dir": str(tmp_path)}, tmp_path)[0].dataset.ignore_columns == ignored
 
 
 def test_trl_without_a_limit_cuts_no_answer(tmp_path):
     read_file = read({**TRL, "max_length": None}, tmp_path)
-    assert read_file.recipe.excess_length == "raise" and read_file.recipe.max_length == "auto"
-    assert any("no row is cut" in note for note in read_file.conversion.notes)
-    assert read(TRL, tmp_path).recipe.max_length == 1024
+    assert read_file[0].excess_length == "raise" and read_file[0].max_length == "auto"
+    assert any("no row is cut" in note for note in read_file[1].notes)
+    assert read(TRL, tmp_path)[0].max_length == 1024
 
 
 def test_trls_former_name_of_its_loss_and_its_own_tokenizer_are_accepted(tmp_path):
     values = {**TRL, "loss_type": "chunked_nll", "tokenizer_name_or_path": TRL["model_name_or_path"]}
-    assert read(values, tmp_path).conversion.tool == "TRL"
+    assert read(values, tmp_path)[1].tool == "TRL"
     with pytest.raises(RecipeError, match="the model's own tokenizer"):
         read({**values, "tokenizer_name_or_path": "c/d"}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "text, tool",
-    [
-        ("model: {model_name: a/b}\ngeneration: {max_new_tokens: 9}\n", "Oumi"),
-        ("judge_params: {prompt_template: x}\n", "Oumi"),
-        ("name: x\nresources: {accelerators: A100}\nrun: echo\n", "SkyPilot"),
-    ],
-)
-def test_other_files_of_tools_that_are_not_read_get_one_sentence(tmp_path, text, tool):
-    with pytest.raises(RecipeError, match=f"this looks like {tool}'s"):
-        parse_source(text, "x.yaml", [], tmp_path)

@@ -6,7 +6,7 @@ import pytest
 from test_other_tools_pairs import AXOLOTL, FACTORY, PROMPT, TRL, axolotl, refusal
 
 from finetune.data import formats
-from finetune.recipe.load import parse_source
+from finetune.recipe.foreign import convert_text
 
 
 def answer_of(row: dict, dataset) -> tuple:
@@ -31,7 +31,7 @@ def answer_of(row: dict, dataset) -> tuple:
 def test_llama_factorys_kto_datasets_are_labelled(tmp_path, entry, row):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"pairs": {"file_name": "p.json", **entry}}))
     text = f"{FACTORY.format('kto')}pref_beta: 0.2\nkto_rejected_weight: 0.5\n"
-    recipe = parse_source(text, "x", folder=tmp_path).recipe
+    recipe = convert_text(text, "x", folder=tmp_path)[0]
     assert (recipe.method, recipe.beta, recipe.loss_type, recipe.undesirable_weight) == ("kto", 0.2, "kto", 0.5)
     assert answer_of(row, recipe.dataset) == ((PROMPT,), "A", True)
     assert "marked good or bad, for stage kto" in refusal(FACTORY.format("sft"), folder=tmp_path)
@@ -48,7 +48,7 @@ def test_llama_factorys_kto_datasets_are_labelled(tmp_path, entry, row):
     ],
 )  # fmt: skip
 def test_axolotls_types_of_labels_are_conversations(dataset, row):
-    recipe = axolotl("rl_beta: 0.3\nkto_desirable_weight: 2\nmicro_batch_size: 4\n", dataset, rl="kto").recipe
+    recipe = axolotl("rl_beta: 0.3\nkto_desirable_weight: 2\nmicro_batch_size: 4\n", dataset, rl="kto")[0]
     assert (recipe.method, recipe.beta, recipe.loss_type, recipe.desirable_weight) == ("kto", 0.3, "kto", 2.0)
     assert answer_of(row, recipe.dataset) == ((PROMPT,), "A", False)
 
@@ -72,6 +72,6 @@ def test_axolotls_other_types_of_labels_are_refused_by_name():
     ],
 )
 def test_a_trl_file_with_keys_of_kto_is_ktos(extra, overrides, expected):
-    recipe = parse_source(TRL + extra, "x", overrides).recipe
+    recipe = convert_text(TRL + extra, "x", overrides)[0]
     assert (recipe.method, recipe.beta, recipe.loss_type, recipe.undesirable_weight) == expected
     assert (recipe.learning_rate, recipe.lora_dropout) == (1e-6, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from finetune.data import formats
 from finetune.errors import RecipeError
-from finetune.recipe.load import parse_source
+from finetune.recipe.foreign import convert_text
 
 FACTORY = "model_name_or_path: x/y\nfinetuning_type: lora\ndataset: pairs\nlearning_rate: 5e-6\nstage: {}\n"
 AXOLOTL = "base_model: {model}\nadapter: lora\nlearning_rate: 1e-5\ndatasets: [{{path: x/z{dataset}}}]\nrl: {rl}\n"
@@ -18,12 +18,12 @@ PROMPT = {"role": "user", "content": "Hi"}
 
 
 def axolotl(extra="", dataset=", type: chat_template.default", rl="dpo", model="x/y"):
-    return parse_source(AXOLOTL.format(model=model, dataset=dataset, rl=rl) + extra, "x.yml")
+    return convert_text(AXOLOTL.format(model=model, dataset=dataset, rl=rl) + extra, "x.yml")
 
 
 def refusal(text: str, *overrides: str, folder=Path()) -> str:
     with pytest.raises(RecipeError) as error:
-        parse_source(text, "x.yaml", overrides, folder)
+        convert_text(text, "x.yaml", overrides, folder)
     assert len(error.value.problems) == 1
     return error.value.problems[0]
 
@@ -58,7 +58,7 @@ def settings_of(recipe) -> tuple:
 )  # fmt: skip
 def test_llama_factorys_ranking_datasets_are_pairs(tmp_path, entry, row):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"pairs": {"file_name": "p.json", "ranking": True, **entry}}))
-    recipe = parse_source(f"{FACTORY.format('dpo')}pref_loss: ipo\npref_beta: 0.2\n", "x", folder=tmp_path).recipe
+    recipe = convert_text(f"{FACTORY.format('dpo')}pref_loss: ipo\npref_beta: 0.2\n", "x", folder=tmp_path)[0]
     assert settings_of(recipe) == ("dpo", 0.2, "ipo")
     assert answers_of(row, recipe.dataset) == ((PROMPT,), "A", "B")
 
@@ -102,9 +102,9 @@ def test_pairs_are_for_dpo_and_answers_for_sft(tmp_path, stage, ranking):
 )  # fmt: skip
 def test_axolotls_types_of_pairs_are_conversations(dataset, row):
     source = axolotl("rl_beta: 0.3\n", dataset)
-    assert settings_of(source.recipe) == ("dpo", 0.3, "sigmoid")
-    assert answers_of(row, source.recipe.dataset) == ((PROMPT,), "A", "B")
-    assert any("model's own template" in note for note in source.conversion.notes) == ("chat_template" not in dataset)
+    assert settings_of(source[0]) == ("dpo", 0.3, "sigmoid")
+    assert answers_of(row, source[0].dataset) == ((PROMPT,), "A", "B")
+    assert any("model's own template" in note for note in source[1].notes) == ("chat_template" not in dataset)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_axolotls_types_of_pairs_are_conversations(dataset, row):
     ],
 )  # fmt: skip
 def test_axolotls_pairs_without_a_template_stay_text(dataset, row):
-    assert answers_of(row, axolotl(dataset=dataset).recipe.dataset) == ("Hi", "A", "B")
+    assert answers_of(row, axolotl(dataset=dataset)[0].dataset) == ("Hi", "A", "B")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_axolotls_other_types_of_pairs_are_refused_by_name(dataset, reason):
 
 
 def test_axolotls_ipo_is_a_loss_and_its_beta_has_two_keys():
-    assert settings_of(axolotl("trl: {beta: 0.5}\nrl_beta: 0.1\n", rl="ipo").recipe) == ("dpo", 0.5, "ipo")
-    assert settings_of(axolotl("dpo_loss_type: [apo_zero]\n").recipe) == ("dpo", 0.1, "apo_zero")
+    assert settings_of(axolotl("trl: {beta: 0.5}\nrl_beta: 0.1\n", rl="ipo")[0]) == ("dpo", 0.5, "ipo")
+    assert settings_of(axolotl("dpo_loss_type: [apo_zero]\n")[0]) == ("dpo", 0.1, "apo_zero")
     with pytest.raises(RecipeError, match="one at a time"):
         axolotl("dpo_loss_type: [sigmoid, sft]\ndpo_loss_weights: [1.0]\n")
 
@@ -150,7 +150,7 @@ def test_axolotls_ipo_is_a_loss_and_its_beta_has_two_keys():
     ],
 )  # fmt: skip
 def test_a_trl_file_with_keys_of_dpo_is_dpos(extra, overrides, expected):
-    recipe = parse_source(TRL + extra, "x", overrides).recipe
+    recipe = convert_text(TRL + extra, "x", overrides)[0]
     assert (*settings_of(recipe), recipe.learning_rate, recipe.lora_dropout) == expected
 
 

@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import RecipeError
-from finetune.recipe.foreign import axolotl, llama_factory, llama_factory_v1, mlx_lm, torchtune, trl, unread, unsloth
+from finetune.recipe import load, yaml
+from finetune.recipe.foreign import axolotl, llama_factory, trl
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, KeyReport, Refuse, Tool
+from finetune.settings.schema import Recipe
 
-__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "hint_for_key", "refuse_unread", "tool_of"]
+__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "convert_file", "convert_text", "hint_for_key", "tool_of", "unread_tool"]
 
-TOOLS: tuple[Tool, ...] = (
-    llama_factory.TOOL, llama_factory_v1.TOOL, axolotl.TOOL, torchtune.TOOL, unsloth.TOOL, mlx_lm.TOOL, trl.TOOL,
-)  # fmt: skip
+TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, axolotl.TOOL, trl.TOOL)
+#: Tools that `finetune convert` does not read, each with keys that only their files have; dots are nesting.
+_UNREAD = {
+    "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
+    "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
+    "LitGPT": "train.max_seq_length train.global_batch_size", "Oumi": "model.model_name", "AutoTrain": "project_name",
+    "ms-swift": "tuner_type rlhf_type", "SkyPilot": "resources", "DeepSpeed": "zero_optimization",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,26 +58,49 @@ class Conversion:
 
 def tool_of(values: dict[str, Any]) -> Tool | None:
     """The tool whose configuration this is, None for a recipe."""
-    matches = []
-    for tool in TOOLS:
-        flat = _flat(values) if tool.nested else values
-        if any(_has(flat, marker) for marker in tool.markers.split()):
-            matches.append((sum(tool.rule(key) is not None for key in flat) / max(1, len(flat)), tool.name, tool))
+    matches = [
+        (sum(tool.rule(key) is not None for key in values) / max(1, len(values)), tool.name, tool)
+        for tool in TOOLS
+        if any(marker in values for marker in tool.markers.split())
+    ]
     if matches:
         return max(matches)[2]
     return trl.TOOL if trl.has_only_its_keys(values) else None
 
 
-def refuse_unread(values: dict[str, Any], name: str) -> None:
-    """Raises RecipeError, one sentence, for a configuration that is recognised and not read."""
-    flat = _flat(values)
-    if tool := unread.recognise(flat, values):
-        readable = ", ".join(dict.fromkeys(tool.name.removesuffix(" v1") for tool in TOOLS))
-        whose = tool.name if tool.name.endswith("'s") or "'s " in tool.name else f"{tool.name}'s"
-        raise RecipeError(
-            f"{name}: this looks like {whose} configuration, which finetune does not read; it reads those of {readable}",
-            unread.advice(tool, flat),
-        )
+def unread_tool(values: dict[str, Any]) -> str | None:
+    """The name of the tool whose file this is, if `finetune convert` does not read it."""
+    keys = {*values, *_flat(values)}
+    return next((name for name, markers in _UNREAD.items() if keys & set(markers.split())), None)
+
+
+def convert_file(source: str, overrides: list[str]) -> tuple[Recipe, Conversion]:
+    """Another tool's configuration as a recipe. Raises RecipeError with all problems."""
+    path = Path(source)
+    return convert_text(load.read_text(path), source, overrides, path.parent)
+
+
+def convert_text(
+    text: str, name: str, overrides: list[str] | tuple[str, ...] = (), folder: Path = Path()
+) -> tuple[Recipe, Conversion]:
+    """The same from the text; `folder` is where the file is, for other files that it names."""
+    document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
+    tool = tool_of(document.values)
+    if unread := unread_tool(document.values):
+        raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read")
+    if tool is None:
+        tools = ", ".join(tool.name for tool in TOOLS)
+        raise RecipeError(f"{name} is not a configuration of {tools}, which `finetune convert` reads")
+    if key := next((key for key, value in document.values.items() if load.holds_secret(value)), None):
+        raise RecipeError(f"{name}:{document.lines[key]}: secrets don't belong in a file; remove '{key}'")
+    overridden: dict[str, Any] = {}
+    for override in overrides:
+        load.apply_override(override, overridden, {})
+    conversion = convert(tool, document.values, document.lines, name, folder, _flat(overridden), set(Recipe.model_fields))
+    values, locations = conversion.values, dict(conversion.locations)
+    for override in overrides:
+        load.apply_override(override, values, locations)
+    return load.validated(values, locations, name, [*document.problems, *conversion.problems(name)]), conversion
 
 
 def convert(
@@ -78,7 +108,7 @@ def convert(
     our_keys: set[str],
 ) -> Conversion:  # fmt: skip
     """`values` of `tool` as a recipe's. `lines` of the keys and `folder` are the file's; `overrides` the user's overrides."""
-    flat, references = _flat(values) if tool.nested else values, set()
+    flat, references = values, set()
     if tool.interpolates:
         references = {key for value in flat.values() if isinstance(value, str) for key in _REFERENCE.findall(value)}
         flat = _interpolated(flat, _flat(values), name, lines)
@@ -132,10 +162,6 @@ _KEY_HINTS = {
     "dataset_name": "use dataset: {path: ...}",
     "lora_target_linear": "use target_modules: all-linear",
 }  # fmt: skip
-
-
-def _has(flat: dict[str, Any], marker: str) -> bool:
-    return marker in flat or (marker.startswith("*") and any(key.endswith(marker[1:]) for key in flat))
 
 
 def _location(name: str, line: int | None) -> str:

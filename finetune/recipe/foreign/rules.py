@@ -75,14 +75,11 @@ class Tool:
     keys: dict[str, Rule]
     defaults: dict[str, Any]
     finish: Callable[[ConfigReader], None]
-    nested: bool = False  # keys are dotted: `lora.lora_r`
     interpolates: bool = False  # `${output_dir}/logs` has the value of another key, as OmegaConf reads it
 
     def rule(self, key: str) -> Rule | None:
-        """The rule of a key; a rule of `section.*` is for all keys of that section."""
-        parts = key.split(".")
-        patterns = (".".join(parts[:length]) + ".*" for length in range(len(parts), 0, -1))
-        return self.keys.get(key) or next((self.keys[name] for name in patterns if name in self.keys), None)
+        """The rule of a key."""
+        return self.keys.get(key)
 
 
 @dataclass
