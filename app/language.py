@@ -20,7 +20,7 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 COOKIE = "ft_language"
 #: The English HTML that pages start with -> what makes it in the language of a request: Gradio keeps one page for all.
 FIRST_HTML: dict[str, Callable[[], str]] = {}
-_ENTRY = re.compile(r'^(msgctxt|msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
+_ENTRY = re.compile(r'^(msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
 #: A part of the header accept-language: the language without its region, and its weight.
 _PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")
 _LANGUAGE: ContextVar[str] = ContextVar("language", default="en")
@@ -71,22 +71,17 @@ def preferred(cookie: str, accepted: str) -> str:
     return max(weights, key=lambda code: weights[code]) if weights and max(weights.values()) > 0 else "en"
 
 
-def catalogue(code: str, context: str = "") -> Mapping[str, str]:
-    """English text -> the text in the language. `context`: `error` for texts of errors, empty for those of the page."""
-    return _catalogues(code).get(context, {})
-
-
 @cache
-def _catalogues(code: str) -> Mapping[str, Mapping[str, str]]:
-    """Context -> its texts. The file is gettext's, so that any editor of translations opens it."""
+def catalogue(code: str) -> Mapping[str, str]:
+    """English text -> the text in the language. The file is gettext's, so that any editor of translations opens it."""
     path = Path(__file__).parent / "languages" / f"{code}.po"
-    catalogues: dict[str, dict[str, str]] = {}
+    texts: dict[str, str] = {}
     for entry in path.read_text(encoding="utf-8").split("\n\n") if path.is_file() else ():
         parts = _parts(entry)
         translation = parts.get("msgstr") or parts.get("msgstr[0]", "")
         if parts.get("msgid") and translation:
-            catalogues.setdefault(parts.get("msgctxt", ""), {})[parts["msgid"]] = translation
-    return catalogues
+            texts[parts["msgid"]] = translation
+    return texts
 
 
 def _parts(entry: str) -> dict[str, str]:

@@ -24,9 +24,7 @@ from ..chat.pictures import keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
 from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
-from ..views.engine_texts import of_engine
-from ..views.error_texts import of_error
-from ..views.markup import inert, note
+from ..views.markup import as_on_page, inert, note
 from ..views.pictures import small_pictures
 from ..views.problems import problem
 
@@ -242,7 +240,7 @@ class _View:
             copies = self.context.lives.of(run).plan().layer_copies if run else None
         except (FinetuneError, OSError, ValueError):
             return ""
-        return note(f"{name}: {of_engine(copies.generation_summary)}", "warn") if copies else ""
+        return note(f"{name}: {as_on_page(copies.generation_summary)}", "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
         """Forecast of whether this model fits together with the run that is training; empty when none is."""
@@ -311,7 +309,7 @@ def _conversation(
     shown = []
     for turn in turns:
         sides = "".join(_answer_column(turn, model, names.get(model, model)) for model in turn.models)
-        error = f'<p class="ft-note bad" role="alert">{inert(of_error(turn.error))}</p>' if turn.error else ""
+        error = f'<p class="ft-note bad" role="alert">{inert(turn.error)}</p>' if turn.error else ""
         question = f"<b>{tr('you')}</b>{pictures(turn.pictures)}<p>{inert(turn.question, 10_000)}</p>"
         shown.append(f'<li><div class="ft-turn user">{question}</div><div class="ft-sides">{sides}</div>{error}</li>')
     busy = "true" if not turns[-1].done else "false"

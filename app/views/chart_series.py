@@ -12,7 +12,7 @@ from finetune.settings.methods import METRICS
 from finetune.units import GIB, format_count
 
 from ..language import mark, tr
-from .engine_texts import of_engine
+from .markup import as_on_page
 from .series import MOST_BINS, Bin, Series
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
         yield name, tr(title), unit, show
     for name, (label, text) in METRICS.items():
         unit = "percent" if "%" in text else "short"
-        yield name, of_engine(label).capitalize(), unit, text.format
-        yield f"eval/{name}", tr("Held-out {metric}", metric=of_engine(label)), unit, text.format
+        yield name, as_on_page(label).capitalize(), unit, text.format
+        yield f"eval/{name}", tr("Held-out {metric}", metric=as_on_page(label)), unit, text.format
 
 
 def answer(live: LiveRun, have: tuple[str, int, int] | None, points: int = MOST_BINS) -> dict[str, Any]:

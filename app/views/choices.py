@@ -9,8 +9,7 @@ from finetune.planner.plan import Alternative, Plan, Verdict
 from finetune.units import gib
 
 from ..language import mark, tr, tr_n
-from .markup import Safe, action, inert, note, table
-from .planner_texts import reason_in_words
+from .markup import Safe, action, as_on_page, inert, note, table
 from .words import in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
 
 #: Settings of which the reason is shown first: name, and the setting that has the reason.
@@ -95,7 +94,7 @@ def _scatter(rows: Sequence[Alternative], budget: int) -> str:
 
 
 def _reason(reason: str) -> str:
-    return tr("yours") if reason in ("", _AS_SET) else reason_in_words(reason)
+    return tr("yours") if reason in ("", _AS_SET) else as_on_page(reason)
 
 
 def _value(value: object) -> str:

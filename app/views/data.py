@@ -13,7 +13,6 @@ from finetune.units import format_count
 from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .error_texts import of_error
 from .markup import action, as_on_page, inert, note, page_title
 from .pictures import pixels, small_pictures
 from .refusals import reason_in_words
@@ -92,7 +91,7 @@ def _select(name: str, label: str, values: Mapping[str, str], now: str) -> str:
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
     """What keeps rows from being trained on: counts first, each with what can be done; then what else was noticed."""
-    warnings = "".join(note(as_on_page(of_error(text)), "warn") for text in answer["report"]["warnings"])
+    warnings = "".join(note(as_on_page(text), "warn") for text in answer["report"]["warnings"])
     if not kinds:
         return f"<h2>{tr('Problems')}</h2>{note(tr('Every row can be trained on.'), 'ok')}{warnings}"
     count = sum(len(problem.rows) for problem in kinds)

@@ -9,9 +9,8 @@ from finetune.planner.run_time import RunCost
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
-from .markup import action, inert, note
+from .markup import action, as_on_page, inert, note
 from .memory_parts import PHASES, Part, parts_of
-from .planner_texts import reason_in_words
 from .verdicts import verdict_in_words
 from .words import in_words, limit_in_words, minutes, override_values, plan_in_words, slower_in_words
 
@@ -98,7 +97,7 @@ def memory(plan: Plan) -> str:
         f'<span class="ft-method">{inert(method)}</span></div>'
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
-    notes = "".join(note(reason_in_words(text)) for text in forecast.notes)
+    notes = "".join(note(as_on_page(text)) for text in forecast.notes)
     notes += note(tr("Forecast by: {method}.", method=_simulation(forecast.method)))
     details = f'<details class="ft-details"><summary>{tr("Details of the forecast")}</summary>{notes}</details>'
     return f"{head}{panels}{details}"

@@ -15,7 +15,6 @@ from finetune.units import format_bytes, format_count, gib
 
 from ..language import mark, tr
 from ..planning.catalogue import Model
-from .error_texts import of_error
 from .markup import Safe, as_on_page, inert, page_title, table
 from .verdicts import SHORT_VERDICTS
 
@@ -61,7 +60,7 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
         return f'<span class="ft-badge" aria-label="{tr("being checked")}">…</span>'
     verdict = Verdict(badge["verdict"])
     if badge.get("because"):
-        why, unknown = inert(as_on_page(of_error(badge["because"])), 300), tr("Can't say yet")
+        why, unknown = inert(as_on_page(badge["because"]), 300), tr("Can't say yet")
         return f'<span class="ft-badge {verdict.level}" title="{why}">{unknown}</span>'
     needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
     needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []

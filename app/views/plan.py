@@ -12,7 +12,6 @@ from finetune.units import format_bytes, format_count, format_seconds
 from ..language import tr
 from ..planning.blocker import Blocker
 from .charts import stacked_bar
-from .error_texts import of_error
 from .markup import Safe, action, inert, note, table
 from .problems import problem
 from .refusals import refusal_in_words
@@ -92,7 +91,7 @@ def reasons(plan: Plan) -> str:
 def blocker_note(blocker: Blocker) -> str:
     """Why a run would not start here, and the page with the fix where no button has it."""
     if blocker.elsewhere:
-        return note(tr("Planned for another machine: {why}.", why=tr("; ").join(map(of_error, blocker.problems))))
+        return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
     lines = [refusal_in_words(line) for line in blocker.problems]
     shown = problem(blocker.title, lines, "" if blocker.override else blocker.fix)
     if blocker.override:

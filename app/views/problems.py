@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..language import tr, tr_n
-from .error_texts import of_error
 from .markup import as_on_page, inert
 
 
 def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
     """A box with the problems and the fix, which screen readers announce, in this request's language."""
-    lines = "".join(f"<li>{inert(as_on_page(of_error(line)))}</li>" for line in problems[:20])
-    remedy = f'<p class="ft-fix">{inert(as_on_page(of_error(fix)))}</p>' if fix else ""
+    lines = "".join(f"<li>{inert(as_on_page(line))}</li>" for line in problems[:20])
+    remedy = f'<p class="ft-fix">{inert(as_on_page(fix))}</p>' if fix else ""
     return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
 
 

@@ -6,7 +6,6 @@ import re
 
 from ..language import tr
 from ..planning.refused_rows import WRONG_ROLE
-from .error_texts import of_error
 from .words import rows
 
 #: Reasons of `finetune.data` without values of the row.
@@ -30,7 +29,7 @@ def reason_in_words(reason: str) -> str:
     """A reason, or what it is without the details of a row."""
     if match := WRONG_ROLE.fullmatch(reason):
         return tr("role '{wrong}', {meant} meant?", wrong=match[1], meant=match[2])
-    return of_error(next((full for full in REASONS if full == reason or full.startswith((f"{reason};", f"{reason}:"))), reason))
+    return next((full for full in REASONS if full == reason or full.startswith((f"{reason};", f"{reason}:"))), reason)
 
 
 def refusal_in_words(line: str) -> str:

@@ -12,9 +12,7 @@ from finetune.units import GIB, format_bytes
 from ..language import mark, tr
 from .chart_series import small_curves
 from .charts import Level, Line, Mark, Panel, chart
-from .engine_texts import of_engine
-from .error_texts import of_message
-from .markup import inert, note, table
+from .markup import as_on_page, inert, note, table
 from .series import Point, smoothed
 
 if TYPE_CHECKING:
@@ -107,18 +105,18 @@ def messages(digest: Digest) -> str:
     for event in reversed(digest.messages):
         match event:
             case State():
-                message = of_message(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
+                message = as_on_page(event.message) or tr(STATES.get(event.state, (event.state, ""))[0])
             case Start():
                 message = tr("training from the beginning")
                 if event.resumed_from:
                     message = tr("training from {checkpoint}", checkpoint=event.resumed_from)
             case Retry():
                 changes = ", ".join(f"{name}={value}" for name, value in event.changes.items())
-                message = f"{of_engine(event.reason)}: {changes}"
+                message = f"{as_on_page(event.reason)}: {changes}"
             case RunWarning():
-                message = of_engine(event.message)
+                message = as_on_page(event.message)
             case OutOfMemory():
-                message = f"{event.message} {' '.join(map(of_engine, explanation_lines(event)))}"
+                message = f"{event.message} {' '.join(map(as_on_page, explanation_lines(event)))}"
             case _:
                 continue
         kind = tr(_KINDS.get(event.kind, event.kind.replace("_", " ")))

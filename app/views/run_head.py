@@ -13,9 +13,7 @@ from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun
-from .engine_texts import of_engine
-from .error_texts import of_message
-from .markup import action, inert
+from .markup import action, as_on_page, inert
 from .words import day, loss_text, minutes, precision
 
 #: Address and name of each tab.
@@ -123,7 +121,7 @@ def progress(live: LiveRun, state: RunState) -> str:
         epochs = f"<span>{tr('epoch {epoch} of {all}', epoch=f'{epoch:.2f}', all=f'{settings.num_train_epochs:g}')}</span>"
     age = "" if state.ended else _age(digest)
     if not digest.step and not state.ended:
-        steps = inert(of_message(state.message).capitalize() or tr("Waiting for the first step"))
+        steps = inert(as_on_page(state.message).capitalize() or tr("Waiting for the first step"))
     bar = (
         f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-valuemin="0" '
         f'aria-label="{tr("Steps")}" aria-valuemax="{total or 0}" aria-valuenow="{digest.step}">'
@@ -224,7 +222,7 @@ def explanation_of(live: LiveRun, state: RunState) -> str:
     if state.state == "failed" and isinstance(event, OutOfMemory):
         heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
         heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
-        why = " ".join(map(of_engine, explanation_lines(event)))
+        why = " ".join(map(as_on_page, explanation_lines(event)))
     if state.state == "diverged":
         why += f" {tr('A lower learning rate is the usual remedy.')}"
     return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
@@ -236,7 +234,7 @@ def _address(live: LiveRun, tab: str) -> str:
 
 def _reason(message: str) -> str:
     """A state's message without the command that the terminal is told to type."""
-    text = of_message(_TYPED.split(message)[0].strip())
+    text = as_on_page(_TYPED.split(message)[0].strip())
     if not text:
         return tr("It left no message.")
     sentence = f"{text[:1].upper()}{text[1:]}"

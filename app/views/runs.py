@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..language import mark, tr
-from .engine_texts import of_engine
-from .error_texts import of_error
-from .markup import action, inert, interval_text, note, table
+from .markup import action, as_on_page, inert, interval_text, note, table
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
 from .words import day, setting_name, value_text
@@ -107,7 +105,7 @@ def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _entry(name: str, status: Mapping[str, Any]) -> str:
     state = tr(_STATES.get(status["state"], status["state"]))
-    texts = [of_engine(str(status["message"])), *map(of_error, (status.get("problems") or [])[:2])]
+    texts = [as_on_page(str(status["message"])), *(status.get("problems") or [])[:2]]
     run = link_to(str(status["run"])) if status.get("run") else ""
     button = ""
     if status["state"] == "waiting":
@@ -173,4 +171,4 @@ def _effect(group: RunAdvice, effect: SettingEffect) -> list[Any]:
     first, second = effect.values
     scores = (f"{score:.4f}" for score in effect.scores)
     values = f"{value_text(first)} → {value_text(second)}"
-    return [setting_name(effect.setting), values, of_engine(effect.score), *scores, change, verdict]
+    return [setting_name(effect.setting), values, as_on_page(effect.score), *scores, change, verdict]

@@ -9,8 +9,7 @@ from finetune.evaluate.results import NoCall, TaskScore
 from finetune.evaluate.scorers import VALID_LABELS
 
 from ..language import mark, tr
-from .engine_texts import of_engine
-from .markup import note, table
+from .markup import as_on_page, note, table
 from .words import minutes
 
 _ROWS_SHOWN = 12
@@ -26,7 +25,7 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     """What `finetune eval --json` printed: a table of scores, their differences, and rows in the chosen order."""
     base, tuned = result["base"], result["tuned"]
     lines = [(tr("exact match"), "exact_match", _percent), (score_name(result), "score", _number)]
-    lines.append((of_engine(VALID_LABELS.get(result["score"], "valid JSON")), "valid", _percent))
+    lines.append((as_on_page(VALID_LABELS.get(result["score"], "valid JSON")), "valid", _percent))
     if result["score"] == "exact":
         del lines[1]
     lines += [(tr("loss per trained token"), "loss", _number), (tr("perplexity"), "perplexity", _number)]
@@ -39,7 +38,7 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     summary = table([rows_of(result), *(f">{name}" for name in names)], rows, tr("Base against tuned"), hidden_caption=True)
     gaps = " - ".join(reversed(names))
     differences = "".join(
-        note(f"{name}: {of_engine(format_difference(Difference(**gap), scale, unit, gaps))}")
+        note(f"{name}: {as_on_page(format_difference(Difference(**gap), scale, unit, gaps))}")
         for name, gap, scale, unit in _gaps(result)
         if gap
     )
@@ -79,7 +78,7 @@ def names_of(result: dict[str, Any]) -> tuple[str, str]:
 def forgetting_table(groups: list[dict[str, Any]]) -> str:
     """Losses before and now on groups of rows of other tasks."""
     lines = [
-        [of_engine(group["rows_of"]), group["rows"], _number(group["before"]), _number(group["now"]), _gap(group)]
+        [as_on_page(group["rows_of"]), group["rows"], _number(group["before"]), _number(group["now"]), _gap(group)]
         for group in groups
     ]
     headings = [tr("forgetting"), f">{tr('rows')}", f">{tr('loss before')}", f">{tr('now')}", tr("difference")]
@@ -90,7 +89,7 @@ def task_table(tasks: list[TaskScore]) -> str:
     """Scores of benchmark tasks."""
     lines = [
         [f"{task.task}, {task.metric}", task.rows, _number(task.base), _number(task.tuned),
-         of_engine(format_difference(task.difference)) if task.difference else ""]
+         as_on_page(format_difference(task.difference)) if task.difference else ""]
         for task in tasks
     ]  # fmt: skip
     columns = [tr("benchmark task"), f">{tr('rows')}", f">{tr('base')}", f">{tr('tuned')}", tr("difference")]
@@ -101,13 +100,13 @@ def no_call_note(no_call: NoCall | None) -> str:
     """Whether the model leaves tools alone where none is due."""
     if no_call is None:
         return ""
-    summary = of_engine(no_call.summary())
+    summary = as_on_page(no_call.summary())
     return note(tr("Worse: {summary}", summary=summary) if no_call.is_worse else summary)
 
 
 def _gap(group: dict[str, Any]) -> str:
     gap = group["difference"]
-    return of_engine(format_difference(Difference(**gap) if gap else None, names="now - before"))
+    return as_on_page(format_difference(Difference(**gap) if gap else None, names="now - before"))
 
 
 def _gaps(result: dict[str, Any]) -> list[tuple[str, Any, float, str]]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..language import LANGUAGES, current, mark, tr
-from .error_texts import of_error
 from .markup import action, inert, note
 from .words import day
 
@@ -77,8 +76,8 @@ def examined(answer: Mapping[str, Any] | None, *, is_running: bool) -> str:
 def _finding(finding: Mapping[str, Any]) -> str:
     name, css = _STATES[finding["state"]]
     check = tr(finding["check"]) if finding["check"] in _CHECKS else finding["check"]
-    fix = f"<small>{inert(of_error(finding['fix']))}</small>" if finding.get("fix") else ""
+    fix = f"<small>{inert(finding['fix'])}</small>" if finding.get("fix") else ""
     return (
         f'<li><span class="ft-badge {css}">{tr(name)}</span><b>{inert(check)}</b>'
-        f"<span>{inert(of_error(finding['what']))}{fix}</span></li>"
+        f"<span>{inert(finding['what'])}{fix}</span></li>"
     )

@@ -11,8 +11,7 @@ from finetune.sweep.sweep import ArmResult, Sweep
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, Mark, Panel, chart
-from .engine_texts import of_engine
-from .markup import Safe, inert, interval_text, note, table
+from .markup import Safe, as_on_page, inert, interval_text, note, table
 from .run_head import STATES
 from .run_row import link_to
 from .words import setting_name, value_text
@@ -37,7 +36,7 @@ def _summary(sweep: Sweep) -> str:
 
 def sentence(sweep: Sweep) -> str:
     """The result in words."""
-    return "; ".join(map(of_engine, sweep.sentence(arm_name).split("; ")))
+    return "; ".join(map(as_on_page, sweep.sentence(arm_name).split("; ")))
 
 
 def arm_name(values: dict[str, Any]) -> str:
@@ -48,7 +47,7 @@ def arm_name(values: dict[str, Any]) -> str:
 def rule(sweep: Sweep) -> str:
     """When arms are compared, and which go on."""
     rungs = ", ".join(f"{rung:,}" for rung in sweep.facts.rungs[:-1])
-    return tr("Compared after {steps} steps: {rule}.", steps=rungs, rule=of_engine(sweep.facts.rule))
+    return tr("Compared after {steps} steps: {rule}.", steps=rungs, rule=as_on_page(sweep.facts.rule))
 
 
 def head(sweep: Sweep) -> str:

@@ -9,7 +9,6 @@ from finetune.units import GIB, gib
 
 from ..language import current, mark, tr
 from ..planning.what_if import Outcome
-from .error_texts import of_error
 from .markup import action, inert
 from .refusals import refusal_in_words
 from .words import slower_in_words
@@ -52,7 +51,7 @@ def measure_of(outcomes: Sequence[Outcome]) -> Measure:
 def compared(outcome: Outcome, now: Outcome) -> str:
     """The way a plan fits and what it costs against the plan that is shown."""
     if outcome.problem:
-        return of_error(tr(outcome.problem))
+        return tr(outcome.problem)
     if not outcome.is_made:
         return tr("not planned yet")
     parts = [outcome.summaries.get(current(), "")]
