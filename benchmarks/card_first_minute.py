@@ -43,7 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     "merge": ["merge", "run", "--output", "merged"],
 }
 #: Servers with the path that answers without a token.
-SERVERS = {"serve": (["serve", "run", "--port", "0"], "/health"), "page": (["ui", "--port", "0"], "/healthz")}
+SERVERS = {"page": (["ui", "--port", "0"], "/healthz")}
 COLUMNS = ("gpu", *COMMANDS, *SERVERS, "memory", "seconds")
 #: Doctor's checks that look at what kernels compute.
 WITH_KERNELS = ("bitsandbytes", "triton")

@@ -1,6 +1,6 @@
 """Random faults, and whether a result differs without a word: kills, damaged files, hostile requests, full disks.
 
-    python -m benchmarks.faults [--seed 0] [--minutes 60] [--kinds kills,damage,json,serve,disk] [--cases 200]
+    python -m benchmarks.faults [--seed 0] [--minutes 60] [--kinds kills,damage,json,disk] [--cases 200]
 
 Prints a table of all cases by outcome, and ends with 1 when one of them ended otherwise than it must: another result without a
 message, an internal error, a traceback, a server that keeps others waiting. Runs are tiny ones on a CPU, forks of this process.
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.fault_kinds import damage, disk, kills, malformed, serve
+from benchmarks.fault_kinds import damage, disk, kills, malformed
 from benchmarks.fault_kinds.runs import import_worker
 from benchmarks.fault_kinds.tally import Tally
 
@@ -31,7 +31,6 @@ Row = tuple[str, int, "Callable[[random.Random, Tally, Path], None]"]
 _OTHERS: dict[str, Row] = {
     "damage": ("damaged bytes of run, base and cache", 500, damage.damage_cases),
     "json": ("damaged JSON files and headers", 2000, malformed.malformed_cases),
-    "serve": ("serve beside hostile clients", 20, serve.serve_cases),
     "disk": ("disks that fill", 100, disk.disk_cases),
 }
 

@@ -24,7 +24,7 @@ from ..process import detach
 from ..workspace import Workspace
 
 #: Commands of `finetune` on a run's result.
-VERBS = ("eval", "merge", "export", "serve", "report", "compare", "push")
+VERBS = ("eval", "merge", "export", "report", "compare", "push")
 
 
 @dataclass(frozen=True)

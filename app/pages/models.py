@@ -33,18 +33,7 @@ def build(context: Context, page: gr.Blocks) -> None:
 def _of(context: Context, run: RunDirectory) -> list[ModelFile]:
     """The models of one run; the server of a run answers with its adapter."""
     base = Path(str(context.lives.of(run).plan().settings.model_name_or_path)).name
-    served = _address(context, run)
     return [
-        ModelFile(
-            run.path.name, base, kind, path, size, context.scores.of(run) if kind == "adapter" else "",
-            served if kind == "adapter" else "",
-        )
+        ModelFile(run.path.name, base, kind, path, size, context.scores.of(run) if kind == "adapter" else "")
         for kind, path, size in models_of(run)
     ]  # fmt: skip
-
-
-def _address(context: Context, run: RunDirectory) -> str:
-    task = context.tasks.of(run, "serve")
-    status, result = task.status(), task.result()
-    is_served = status is not None and status["state"] == "running" and isinstance(result, dict)
-    return str(result.get("url", "")) if is_served else ""

@@ -38,7 +38,7 @@ _ORDERS = {
 }  # fmt: skip
 #: Commands on a run -> the buttons that start them.
 _ACTIONS = {
-    "eval": mark("Evaluate"), "merge": mark("Merge"), "export": mark("Export to GGUF"), "serve": mark("Serve"),
+    "eval": mark("Evaluate"), "merge": mark("Merge"), "export": mark("Export to GGUF"),
     "report": mark("Write the report"), "compare": mark("Compare"), "push": mark("Push"),
 }  # fmt: skip
 _DRY_RUN_FIRST = mark("See the files first: Dry run.")
@@ -52,8 +52,8 @@ def build(context: Context, name: gr.Textbox, timer: gr.Timer) -> dict[str, gr.C
     with gr.Column(elem_classes="ft-pane ft-pane-evaluate") as evaluate:
         order, rows, others, scores, reported = _evaluate_tab(view, name)
     with gr.Column(elem_classes="ft-pane ft-pane-export") as export:
-        kind, together, merged, pushed, exported, served = _export_tab(view, name)
-    name.change(view.depending, name, [rows, others, kind, together], **QUIET)
+        kind, merged, pushed, exported, served = _export_tab(view, name)
+    name.change(view.depending, name, [rows, others, kind], **QUIET)
     name.change(view.tick, [name, order], changed, **QUIET)
     timer.tick(view.tick, [name, order], changed, **QUIET)
     order.input(view.tick, [name, order], changed, **QUIET)
@@ -120,17 +120,7 @@ def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
             gguf = gr.Button(mark("Export to GGUF"), elem_id="result-gguf", scale=0)
         exported = show(elem_id="result-gguf-shown")
     with gr.Column(elem_classes="ft-box"):
-        show(_heading(mark("Serve"), mark("On this machine, for clients of OpenAI's interface.")))
-        with gr.Row(elem_classes="ft-controls"):
-            together = gr.Dropdown(
-                [],
-                label=mark("Together with runs of the same base model"),
-                multiselect=True,
-                elem_id="result-together",
-                scale=3,
-            )
-            serve = gr.Button(mark("Serve"), elem_id="result-serve", scale=0)
-            end = gr.Button(mark("Stop serving"), elem_id="result-serve-end", scale=0)
+        show(_heading(mark("Serve"), mark("With vLLM, llama.cpp or transformers.")))
         served = show(elem_id="result-serve-shown")
     with gr.Column(elem_classes="ft-box"):
         show(_heading(mark("Push to the hub"), mark("The dry run lists the files first; only those are pushed.")))
@@ -145,11 +135,9 @@ def _export_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
         pushed = show(elem_id="result-push-shown")
     merge.click(view.merge, [name, folder], status, **BUTTON)
     gguf.click(view.export, [name, precision, apart], status, **BUTTON)
-    serve.click(view.serve, [name, together], status, **BUTTON)
-    end.click(view.end, name, status, **BUTTON)
     look.click(view.dry_run, [name, repo, kind, public], status, **BUTTON)
     push.click(view.push, [name, repo, kind, public], status, **BUTTON)
-    return kind, together, merged, pushed, exported, served
+    return kind, merged, pushed, exported, served
 
 
 def _heading(title: str, purpose: str = "") -> Callable[[], str]:
@@ -211,16 +199,6 @@ class _View:
         to = ["--to=gguf-adapter"] if apart else []
         return self._start(name, "export", [f"--type={_TYPES.get(precision, 'f16')}", *to])
 
-    def serve(self, name: str | None, together: list[str] | None) -> str:
-        """Start serving the run, with others of the same base model, at a free port."""
-        runs = [self.context.workspace.run(other) for other in together or []]
-        return self._start(name, "serve", [*(str(other.path) for other in runs if other is not None), "--port=0"])
-
-    def end(self, name: str | None) -> str:
-        run = self.context.workspace.run(name)
-        ended = run is not None and self.context.tasks.of(run, "serve").end()
-        return note(tr("Ending." if ended else "This run is not served."))
-
     def depending(self, name: str | None) -> list[Any]:
         """What can be chosen for a run: its rows, other runs, and what it can push."""
         run, workspace = self.context.workspace.run(name), self.context.workspace
@@ -231,7 +209,6 @@ class _View:
         return [
             gr.Dropdown(choices=rows, value=_HELD_OUT),
             gr.Dropdown(choices=names, value=[]), gr.Dropdown(choices=kinds, value="Adapter"),
-            gr.Dropdown(choices=names, value=[]),
         ]  # fmt: skip
 
     def report(self, name: str | None) -> str:
@@ -294,7 +271,7 @@ class _View:
             _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
             _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
             _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
-            _exported(tasks.of(run, "export")), _served(tasks.of(run, "serve")),
+            _exported(tasks.of(run, "export")), _serving(run),
         ]  # fmt: skip
 
 
@@ -360,15 +337,9 @@ def _exported(task: Task) -> str:
     return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)
 
 
-def _served(task: Task) -> str:
-    status, result = task.status(), task.result()
-    if status is None or not isinstance(result, dict) or "url" not in result:
-        return _task("serve", task)
-    if status["state"] != "running":
-        return note(tr("Not served now."))
-    rows = [[tr("address"), result["url"]], [tr("token"), result["token"]], [tr("models"), ", ".join(result["models"])]]
-    shown = table([tr("name"), tr("value")], rows, tr("The server"), hidden_caption=True)
-    return note(tr("Serving; one answer at a time.")) + shown
+def _serving(run: RunDirectory) -> str:
+    """The command that serves the run, to copy."""
+    return note(tr("Type {command}.", command=f"finetune serve {run.path.name}"))
 
 
 def _named(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One adapter, merged model or GGUF file of a run. `served`: the address at which it answers, empty when it doesn't."""
+    """One adapter, merged model or GGUF file of a run."""
 
     run: str
     base: str
@@ -79,7 +79,6 @@ class ModelFile:
     path: Path
     bytes: int
     score: str = ""
-    served: str = ""
 
 
 def models_of(run: RunDirectory) -> Iterable[tuple[str, Path, int]]:
@@ -99,17 +98,15 @@ def models_table(models: Sequence[ModelFile], root: Path) -> str:
     if not models:
         hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
         return f'{title}<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
-    is_served = any(model.served for model in models)
     rows = [
         [
             Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, tr(model.kind),
-            format_bytes(model.bytes), model.score, *([model.served] if is_served else []), _place(model.path, root),
+            format_bytes(model.bytes), model.score, _place(model.path, root),
             Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=chat">{tr("Chat")}</a>'),
         ]
         for model in models
     ]  # fmt: skip
-    served = [tr("Served at")] if is_served else []
-    columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", *served, tr("Where"), tr("Try")]
+    columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", tr("Where"), tr("Try")]
     return f'{title}<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
 
 

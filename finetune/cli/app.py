@@ -397,29 +397,17 @@ def chat(
 
 @cli.command()
 def serve(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest', of one base model.")
-    ] = None,
-    json: Json = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8000,
-    token: Annotated[
-        str | None, typer.Option(envvar="FINETUNE_SERVE_TOKEN", help="Token that clients send; default a random one.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Most tokens of a prompt with its answer.")] = None,
-    commands: Annotated[bool, typer.Option("--commands", help="Only print the commands for vLLM and llama.cpp.")] = False,
+    run: RunArgument = "latest", json: Json = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
+    commands: Annotated[bool, typer.Option("--commands", help="Only print the commands.")] = False,
 ) -> None:  # fmt: skip
-    """Serve base and tuned models with OpenAI's interface.
-
-    Each run's adapter is a model by its name, `base` is one, too. Chat template and stop tokens are those of the training.
+    """Serve a run with vLLM, llama.cpp or transformers, whichever is installed; else print their commands.
 
     Example:  finetune serve latest
-
-    Example:  finetune serve first second --port 8080
     """
-    from finetune.cli.serve import serve_runs
+    from finetune.cli.serve import serve_run
 
-    serve_runs(runs or ["latest"], host=host, port=port, token=token, context=context, only_commands=commands, as_json=json)
+    serve_run(run, port, only_commands=commands, as_json=json)
 
 
 @cli.command()

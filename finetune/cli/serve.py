@@ -1,114 +1,62 @@
-"""`finetune serve`: runs of one base model as an endpoint with OpenAI's interface."""
+"""`finetune serve`: start an installed server with a run's result, or print the command of each that can serve it."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from typing import Any
+from pathlib import Path
 
 from rich.markup import escape
 
 from finetune.cli.output import print_json
-from finetune.cli.render import err, out, show_progress
-from finetune.errors import CommandError
+from finetune.cli.render import out
 from finetune.evaluate.answerer import adapter_folder
-from finetune.http_server import choose_token, host_in_url, serve_until_interrupted
+from finetune.files import read_json
+from finetune.model.configuration import ADAPTER_CONFIG, resolve_model_path
 from finetune.planner.plan import read_plan
-from finetune.requirements import refuse_missing_extra
-from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
-from finetune.system import port_socket
+from finetune.system import shell_join
+
+#: The values that vLLM accepts: MaxLoRARanks in https://github.com/vllm-project/vllm/blob/main/vllm/config/lora.py
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def serve_runs(
-    sources: list[str], *, host: str, port: int, token: str | None, context: int | None, only_commands: bool, as_json: bool
-) -> None:
-    """Load the base model with each run's adapter and answer until Ctrl-C; with `only_commands` print those for others."""
-    runs = [open_run(source) for source in sources]
-    if not only_commands:  # before torch is imported, which takes seconds
-        refuse_missing_extra("serve", "serving")
-        key, bound = choose_token(token, "Leave it out for a random one."), _bound(host, port)
-    restrict_visible_devices(runs[0])
-    from finetune.serve.models import runs_by_name
-
-    named_runs = runs_by_name(runs)
-    if only_commands:
-        _print_commands(named_runs, context, as_json=as_json)
-        return
-    with show_progress(quiet=as_json) as progress:
-        progress("counting what fits")
-        fits = _serving_memory(named_runs, context)
-        progress(f"loading {fits.summary}")
-        from finetune.serve.models import Models
-
-        models = Models(named_runs)
-    url = f"http://{host_in_url(host)}:{bound.getsockname()[1]}/v1"
+def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> None:
+    """Replace this process by the first installed server that can serve the run; print the commands if there is none."""
+    commands = server_commands(open_run(source), port)
     if as_json:
-        print_json({"url": url, "token": key, "models": models.names, "tokens": fits.tokens, "weight_bytes": fits.weight_bytes,
-                    "kv_cache_bytes_per_token": fits.token_bytes})  # fmt: skip
-    else:
-        out.print(f"[bold]{url}[/]  models: {escape(', '.join(models.names))}  ({fits.summary})", soft_wrap=True)
-        out.print(f"token: {escape(key)}", soft_wrap=True)
-        _print_commands(named_runs, context, as_json=False)
-        err.print("[dim]One answer at a time. Ctrl-C ends the server.[/]")
-    _listen(models, fits.tokens, key, bound)
-
-
-def _listen(models: Any, tokens: int, key: str, bound: Any) -> None:
-    from finetune.serve.api import build
-    from finetune.serve.engine import Engine
-
+        print_json({name: shell_join(command) for name, command in commands.items()})
+        return
+    for name, command in commands.items():
+        out.print(f"[dim]{name}:[/] {escape(shell_join(command))}", soft_wrap=True)
+    installed = next((command for command in commands.values() if shutil.which(command[0])), None)
+    if only_commands or installed is None:
+        return
     sys.stdout.flush()
-    engine = Engine(models, tokens)
-    try:
-        serve_until_interrupted(build(engine, key), bound)
-    finally:
-        engine.close()
+    os.execvp(installed[0], installed)
 
 
-def _serving_memory(runs: dict[str, RunDirectory], context: int | None) -> Any:
-    from finetune.model.library_warnings import quiet_libraries
-    from finetune.model.transformers_config import load_config
-    from finetune.model.weights import ADAPTER_WEIGHTS
-    from finetune.serve.memory_check import serving_memory
-
-    quiet_libraries()
-    plan = read_plan(next(iter(runs.values())).plan)
-    folders = [folder for run in runs.values() if (folder := adapter_folder(run))]
-    adapters = sum((folder / ADAPTER_WEIGHTS).stat().st_size for folder in folders)
-    config = load_config(plan.settings)
-    return serving_memory(plan.settings, config, on_cpu=plan.card.is_cpu, adapter_bytes=adapters, context=context)
-
-
-def _print_commands(runs: dict[str, RunDirectory], context: int | None, *, as_json: bool) -> None:
-    """Commands for other servers; a comment with the reason where one of them can't serve the runs."""
-    from finetune.serve.external_servers import gguf_file, llama_command, vllm_command
-
+def server_commands(run: RunDirectory, port: int) -> dict[str, list[str]]:
+    """The command of each server that can serve the run. Only vLLM reads an adapter; the others need a merged model or GGUF."""
+    name, merged = run.path.resolve().name, run.path / "merged"
     commands = {}
-    for name, command in (("vllm", lambda: vllm_command(runs, context)), ("llama.cpp", lambda: llama_command(runs))):
-        try:
-            commands[name] = command()
-        except CommandError as error:
-            commands[name] = f"# {error.problems[0]}. {error.fix}"
-    if as_json:
-        print_json(commands)
-        return
-    for name, line in commands.items():
-        out.print(f"[dim]{name}:[/] {escape(line)}", soft_wrap=True)
-    name, run = next(iter(runs.items()))
-    if not gguf_file(name, run).is_file():
-        out.print(f"[dim]llama.cpp's file is written by:[/] finetune export {escape(name)} --llama-cpp DIR", soft_wrap=True)
+    if gguf := next(iter(sorted(run.path.glob("gguf-*/*.gguf"))), None):
+        commands["llama.cpp"] = ["llama-server", "--model", str(gguf), "--alias", name, "--jinja", "--port", str(port)]
+    if rank := _vllm_rank(run):
+        base, folder = resolve_model_path(read_plan(run.plan).settings), adapter_folder(run)
+        commands["vLLM"] = ["vllm", "serve", str(base), "--enable-lora", "--max-lora-rank", str(rank), "--port", str(port),
+                            "--lora-modules", f"{name}={folder}"]  # fmt: skip
+    if (merged / "config.json").is_file():
+        commands["transformers"] = ["transformers", "serve", str(merged), "--port", str(port)]
+    return commands or {"first": ["finetune", "merge", str(run.path)]}
 
 
-def _bound(host: str, port: int) -> Any:
-    """A bound socket, before a model is loaded. Raises CommandError when it is taken."""
-    import socket
-
-    bound = port_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        bound.bind((host, port))
-        bound.listen(128)  # clients that connect while the model loads wait
-    except OSError as error:
-        bound.close()
-        reason = error.strerror or error
-        raise CommandError(f"can't listen on {host}, port {port}: {reason}", "Another port: finetune serve --port 0") from None
-    return bound
+def _vllm_rank(run: RunDirectory) -> int | None:
+    """The --max-lora-rank that the adapter needs; None for an adapter that vLLM can't load."""
+    folder = adapter_folder(run) or Path()
+    config = read_json(folder / ADAPTER_CONFIG, dict)
+    if config.get("use_dora") or config.get("trainable_token_indices"):
+        return None
+    rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), None)

@@ -57,27 +57,6 @@ class AnswerReader:
             text = text.replace(token, "")
         return text
 
-    def forced_prompt(self, messages: list[Message], tools: tuple[dict[str, Any], ...], name: str | None) -> tuple[str, str]:
-        """A prompt whose answer begins with a call, of the tool `name` if given; and that beginning. Raises BadRow."""
-        names = (name, name) if name else ("a0", "Z1")
-        answers = [_call_message([(tool, {key: key})]) for tool, key in zip(names, ("a0", "Z1"), strict=True)]
-        common = self._common_text(messages, tools, answers).rstrip()
-        if name:  # up to the name: what follows it differs between calls with and without arguments
-            common = common[: common.rindex(name) + len(name)]
-        prompt = self._template.render(messages, tools, prompt=True)
-        start = common_prefix_length(prompt, common)
-        start -= common[:start].endswith("<") and start < len(prompt)  # the first letter of another tag
-        return common, common[start:]
-
-    def text_prompt(self, messages: list[Message]) -> str:
-        """A prompt after which the answer's text follows at once: templates that ask for thinking write none. Raises BadRow."""
-        return self._common_text(messages, (), [{"role": "assistant", "content": text} for text in ("a0", "Z1")])
-
-    def _common_text(self, messages: list[Message], tools: tuple[dict[str, Any], ...], answers: list[Message]) -> str:
-        """The text that two conversations have in common that end with different answers."""
-        texts = [self._template.render([*messages, answer], tools) for answer in answers]
-        return texts[0][: common_prefix_length(*texts)]
-
     def _learn(self) -> tuple[CallSyntax | None, str | None]:
         """The form of calls and the special token after them."""
         for count in (2, 1):

@@ -180,19 +180,6 @@ class Encoder:
                 text = self.picture_processor.expanded(Rendered(text, []), pictures).text
             return self._rendered_ids(text)
 
-    def call_prompt_ids(
-        self, question: list[Message], tools: tuple[dict[str, Any], ...], name: str | None
-    ) -> tuple[list[int], str]:
-        """Tokens of a prompt whose answer begins with a call, of the tool `name` if given, and the text of that beginning."""
-        with _data_errors():
-            text, start = self.answers.forced_prompt(self._escaper.escape(question), tools, name)
-        return self._rendered_ids(text), start
-
-    def text_prompt_ids(self, question: list[Message]) -> list[int]:
-        """Tokens of a prompt after which the answer's text follows at once, without thinking."""
-        with _data_errors():
-            return self._rendered_ids(self.answers.text_prompt(self._escaper.escape(question)))
-
     @cached_property
     def answers(self) -> AnswerReader:
         """Reads answers in the form of the chat template."""

@@ -44,16 +44,9 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
     wrong = [package for package in wanted if not package.fits]
     if not wrong:
         libraries = ", ".join(f"{name} {installed.get(name)}" for name in ("torch", "transformers"))
-        what = f"finetune {__version__}, python {python}, {libraries}{_serving()}"
+        what = f"finetune {__version__}, python {python}, {libraries}"
         return Finding("packages", "ok", what, facts=facts)
     return Finding("packages", "fail", "; ".join(map(str, wrong)), how_to_install(wrong), facts)
-
-
-def _serving() -> str:
-    """What `finetune serve` lacks, as the end of a sentence."""
-    missing = [package for package in packages(extra="serve") if package.installed is None]
-    names = ", ".join(package.requirement.name for package in missing)
-    return f"; for `finetune serve` {names} is missing: {how_to_install(missing)}" if missing else ""
 
 
 def check_compiler(include: str | None = None) -> Finding:

@@ -127,7 +127,7 @@ class Answerer:
 
     def stream(
         self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool] = lambda: False, with_calls: bool = False, constraint: Any = None,
+        stopped: Callable[[], bool] = lambda: False, with_calls: bool = False,
         pictures: Sequence[PictureSource] = (),
     ) -> Streamed:  # fmt: skip
         """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`.
@@ -136,7 +136,7 @@ class Answerer:
         """
         return streamed_answer(
             self.model, self.tokenizer, question, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
-            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=with_calls, constraint=constraint,
+            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=with_calls,
             more_inputs=self.more_inputs([pictures]),
         )  # fmt: skip
 
@@ -147,13 +147,6 @@ class Answerer:
         if self.plain:
             return self.encoder.prompt_ids(messages[-1]["content"], ())
         return self.encoder.prompt_ids(messages, tools, pictures)
-
-    def constrained_prompt(self, messages: list[dict[str, Any]], schema: dict[str, Any]) -> tuple[list[int], Any]:
-        """Tokens of a prompt, and the constraint under which its answer is JSON of a schema. Raises DataError, CommandError."""
-        from finetune.model.constrained import Constraint
-
-        constraint = Constraint(self.tokenizer, schema, self.encoder.stops)
-        return self.prompt_ids(messages) if self.plain else self.encoder.text_prompt_ids(messages), constraint
 
     @property
     def reader(self) -> AnswerReader | None:

@@ -80,13 +80,11 @@ def streamed_answer(
     on_text: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
     with_special_tokens: bool = False,
-    constraint: Any = None,
     more_inputs: MoreInputs | None = None,
 ) -> Streamed:
     """Continue a tokenised prompt, passing each new piece of text to `on_text`; ends early once `stopped()`.
 
-    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here. `constraint`: of
-    transformers' LogitsProcessor, it decides which tokens are allowed.
+    The pieces together are the text. Sampling draws from the global random numbers, which are seeded here.
     """
     from transformers import StoppingCriteriaList
 
@@ -106,7 +104,7 @@ def streamed_answer(
     output_ids = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
         pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
-        logits_processor=[constraint] if constraint else None, **sampled, **inputs_beside(ids, more_inputs),
+        **sampled, **inputs_beside(ids, more_inputs),
     )  # fmt: skip
     new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)

@@ -121,7 +121,7 @@ def model_pages():
     badges = {verdict: {"verdict": verdict, "peak_bytes": GIB, "bits": 4, "parameters": 10**9} for verdict in Verdict}
     badges["tiny"] = {"verdict": Verdict.UNKNOWN, "because": "31"}
     listed = [Model(name, "folder") for name in badges] + [Model("tiny", "recipe {recipe}", recipe="tiny")]
-    files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB, served="31") for kind in ("adapter", "merged model")]
+    files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB) for kind in ("adapter", "merged model")]
     shown = models.model_list(listed, "tiny", badges)
     for verdict in Verdict:  # the names of these models
         shown = shown.replace(f"<b>{verdict}</b>", "").replace(f'"{verdict}"', "")

@@ -141,26 +141,6 @@ def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
     )
 
 
-def test_a_served_run_says_where_it_answers_until_it_is_ended(page):
-    assert "not served" in page.view.end("finished")
-    page.view.serve("finished", ["../x"])
-    assert page.started == [["serve", "--port=0"]]
-    server_code = (
-        'import time; print(\'{"url": "http://127.0.0.1:1/v1", "token": "<t>", "models": ["a"]}\', flush=True); time.sleep(60)'
-    )
-    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {server_code!r}]).returncode)"
-    task = page.tasks.of(page.run, "serve")
-    task.path.mkdir(parents=True)
-    with (task.path / "output.txt").open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=output)
-    (task.path / "status.json").write_text(json.dumps({"state": "running", "process": process_record(process.pid)}))
-    until(lambda: task.result() is not None)
-    assert "http://127.0.0.1:1/v1" in shown(page)[5] and "&lt;t&gt;" in shown(page)[5]
-    assert "Ending" in page.view.end("finished")
-    process.wait(timeout=60)
-    assert "Not served now" in shown(page)[5]
-
-
 def until(holds):
     while not holds():
         time.sleep(0.05)

@@ -37,7 +37,7 @@ def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not
     values["plan"]["model_name_or_path"] = str(home / "nowhere")
     run.plan.write_text(json.dumps(values))
     shutil.copytree(run.path, run.path.with_name("other"))
-    for arguments in (("eval",), ("chat", "--prompt", "a"), ("merge",), ("serve", "--port", "0")):
+    for arguments in (("eval",), ("chat", "--prompt", "a"), ("merge",), ("serve",)):
         code, output = finetune(arguments[0], "finished", *arguments[1:])
         assert code == 2 and "nowhere is not a model folder" in output, output
     assert finetune("report", "finished")[0] == 0

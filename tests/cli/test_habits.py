@@ -69,14 +69,6 @@ def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, capsys, m
     assert stopped == paused and stopped[0] == 0 and "finished" in stopped[1].out
 
 
-def test_serve_says_what_is_not_installed_before_it_loads_anything(tmp_path, capsys, monkeypatch, kept_run):
-    missing = Package(Requirement("openai>=3"), None)
-    monkeypatch.setattr("finetune.requirements.packages", lambda extra: [missing])
-    monkeypatch.setattr("finetune.cli.serve.restrict_visible_devices", lambda run: pytest.fail("loads torch"))
-    code, captured = finetune(capsys, monkeypatch, "serve", str(kept_run(tmp_path)))
-    assert code == 2 and "the extra 'serve'" in captured.err and "pip install 'openai>=3'" in captured.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -195,15 +187,6 @@ def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch,
     assert code == 2 and "converter is missing" in captured.err and "llama-cpp-python" in captured.err
 
 
-def test_serve_says_what_writes_the_file_that_llama_cpp_needs(tmp_path, capsys, monkeypatch, kept_run):
-    run = kept_run(tmp_path)
-    printed = finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
-    assert "llama-server" in printed and "finetune export finished" in printed
-    (run / "gguf-f16").mkdir()
-    (run / "gguf-f16" / "finished-f16.gguf").touch()
-    assert "finetune export" not in finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
-
-
 def test_a_note_on_held_out_rows_says_so():
     from finetune.cli.run import _data_lines
     from finetune.data.report import DataReport, Finding
@@ -234,3 +217,13 @@ def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, capsys, 
     printed = " ".join(captured.out.split())
     assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
     assert "the expected answers are JSON; to score them field by field: --score json" in printed
+
+
+def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, capsys, monkeypatch, kept_run):
+    run = kept_run(tmp_path)
+    printed = finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
+    assert "vllm serve" in printed and "--lora-modules" in printed and "llama-server" not in printed
+    gguf = run / "gguf-f16" / f"{run.name}-f16.gguf"
+    gguf.parent.mkdir()
+    gguf.touch()
+    assert f"llama-server --model {gguf}" in finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out

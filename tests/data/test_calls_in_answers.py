@@ -166,15 +166,3 @@ def test_an_argument_in_tags_has_the_type_that_the_tool_says(schema, text, value
     written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     [call] = reader.read(written, [tool]).calls
     assert call["function"]["arguments"] == {"a": value} and type(call["function"]["arguments"]["a"]) is type(value)
-
-
-@pytest.mark.parametrize("name", WITH_CALLS)
-def test_a_forced_call_begins_as_the_template_writes_it(name):
-    template, reader = reader_of(name)
-    prompt, start = reader.forced_prompt(QUESTION, (), "get_weather")
-    assert prompt.endswith(start) and start.endswith("get_weather")
-    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bern"}}}
-    whole = template.render([*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert whole.startswith(prompt)
-    answer = reader.read(start + whole[len(prompt) :])
-    assert [call["function"] for call in answer.calls] == [call["function"]] and not answer.text

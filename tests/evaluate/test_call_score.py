@@ -9,7 +9,6 @@ from finetune.bundled import NO_CALL_PROBE
 from finetune.data.call_syntax import Answer
 from finetune.evaluate.call_score import ARGUMENTS, COUNT, KNOWN_TOOL, NAMES, NO_CALL_DUE, ORDER, call_score
 
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
 import calls_run  # noqa: E402
 from calls_run import call  # noqa: E402
 

@@ -17,7 +17,7 @@ LAYERS = (
     "finetune.serialise", "finetune.http_server", "finetune.compat", "finetune.hub", "finetune.requirements",
     "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
     "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",
-    "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.sweep", "finetune.export", "finetune.serve",
+    "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.sweep", "finetune.export",
     "finetune.doctor", "finetune.jobs", "finetune.cli",
     "app",
 )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Serve a run's base model and adapters to programs that speak OpenAI's interface."""
