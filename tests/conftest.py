@@ -136,7 +136,6 @@ LEFT_OUT = ("llama",)
 PROGRAMS = {
     "browser": ("Chromium", lambda: shutil.which("chromium") or shutil.which("chromium-browser"), "apt-get install chromium"),
     "npm": ("npm", lambda: shutil.which("npm"), "apt-get install npm"),
-    "sandbox": ("bubblewrap", lambda: shutil.which("bwrap"), "apt-get install bubblewrap"),
     "llama": ("llama.cpp", has_llama, "pip install '.[gguf]' and FINETUNE_LLAMA_CPP=CHECKOUT of llama.cpp"),
     "compiler": ("C++ compiler with Python's headers", has_compiler, "apt-get install g++ python3-dev"),
 }

@@ -10,7 +10,7 @@ from ..language import mark, tr
 SCORES = {
     mark("Exact match"): "exact", mark("Contains the expected answer"): "contains", mark("Regular expression"): "regex",
     mark("JSON, field by field"): "json", mark("Last number"): "numeric", mark("Calls of tools"): "calls",
-    "BLEU": "bleu", "chrF": "chrf", "ROUGE-L": "rouge", mark("Loss only, no answers"): "loss",
+    mark("Loss only, no answers"): "loss",
 }  # fmt: skip
 HELD_OUT_BEFORE = mark("held-out rows of the run it continued")
 #: Options that a field, a choice or a button of the page stands for -> its label.

@@ -6,7 +6,6 @@ from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference, rank_rows
 from finetune.evaluate.results import NoCall, TaskScore
-from finetune.evaluate.scorers import VALID_LABELS
 
 from ..language import mark, tr
 from .markup import as_on_page, note, table
@@ -16,8 +15,7 @@ _ROWS_SHOWN = 12
 #: What the scores of an evaluation are called; those that are not here are called by the name of their measure.
 _SCORES = {
     "exact": mark("exact match"), "contains": mark("contains"), "regex": mark("regular expression"), "json": "JSON",
-    "numeric": mark("number"), "calls": mark("tool calls"), "loss": mark("loss"), "bleu": "BLEU", "chrf": "chrF",
-    "rouge": "ROUGE-L",
+    "numeric": mark("number"), "calls": mark("tool calls"), "loss": mark("loss"),
 }  # fmt: skip
 
 
@@ -25,7 +23,7 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     """What `finetune eval --json` printed: a table of scores, their differences, and rows in the chosen order."""
     base, tuned = result["base"], result["tuned"]
     lines = [(tr("exact match"), "exact_match", _percent), (score_name(result), "score", _number)]
-    lines.append((as_on_page(VALID_LABELS.get(result["score"], "valid JSON")), "valid", _percent))
+    lines.append((tr("valid JSON"), "valid", _percent))
     if result["score"] == "exact":
         del lines[1]
     lines += [(tr("loss per trained token"), "loss", _number), (tr("perplexity"), "perplexity", _number)]

@@ -290,24 +290,10 @@ def evaluate(
     ] = False,
     probe: Annotated[bool, typer.Option(help="Also measure forgetting: loss on general questions and on earlier rows.")] = True,
     score: Annotated[
-        str | None,
-        typer.Option(
-            help="exact, contains, regex, json, numeric, bleu, chrf, rouge, judge, sql, code, calls, loss; with tools: calls."
-        ),
+        str | None, typer.Option(help="exact, contains, regex, json, numeric, calls, loss, or FILE.py:FUNCTION.")
     ] = None,
     pattern: Annotated[str | None, typer.Option(help="regex: what it finds in answer and expected answer is compared.")] = None,
     tolerance: Annotated[float, typer.Option(help="numeric: allowed relative difference, e.g. 0.01.")] = 0.0,
-    database: Annotated[str | None, typer.Option(metavar="FILE", help="sql: the SQLite file that queries read.")] = None,
-    tests: Annotated[
-        str | None, typer.Option(metavar="FILE", help="code: JSON lines of prompt and tests, which run in a sandbox.")
-    ] = None,
-    judge_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="judge: an address with OpenAI's interface, which is sent all rows.")
-    ] = None,
-    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="judge: the model there that grades.")] = None,
-    score_function: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="Score with NAME(prompt, expected, answer), a number.")
-    ] = None,
     show: Annotated[str, typer.Option(help="Rows to show: differ, worst or best.")] = "differ",
     examples: Annotated[int, typer.Option(min=0, help="How many rows to show.")] = 2,
     quantisation: Annotated[
@@ -333,9 +319,8 @@ def evaluate(
         from finetune.cli.evaluate import show_tasks
 
         others = {
-            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance, "--database": database,
-            "--score-function": score_function, "--forgetting": forgetting, "--quantisation": quantisation,
-            "--judge-url": judge_url, "--judge-model": judge_model, "--tests": tests,
+            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
+            "--forgetting": forgetting, "--quantisation": quantisation,
         }  # fmt: skip
         show_tasks(run, tasks, rows=rows, last=last, others=[name for name, value in others.items() if value], as_json=json)
         return
@@ -347,12 +332,7 @@ def evaluate(
     from finetune.cli.evaluate import show_scores
     from finetune.evaluate.scorers import scorer
 
-    chosen = None
-    if score or pattern or tolerance or score_function or database or judge_url or judge_model or tests:
-        chosen = scorer(
-            score or "exact", pattern=pattern, tolerance=tolerance, function=score_function, database=database,
-            judge_url=judge_url, judge_model=judge_model, tests=tests,
-        )  # fmt: skip
+    chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
     show_scores(
         run, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show, examples=examples,
         as_json=json,

@@ -50,10 +50,6 @@ def show_scores(
     from finetune.evaluate.forgetting import load_answerer, measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
 
-    if score is not None and score.name in ("judge", "code"):
-        err.print(f"[yellow]{escape(score.score_answer.notice)}[/]")  # type: ignore[attr-defined]
-    if score is not None and score.name == "judge":
-        score.score_answer.keep_in(run)  # type: ignore[attr-defined]
     copies = read_plan(run.plan).layer_copies
     if copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
@@ -189,8 +185,6 @@ def _print_differences(result: Comparison, gap: str) -> None:
 
 
 def _table(result: Comparison, names: tuple[str, str]) -> Any:
-    from finetune.evaluate.scorers import VALID_LABELS
-
     base, tuned = result.base, result.tuned
     rows: list[tuple[str, str, float | None, float | None]] = []
     if tuned.answers:
@@ -198,7 +192,7 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
     if tuned.answers and result.score != "exact":
         rows.append((escape(result.score), _NUMBER, base.score, tuned.score))
     if tuned.valid is not None:
-        rows.append((VALID_LABELS.get(result.score, "valid JSON"), _SHARE, base.valid, tuned.valid))
+        rows.append(("valid JSON", _SHARE, base.valid, tuned.valid))
     rows += [(f"  {escape(_one_line(name))}", _SHARE, base.fields[name], tuned.fields[name]) for name in tuned.fields]
     if tuned.margins:
         rows.append(("pairs in order", _SHARE, base.pairs_in_order, tuned.pairs_in_order))

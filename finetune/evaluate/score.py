@@ -140,8 +140,7 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
             raise DataError("no row has tools or calls", "Use another --score for these rows.")
         return
     problems, fix = [], ""
-    checked = 1 if scorer.name == "judge" else None  # to ask for a grade takes time and money: only whether it can be had
-    for number, (prompt, reference) in enumerate(zip(rows.prompts[:checked], rows.references[:checked], strict=True), 1):
+    for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
         try:
             scorer.score_answer(prompt, reference, reference)
         except DataError as error:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CommandError, DataError, PackagesError
-from finetune.requirements import DISTRIBUTION
+from finetune.errors import CommandError, DataError
 
 #: Name of a score -> its value for one row.
 SCORES = {
@@ -22,17 +21,9 @@ SCORES = {
     "regex": "1 where --pattern finds in the answer what it finds in the expected one; without it, that one is the pattern",
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
-    "bleu": "BLEU of each answer, by sacrebleu, from 0 to 1",
-    "chrf": "chrF of each answer, by sacrebleu, from 0 to 1",
-    "rouge": "ROUGE-L of each answer, by rouge-score, from 0 to 1",
-    "judge": "the grade, from 0 to 1, of the model --judge-model at --judge-url, which is sent each row",
-    "sql": "1 where the answer's query gives the rows of the expected one, in the SQLite file --database",
-    "code": "1 where the answer's Python passes the tests of its prompt in the file --tests, run without network",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
-#: Score -> what `valid` says of an answer; of the others, that it is JSON.
-VALID_LABELS = {"sql": "queries that run", "code": "valid Python"}
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
 
@@ -41,7 +32,7 @@ _MAX_NUMBER = 400  # characters; float() takes any number of digits
 class RowScore:
     """The score of one answer.
 
-    `fields` of JSON: whether each expected one is right; `valid`: whether the answer can be read at all (VALID_LABELS).
+    `fields` of JSON: whether each expected one is right; `valid`: whether the answer is JSON.
     """
 
     score: float
@@ -64,37 +55,12 @@ def span_of(name: str, *scores: Sequence[float]) -> float:
     return 1.0 if is_share else max(all_scores) - min(all_scores)
 
 
-def scorer(
-    name: str, *, pattern: str | None = None, tolerance: float = 0.0, function: str | None = None, database: str | None = None,
-    judge_url: str | None = None, judge_model: str | None = None, tests: str | None = None,
-) -> Scorer:  # fmt: skip
-    """The score called `name`, or that of `function` (file.py:name). Raises CommandError for what can't be used."""
-    if function is not None:
-        return Scorer(function.rpartition(":")[2], _by_function(function))
+def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> Scorer:
+    """The score called `name`, or the function that file.py:name names. Raises CommandError for what can't be used."""
+    if ":" in name:
+        return Scorer(name.rpartition(":")[2], _by_function(name))
     if name not in SCORES:
-        raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or --score-function.")
-    if (database is None) == (name == "sql"):
-        problem = "--score sql needs --database" if name == "sql" else f"--database belongs to --score sql, not to {name}"
-        raise CommandError(problem, "For example --score sql --database shop.sqlite")
-    if (tests is None) == (name == "code"):
-        problem = "--score code needs --tests" if name == "code" else f"--tests belongs to --score code, not to {name}"
-        raise CommandError(problem, "For example --score code --tests tests.jsonl")
-    if name == "code":
-        from finetune.evaluate.code_score import CodeScore
-
-        return Scorer(name, CodeScore(tests or ""))
-    if name == "sql":
-        from finetune.evaluate.sql_score import SqlScore
-
-        return Scorer(name, SqlScore(database or ""))
-    if name == "judge":
-        from finetune.evaluate.judge import Judge
-
-        return Scorer(name, Judge(judge_url or "", judge_model or ""))
-    if judge_url or judge_model:
-        raise CommandError(f"--judge-url and --judge-model belong to --score judge, not to {name}", "Add --score judge.")
-    if name in ("bleu", "chrf", "rouge"):
-        return Scorer(name, _by_text_library(name))
+        raise CommandError(f"there is no score {name[:60]!r}", f"Use one of {', '.join(SCORES)}, or FILE.py:FUNCTION.")
     if pattern is not None and name != "regex":
         raise CommandError(f"--pattern belongs to --score regex, not to {name}", "Add --score regex.")
     if tolerance and name != "numeric":
@@ -138,26 +104,6 @@ def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
     if target is None:
         raise DataError(f"the expected answer has no number: {expected[:100]!r}", "Use another --score for these rows.")
     return RowScore(float(number is not None and abs(number - target) <= tolerance * (abs(target) or 1.0)))
-
-
-def _by_text_library(name: str) -> Callable[[str, str, str], RowScore]:
-    """BLEU, chrF or ROUGE-L, of one row, by the libraries whose values are published. Raises PackagesError without them.
-
-    Of BLEU it is the sentence's, with sacrebleu's smoothing: the mean of rows is not the corpus' BLEU.
-    """
-    module, package = ("rouge_score", "rouge-score") if name == "rouge" else ("sacrebleu", "sacrebleu")
-    if not importlib.util.find_spec(module):
-        problem = f"--score {name} needs {package}, which is not installed (the extra 'text' of {DISTRIBUTION})"
-        raise PackagesError(problem, f"Install it: pip install {package}")
-    if name == "rouge":
-        from rouge_score.rouge_scorer import RougeScorer
-
-        rouge = RougeScorer(["rougeL"])
-        return lambda _, expected, answer: RowScore(rouge.score(expected, answer)["rougeL"].fmeasure)
-    import sacrebleu
-
-    sentence_score = sacrebleu.sentence_bleu if name == "bleu" else sacrebleu.sentence_chrf
-    return lambda _, expected, answer: RowScore(min(1.0, sentence_score(answer, [expected]).score / 100))
 
 
 def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
@@ -248,7 +194,7 @@ def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
 
 def _function(reference: str) -> Callable[[str, str, str], Any]:
     file, _, name = reference.rpartition(":")
-    example = "For example --score-function score.py:score, with  def score(prompt, expected, answer):"
+    example = "For example --score score.py:score, with  def score(prompt, expected, answer):"
     if not file.endswith(".py") or not name.isidentifier():
         raise CommandError(f"{reference[:200]!r} is not file.py:name", example)
     if not Path(file).is_file():
