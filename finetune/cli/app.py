@@ -573,26 +573,5 @@ def doctor(
     raise typer.Exit(show_doctor(recipe, overrides or [], model=model, data=data, as_json=json))
 
 
-@cli.command(name="export-launch")
-def export_launch(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes or skypilot.")], recipe: RecipeArgument,
-    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
-    image: Annotated[str, typer.Option(help="Container image (kubernetes, skypilot).")] = "finetune:latest",
-    hours: Annotated[int, typer.Option(min=1, help="Time limit of the job.")] = 24,
-    volume: Annotated[str, typer.Option(help="Volume claim with data and runs (kubernetes).")] = "finetune-data",
-) -> None:  # fmt: skip
-    """Write a job file for Slurm, Kubernetes or SkyPilot.
-
-    Example:  finetune export-launch slurm 7b-4090 -o job.sbatch
-    """
-    from finetune.cli.jobs import export_launch as export
-
-    export(
-        engine, recipe, overrides or [], model=model, data=data, output=output, image=image, hours=hours, volume=volume,
-        as_json=json,
-    )  # fmt: skip
-
-
 for _command in cli.registered_commands:
     _command.epilog = "Exit codes of all commands:  finetune --help"

@@ -30,7 +30,7 @@ def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
     readers = [
         name for name, command in COMMANDS.items() if {"recipe", "overrides"} <= {option.name for option in command.params}
     ]
-    assert {"plan", "run", "data", "convert", "doctor", "sweep", "export-launch"} == set(readers)
+    assert {"plan", "run", "data", "convert", "doctor", "sweep"} == set(readers)
     assert all({"model", "data"} <= {option.name for option in COMMANDS[name].params} for name in readers)
 
 

@@ -86,7 +86,6 @@ def killed_at_ten_moments(work, call):
     [
         ("recipes", "copy", "tiny-cpu"),
         ("convert", FOREIGN, "-o", "new/recipe.yaml"),
-        ("export-launch", "slurm", "tiny-cpu", "-o", "job.sbatch"),
     ],
 )
 def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, arguments):

@@ -13,7 +13,7 @@ from finetune.events import Step, read_events
 from finetune.run.directory import RunDirectory
 
 #: Optional engines: the tests with their own parsers are collected only where they are installed.
-ENGINES = {"deepspeed": "deepspeed", "kubernetes": "kubernetes_validate", "skypilot": "sky"}
+ENGINES = {"deepspeed": "deepspeed"}
 collect_ignore = [f"test_{name}_parser.py" for name, module in ENGINES.items() if importlib.util.find_spec(module) is None]
 SHORT = (
     "max_steps=4", "save_steps=2", "save_total_limit=9", "effective_batch_size=8", "dataset.max_rows=32", "lora_dropout=0",

@@ -18,7 +18,7 @@ LAYERS = (
     "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
     "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",
     "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.sweep", "finetune.export",
-    "finetune.doctor", "finetune.jobs", "finetune.cli",
+    "finetune.doctor", "finetune.cli",
     "app",
 )  # fmt: skip
 MOST_DEEP = 10
