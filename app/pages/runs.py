@@ -95,17 +95,14 @@ class _View:
         return gr.skip(), gr.skip()
 
     def compare(self, runs: list[RunDirectory]) -> str:
-        """Curves of the chosen runs in one chart, their scores, the settings that differ, and what single ones changed."""
-        from finetune.evaluate.run_advice import advise
-
+        """Curves of the chosen runs in one chart, their scores, and the settings that differ."""
         if len(runs) < 2:
             return note(tr("Choose two runs or more to compare them."))
         lives = [self.context.lives.of(run) for run in runs[:_MOST_COMPARED]]
         rows = [row_of(live, self.context.scores) for live in lives]
         element = chart_element([live.run.path.name for live in lives]) if has_charts() else ""
         fewer = note(tr("The first {n} are compared.", n=_MOST_COMPARED)) if len(runs) > _MOST_COMPARED else ""
-        advice = runs_views.what_settings_did(advise(runs[:_MOST_COMPARED]))
-        return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}{advice}</section>'
+        return f'<section class="ft-box"><h2>{tr("Compared")}</h2>{fewer}{comparison(lives, element, rows)}</section>'
 
     def _rename(self, run: RunDirectory, name: str) -> str:
         if name.strip() == run.path.name:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..language import mark, tr
-from .markup import action, as_on_page, inert, interval_text, note, table
+from .markup import action, as_on_page, inert, note
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
-from .words import day, setting_name, value_text
-
-if TYPE_CHECKING:
-    from finetune.evaluate.run_advice import RunAdvice, SettingEffect
+from .words import day
 
 #: Columns that can be hidden: their name in the page's own HTML and in the head of the table.
 COLUMNS = {
@@ -141,34 +138,3 @@ def _asked(name: str) -> str:
     """When an entry was queued: its name begins with the time in nanoseconds."""
     moment = time.localtime(int(name.partition("-")[0]) / 1e9)
     return f"{day(moment)} {time.strftime('%H:%M', moment)}"
-
-
-def what_settings_did(groups: Sequence[RunAdvice]) -> str:
-    """For each group of runs on the same rows a table of its settings that changed alone; empty where there are none."""
-    return "".join(_group(group) for group in groups if group.effects or group.never_alone)
-
-
-def _group(group: RunAdvice) -> str:
-    numbers = (f">{tr('First')}", f">{tr('Second')}")
-    columns = [tr("Setting"), tr("Values"), tr("Score"), *numbers, tr("Change (95 % interval)"), ""]
-    rows = [_effect(group, effect) for effect in group.effects]
-    shown = table(columns, rows, tr("What single settings changed")) if rows else ""
-    if group.noise is not None:
-        text = mark("Another seed alone changes the held-out loss by up to {loss}: less than that says nothing.")
-        shown += note(tr(text, loss=f"{group.noise:.4f}"))
-    if group.never_alone:
-        names = ", ".join(setting_name(name) for name in group.never_alone)
-        shown += note(tr("Never changed alone, so nothing can be said of: {settings}", settings=names))
-    if group.effects and all(effect.difference is None for effect in group.effects):
-        shown += note(tr("For an interval, evaluate these runs on their held-out rows."))
-    return shown
-
-
-def _effect(group: RunAdvice, effect: SettingEffect) -> list[Any]:
-    gap = effect.difference
-    change = f"{effect.change:+.4f}" if gap is None else f"{gap.value:+.4f} ({interval_text(gap.low, gap.high)})"
-    verdict = tr("can't tell yet") if group.is_noise(effect) else tr("moves it") if gap else ""
-    first, second = effect.values
-    scores = (f"{score:.4f}" for score in effect.scores)
-    values = f"{value_text(first)} → {value_text(second)}"
-    return [setting_name(effect.setting), values, as_on_page(effect.score), *scores, change, verdict]

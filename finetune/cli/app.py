@@ -139,26 +139,19 @@ def finish(run: RunArgument = "latest", json: Json = False) -> None:
 
 @cli.command()
 def runs(
-    verb: Annotated[
-        str, typer.Argument(metavar="VERB", help="list, show RUN, advice, rm RUN ..., or rename RUN NAME.")
-    ] = "list",
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show RUN, rm RUN ..., or rename RUN NAME.")] = "list",
     names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest'.")] = None,
-    advice: Annotated[
-        bool, typer.Option("--advice", help="Which settings moved the results of earlier runs: runs advice.")
-    ] = False,
     json: Json = False,
 ) -> None:
-    """List, show, delete or rename runs, or compare what their settings did.
+    """List, show, delete or rename runs.
 
     Deleted runs are moved to .trash in their folder.
 
     Example:  finetune runs rename latest support-2
-
-    Example:  finetune runs --advice
     """
     from finetune.cli.runs import change_runs
 
-    change_runs("advice" if advice else verb, names or [], as_json=json)
+    change_runs(verb, names or [], as_json=json)
 
 
 @cli.command("status", hidden=True)  # what other tools call it

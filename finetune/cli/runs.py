@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
@@ -20,7 +19,6 @@ from finetune.serialise import to_json
 
 _ARGUMENTS = {
     "list": "takes no RUN",
-    "advice": "takes no RUN, or two and more",
     "show": "takes one RUN",
     "rm": "a RUN is missing",
     "rename": "takes RUN and NAME",
@@ -35,8 +33,6 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
     """List, show, delete or rename runs."""
     if verb == "list" and not names:
         _show_runs(as_json)
-    elif verb == "advice" and len(names) != 1:
-        _show_advice(names, as_json)
     elif verb == "show" and len(names) <= 1:
         show_run(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
@@ -48,7 +44,7 @@ def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
         _print(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
     else:
         problem = _ARGUMENTS.get(verb, "unknown")
-        raise CommandError(f"finetune runs {verb}: {problem}", "Use: list, show RUN, advice, rm RUN ..., rename RUN NAME.")
+        raise CommandError(f"finetune runs {verb}: {problem}", "Use: list, show RUN, rm RUN ..., rename RUN NAME.")
 
 
 def _remove(names: list[str], as_json: bool) -> None:
@@ -58,45 +54,6 @@ def _remove(names: list[str], as_json: bool) -> None:
     for run in {run.path.resolve(): run for run in runs}.values():
         trashed = delete_run(run)
         _print(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
-
-
-def _show_advice(names: list[str], as_json: bool) -> None:
-    """What the settings of these runs, or of all, did to their results."""
-    from finetune.evaluate.paired import format_difference
-    from finetune.evaluate.run_advice import advise
-
-    groups = advise([open_run(name) for name in names] if names else runs_from_here())
-    if as_json:
-        print_json([asdict(group) for group in groups])
-        return
-    if not groups:
-        out.print("No two finished runs have the same rows and base model. Change one setting, and run again:\n"
-                  "  finetune run runs/NAME/recipe.yaml learning_rate=1e-4")  # fmt: skip
-    for group in groups:
-        best, loss = group.runs[0], group.losses[0]
-        title = f"[bold]{len(group.runs)} runs on the same rows, {escape(group.base)}[/]"
-        out.print(title if loss is None else f"{title}: the lowest held-out loss is that of {escape(best)}, {loss:.4f}")
-        if group.effects:
-            shown = table("setting", "values", "score", ">first", ">second", "")
-            for effect in group.effects:
-                values = " -> ".join(escape(str(value)) for value in effect.values)
-                verdict = "can't tell" if group.is_noise(effect) else "moves it" if effect.difference else "-"
-                first, second = (f"{score:.4f}" for score in effect.scores)
-                shown.add_row(escape(effect.setting), values, escape(effect.score), first, second, verdict)
-            out.print(shown)
-        for effect in group.effects:
-            if effect.difference and not group.is_noise(effect):
-                gap = format_difference(effect.difference, names=" - ".join(reversed(effect.runs)))
-                out.print(f"{escape(effect.setting)}: {escape(effect.score)}, {escape(gap)}")
-        if group.noise is not None:
-            out.print(f"Another seed alone changes the held-out loss by up to {group.noise:.4f}: less than that says nothing.")
-        if group.never_alone:
-            names_shown = ", ".join(group.never_alone)
-            out.print(f"Never changed alone, so nothing can be said of: {escape(names_shown)}")
-        if group.effects and all(effect.difference is None for effect in group.effects):
-            out.print("For an interval, score these runs on their held-out rows: finetune eval RUN")
-        if loss is not None:
-            out.print(f"Go on from its settings:  finetune run runs/{escape(best)}/recipe.yaml ...")
 
 
 def _print(as_json: bool, text: str, values: dict[str, Any]) -> None:

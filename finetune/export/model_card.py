@@ -30,7 +30,7 @@ from finetune.units import format_bytes
 
 CARD = "README.md"
 #: Recipe settings about this machine or network, which don't change what is learnt.
-_LOCAL_SETTINGS = ("output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "notify", "price_per_hour")
+_LOCAL_SETTINGS = ("output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour")
 #: An absolute path, and a path in a home folder.
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
 _HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")

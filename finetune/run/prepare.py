@@ -22,7 +22,6 @@ from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.card import triton_needs
 from finetune.run.directory import create, remember
-from finetune.run.notification import missing_notifier
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
@@ -103,7 +102,6 @@ class _Rows:
 def _check_machine(recipe: Recipe, card: Card) -> None:
     """Raise MachineError or CardError for what this machine lacks: cards, DeepSpeed, trackers; Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
-    problems += missing_notifier(recipe.notify)
     if recipe.attn_implementation == "flash_attention_2" and find_spec("flash_attn") is None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:

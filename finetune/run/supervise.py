@@ -27,7 +27,6 @@ from finetune.privacy import SETTINGS, keep_private
 from finetune.run.card import cards_of, holders_of, replacement_message, visibility
 from finetune.run.card_queue import Queue, card_queue
 from finetune.run.directory import RunDirectory
-from finetune.run.notification import notify
 from finetune.run.retry import MOST_RETRIES, adjust, adjusted_plan, next_smaller, no_smaller_plan
 from finetune.run.state import ENDED, process_record
 from finetune.run.stopping import read_stop_requests
@@ -80,20 +79,13 @@ class Supervisor:
     def _supervise(self) -> int:
         card = read_plan(self.run.plan).card
         if card.is_cpu:
-            return self._notify(self._attempts())
+            return self._attempts()
         queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
             code = self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
         finally:
             queue.leave()
-        return self._notify(code)
-
-    def _notify(self, code: int) -> int:
-        """Notify of the run's end, where the recipe asks for it; returns the exit status."""
-        last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
-        if last is not None and (problem := notify(adjusted_plan(self.run).settings.notify, self.run.path, last)):
-            self._emit(RunWarning(message=problem))
         return code
 
     def _wait_for_turn(self, queue: Queue) -> bool:

@@ -407,9 +407,6 @@ class Recipe(_Strict):
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)
     report_to: Trackers = _run([], NOTHING, "Experiment trackers to log to.")
-    notify: Literal["none", "desktop", "apprise"] = _run(
-        "none", NOTHING, "Notify when the run ends: on the desktop, or by Apprise and its own configuration."
-    )
     price_per_hour: Annotated[float, Field(ge=0)] | None = _run(
         None, NOTHING, "What an hour of this machine costs; plan, run and report then say what the run costs."
     )

@@ -98,8 +98,8 @@ def _cards(recipe: Recipe, plan: Plan) -> list[str | None]:
 
 
 def _arm_recipe(recipe: Recipe, path: Path | None, card: str | None = None) -> Recipe:
-    """The recipe of an arm: no notification at each pause, evaluations also where the recipe has none."""
-    changes: dict[str, Any] = {"notify": "none"}
+    """The recipe of an arm: evaluations also where the recipe has none."""
+    changes: dict[str, Any] = {}
     if recipe.eval_steps == 0:
         changes["eval_steps"] = AUTO
     if path is not None:

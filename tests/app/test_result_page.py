@@ -1,8 +1,6 @@
 """Result shows what a run has, whoever made it, and pushes only what a dry run has listed; Stop waits for an answer to stop."""
 
 import json
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from app.views.options import HELD_OUT_BEFORE
 from app.workspace import Workspace
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
-from finetune.run.state import process_record
 
 REPO = "alice/support-lora"
 

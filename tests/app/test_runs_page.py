@@ -1,7 +1,6 @@
 """The list of runs, what its buttons do, and Home, which shows the newest of them."""
 
 import json
-import re
 import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -19,12 +18,9 @@ from app.scores import Scores
 from app.views import home as home_view
 from app.views.rail import GpuMemory, RunningJob
 from app.views.run_row import row_of
-from app.views.runs import what_settings_did
 from app.workspace import Workspace
 from finetune.errors import CommandError
-from finetune.evaluate.paired import Difference
 from finetune.evaluate.results import Comparison, Score
-from finetune.evaluate.run_advice import RunAdvice, SettingEffect
 from finetune.events import Evaluation, Result, State
 from finetune.files import write_json
 from finetune.run.rename_delete import delete_run, deleted_runs, restore_run
@@ -60,15 +56,6 @@ def test_a_row_has_held_out_loss_score_peak_beside_forecast_and_time(context):
     row = row_of(context.lives.of(run), context.scores)
     assert (row.held_out, row.score, row.time, row.steps) == ("0.500", "EM 0 → 97 %", "10 s", "20 of 1,000")
     assert row.peak == "11.5 / 12.0"  # reserved and the CUDA context, beside the forecast of both
-
-
-def test_settings_that_moved_the_score_are_told_from_noise():
-    moved = SettingEffect("lora_r", (8, 16), ("a", "b"), "exact", (0.5, 0.8), Difference(0.3, 0.2, 0.4, None))
-    noise = SettingEffect("lora_alpha", (16, 32), ("a", "c"), "held-out loss", (0.5, 0.499))
-    shown = what_settings_did([RunAdvice("tiny", ["b", "a", "c"], [0.4, 0.5, 0.499], [moved, noise], ["optim"], 0.01)])
-    assert re.findall(r'<td class="left">([^<]*)</td>', shown)[3::5] == ["+0.3000 (+0.2000 to +0.4000)", "-0.0010"]
-    assert ["moves it" in shown, "tell yet" in shown] == [True, True]
-    assert "nothing can be said of: Optimizer" in shown and what_settings_did([]) == ""
 
 
 def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from finetune.cli.entry import main
 from finetune.errors import RecipeError
 from finetune.events import EventWriter, State
 from finetune.files import parse_checked, write_json
-from finetune.requirements import Package
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
 from finetune.run.state import process_record

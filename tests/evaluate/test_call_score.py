@@ -1,16 +1,13 @@
 """Calls are scored by name and JSON value; a tune that calls without need is worse, and the report says so first."""
 
-import sys
-from pathlib import Path
 
+import calls_run  # noqa: E402
 import pytest
+from calls_run import call  # noqa: E402
 
 from finetune.bundled import NO_CALL_PROBE
 from finetune.data.call_syntax import Answer
 from finetune.evaluate.call_score import ARGUMENTS, COUNT, KNOWN_TOOL, NAMES, NO_CALL_DUE, ORDER, call_score
-
-import calls_run  # noqa: E402
-from calls_run import call  # noqa: E402
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {"unit": {"type": "string", "default": "C"}}}}},

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.recipe.foreign import TOOLS
-from finetune.recipe.foreign import convert_text
+from finetune.recipe.foreign import TOOLS, convert_text
 
 HERE = Path(__file__).parent / "foreign"
 #: By tool, and method after a comma: version, date and source of its defaults; the least file; what finetune makes of it;

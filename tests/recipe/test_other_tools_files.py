@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
-import yaml
 
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe

@@ -45,7 +45,7 @@ OTHER = {
     "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
     "record_memory_history": True, "save_total_limit": 9,
     "per_device_eval_batch_size": 8, "dataloader_num_workers": 2, "report_to": ["tensorboard"],
-    "notify": "desktop", "price_per_hour": 0.5,
+    "price_per_hour": 0.5,
     "dataset.path": "short.jsonl", "dataset.eval_path": "held.jsonl", "dataset.format": "alpaca",
     "dataset.columns": {"text": "question"}, "dataset.ignore_columns": ["text"], "dataset.json_columns": ["completion"],
     "dataset.image_folder": "pictures",
