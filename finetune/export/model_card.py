@@ -1,16 +1,14 @@
-"""A run's model card: base, licence, recipe, data by their fingerprint, scores with intervals, forecast against measured.
-
-It has no row of the data, no path and no name of this machine: local paths are shortened to their last part.
-"""
+"""The README.md that `finetune push` sends: base model, licence, recipe, data, scores, memory; nothing that identifies the user."""
 
 from __future__ import annotations
 
 import getpass
-import os
 import re
 import socket
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCard
 
 from finetune import __version__
 from finetune.errors import SECRET, FinetuneError, RecipeError
@@ -29,32 +27,44 @@ from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 
 CARD = "README.md"
-#: Recipe settings about this machine or network, which don't change what is learnt.
-_LOCAL_SETTINGS = ("output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour")
-#: An absolute path, and a path in a home folder.
+#: Title, `base_model_relation` and `library_name` on the hub.
+_KINDS = {
+    "adapter": ("LoRA adapter", "adapter", "peft"), "merged": ("merged model", "finetune", "transformers"),
+    "gguf": ("GGUF", "quantized", "gguf"),
+}  # fmt: skip
+#: Settings of this machine. They don't change the result.
+_LOCAL_SETTINGS = {"output_dir", "memory_budget", "host_memory", "gpu", "report_to", "launch", "price_per_hour"}
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z]:\\[^\s\"']+)")
 _HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
-#: Names of users and machines that identify nobody.
+#: User and host names that identify nobody.
 _COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "localhost", "app", "work", "runner"}
+#: Label, field, format, and the scale and unit of the difference.
+_METRICS = (
+    ("exact match", "exact_match", ".1%", 100.0, " points"), ("", "score", ".4f", 1.0, ""),
+    ("pairs in order", "pairs_in_order", ".1%", 100.0, " points"), ("loss per trained token", "loss", ".4f", 1.0, ""),
+    ("perplexity", "perplexity", ".4f", 1.0, ""), ("token accuracy", "token_accuracy", ".1%", 1.0, ""),
+)  # fmt: skip
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
-    """README.md for the hub; `kind`: adapter, merged or gguf. Raises FinetuneError if the text has something private."""
+    """Return the model card of an `adapter`, `merged` model or `gguf`. Raises FinetuneError if it would reveal a token or path."""
     plan = read_plan(run.plan)
+    title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {_KINDS[kind][0]}"
     sections = {
-        f"# {_title(plan, kind)}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
+        f"# {title}": _description(run, plan, kind), "## Training": _training(run), "## Data": _data(run),
         "## Evaluation": _evaluation(run), "## Forecast and measured memory": _memory(run, plan),
     }  # fmt: skip
-    body = "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text)
+    body = "\n\n".join(f"{heading}\n\n{text}" for heading, text in sections.items() if text)
     text = f"---\n{yaml.dump(_metadata(plan, kind))}---\n\n{body}\n"
-    for name in _private_names():
-        text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
+    for name in {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}:
+        if len(name) > 2 and name.lower() not in _COMMON_NAMES:
+            text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
     require_nothing_private("the model card", text, every_path=True)
     return text
 
 
 def require_nothing_private(name: str, text: str, *, every_path: bool = False) -> None:
-    """Raise FinetuneError if a text has a token, which is not repeated, or a path of this machine."""
+    """Raise FinetuneError if `text` contains a token, or a path in a home folder (with `every_path`, any absolute path)."""
     if SECRET.search(text):
         raise FinetuneError(f"{name} has something that looks like a token; nothing was sent", "Remove it there.")
     if match := (_ABSOLUTE_PATH if every_path else _HOME_PATH).search(text):
@@ -62,7 +72,7 @@ def require_nothing_private(name: str, text: str, *, every_path: bool = False) -
 
 
 def without_local_paths(value: Any, key: str = "") -> Any:
-    """JSON values in which settings with a path on this machine have only its last part."""
+    """Return JSON values with local paths shortened to their last part. Keys that end in path, _file or template are paths."""
     if isinstance(value, dict):
         return {name: without_local_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -71,167 +81,117 @@ def without_local_paths(value: Any, key: str = "") -> Any:
 
 
 def last_part(text: str) -> str:
-    """The name at the end of a local path; a hub id and other text unchanged."""
-    if REPO_ID.fullmatch(text) and not Path(text).exists():
-        return text
-    is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
-    exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or exists else text
-
-
-def _private_names() -> list[str]:
-    """Names of this user and machine that may identify somebody."""
-    try:
-        names = {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}
-    except (OSError, KeyError, RuntimeError):
-        names = set()
-    return sorted(name for name in names if len(name) > 2 and name.lower() not in _COMMON_NAMES)
+    """Return the last part of a local path; a hub id or other text unchanged."""
+    looks_local = len(text) < 4096 and "\n" not in text and (re.match(r"[/~.]|[A-Za-z]:\\", text) or Path(text).exists())
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if looks_local else text
 
 
 def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
-    """The hub's front matter: only what is known."""
-    settings, dataset = plan.settings, plan.settings.dataset
-    base_model, licence = settings.model_name_or_path, licence_of(plan)
-    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
-    on_hub = [path for path in paths if REPO_ID.fullmatch(path) and not Path(path).exists()]
-    relation = {"adapter": "adapter", "merged": "finetune", "gguf": "quantized"}[kind]
-    library_name = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}[kind]
-    is_on_hub = REPO_ID.fullmatch(base_model) and not Path(base_model).exists()
+    settings, (_, relation, library) = plan.settings, _KINDS[kind]
+    paths = settings.dataset.path if isinstance(settings.dataset.path, list) else [settings.dataset.path]
+    datasets = [path for path in paths if _is_on_hub(path)]
+    base = {"base_model": settings.model_name_or_path, "base_model_relation": relation}
     return {
-        **({"license": licence} if licence else {}),
-        **({"base_model": base_model, "base_model_relation": relation} if is_on_hub else {}),
-        **({"datasets": on_hub} if on_hub else {}),
-        "library_name": library_name, "pipeline_tag": "text-generation", "tags": ["lora", "sft"],
+        **({"license": licence} if (licence := _licence(plan)) else {}),
+        **(base if _is_on_hub(settings.model_name_or_path) else {}), **({"datasets": datasets} if datasets else {}),
+        "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", plan.settings.method],
     }  # fmt: skip
 
 
-def licence_of(plan: Plan) -> str | None:
-    """The licence in the base model's own card, if that is on this disk."""
-    try:
-        path_or_id = resolve_model_path(plan.settings)
-    except RecipeError:  # the base model is gone
-        return None
-    folder = Path(path_or_id)
-    readme = folder / CARD if folder.is_dir() else cached_file(path_or_id, CARD, plan.settings.model_revision)
-    try:
-        text = readme.read_text(encoding="utf-8") if readme else ""
-    except OSError:
-        return None
-    front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
-    match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
-    return match[1] if match else None
+def _is_on_hub(name: str) -> bool:
+    return bool(REPO_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def _title(plan: Plan, kind: str) -> str:
-    form = {"adapter": "LoRA adapter", "merged": "merged model", "gguf": "GGUF"}[kind]
-    return f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {form}"
+def _licence(plan: Plan) -> str | None:
+    """Return the licence from the base model's card, if the card is on this disk."""
+    try:
+        model = resolve_model_path(plan.settings)
+        path = Path(model) / CARD if Path(model).is_dir() else cached_file(model, CARD, plan.settings.model_revision)
+        return ModelCard.load(path).data.license if path else None
+    except (RecipeError, OSError, ValueError):  # the base model is gone, or its card is not YAML
+        return None
 
 
 def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
-    settings, licence = plan.settings, licence_of(plan)
-    base = last_part(settings.model_name_or_path)
+    settings, licence, adapter = plan.settings, _licence(plan), read_object(run.adapter / MANIFEST) or {}
+    weights = base_format_of(settings)
     revision = f" at revision {settings.model_revision}" if settings.model_revision else ""
-    base_format = base_format_of(settings)
-    weights = base_format.title if base_format.setting else settings.dtype
+    loss = adapter.get("eval_loss")
+    origin = base_adapter_of(run)
     lines = [
-        f"Base model: {base}{revision}.",
+        f"Base model: {last_part(settings.model_name_or_path)}{revision}.",
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
-        f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, on {weights} weights.",
+        f"Trained with rank {settings.lora_r}, alpha {settings.lora_alpha:g}, "
+        f"on {weights.title if weights.setting else settings.dtype} weights.",
     ]
-    values = read_object(run.adapter / MANIFEST) or {}
-    if values.get("step"):
-        loss = f", held-out loss {values['eval_loss']:.4f}" if values.get("eval_loss") is not None else ""
-        lines.append(f"Step {values['step']:,} of {plan.total_steps or 0:,}{loss}.")
-    if (origin := base_adapter_of(run)) is not None:
-        lines.append(f"Training continued another adapter, {last_part(origin.name)}.")
+    if step := adapter.get("step"):
+        lines.append(f"Step {step:,} of {plan.total_steps or 0:,}{'' if loss is None else f', held-out loss {loss:.4f}'}.")
+    if origin is not None:
+        lines.append(f"Training continued the adapter {last_part(origin.name)}.")
     if kind == "merged":
-        lines.append("The adapter is added to the base model's 16-bit weights.")
+        lines.append("The adapter is merged into the base model's 16-bit weights.")
     return "\n".join(lines)
 
 
 def _training(run: RunDirectory) -> str:
-    """The recipe, without local paths."""
-    recipe = parse_recipe(run.recipe.read_text(encoding="utf-8"), str(run.recipe))
-    values = recipe.model_dump(exclude_unset=True, mode="json")
-    values = {name: value for name, value in values.items() if name not in _LOCAL_SETTINGS}
-    for name in ("model_name_or_path", "adapter_name_or_path", "chat_template"):
-        if isinstance(values.get(name), str):
-            values[name] = last_part(values[name])
-    dataset = values["dataset"]
-    for name in ("path", "eval_path"):
-        paths = dataset.get(name)
-        if paths is not None:
-            dataset[name] = [last_part(path) for path in paths] if isinstance(paths, list) else last_part(paths)
-    return f"With finetune {__version__}:\n\n```yaml\n{yaml.dump(values)}```"
+    values = parse_recipe(run.recipe.read_text(encoding="utf-8"), str(run.recipe)).model_dump(exclude_unset=True, mode="json")
+    shared = {name: value for name, value in without_local_paths(values).items() if name not in _LOCAL_SETTINGS}
+    return f"With finetune {__version__}:\n\n```yaml\n{yaml.dump(shared)}```"
 
 
 def _data(run: RunDirectory) -> str:
-    """Number of rows and tokens, and the fingerprint; no row."""
-    path = run.data / "report.json"
-    changes = changes_in(run.data, required=False, only=path.name)
-    report = {} if changes else read_object(path) or {}
+    """Return the numbers of rows and tokens, and the fingerprint of the data."""
+    changes = changes_in(run.data, required=False, only="report.json")
+    report = {} if changes else read_object(run.data / "report.json") or {}
     lines = [f"- {change}" for change in changes]
-    for name, split_report in (("training", report), ("held out", report.get("eval_report") or {})):
-        if split_report.get("rows_used") is not None:
-            lines.append(f"- {name}: {split_report['rows_used']:,} rows, {split_report.get('total_tokens') or 0:,} tokens")
-    try:
-        fingerprint = (run.data / "fingerprint").read_text(encoding="utf-8").strip()
-    except OSError:
-        fingerprint = ""
-    if fingerprint:
-        lines.append(f"- fingerprint of the tokenised rows: `{fingerprint}`")
+    for name, split in (("training", report), ("held out", report.get("eval_report") or {})):
+        if split.get("rows_used") is not None:
+            lines.append(f"- {name}: {split['rows_used']:,} rows, {split.get('total_tokens') or 0:,} tokens")
+    fingerprint = run.data / "fingerprint"
+    if fingerprint.is_file():
+        lines.append(f"- fingerprint of the tokenised rows: `{fingerprint.read_text(encoding='utf-8').strip()}`")
     return "\n".join(lines)
 
 
 def _evaluation(run: RunDirectory) -> str:
-    """Every evaluation so far: scores and differences with their intervals, no row."""
     sections = [_scores_table(values) for values in read_evaluations(run).values()]
     if forgetting := read_forgetting(run):
-        rows = [f"- {result['rows_of']} ({result['rows']:,} rows): {_loss_difference(result)}" for result in forgetting]
+        rows = [
+            f"- {result['rows_of']} ({result['rows']:,} rows): {_gap(result.get('difference'), names='loss now - before')}"
+            for result in forgetting
+        ]
         sections.append("Forgetting (loss per trained token):\n\n" + "\n".join(rows))
     if damaged := unreadable_evaluations(run):
         sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
 
 
-def _loss_difference(result: dict[str, Any]) -> str:
-    difference = result.get("difference")
-    return format_difference(Difference(**difference) if difference else None, names="loss now - before")
+def _gap(difference: dict[str, Any] | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
+    return format_difference(Difference(**difference) if difference else None, scale, unit, names)
 
 
 def _scores_table(values: dict[str, Any]) -> str:
-    base, tuned = values["base"], values["tuned"]
-    names = ("before", "now") if values.get("forgetting") or values.get("against_adapter") else ("base", "tuned")
-    rows_name = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
-    rows_name += " of the run that it continued" if values.get("forgetting") else ""
-    rows = [f"| {values['rows']:,} {rows_name} | {names[0]} | {names[1]} | difference |", "|---|---|---|---|"]
-    percent, number = ".1%", ".4f"
-    metrics = [
-        ("exact match", "exact_match", percent, 100.0, " points", "exact_match_difference"),
-        (values["score"], "score", number, 1.0, "", "score_difference"),
-        ("pairs in order", "pairs_in_order", percent, 100.0, " points", "pairs_in_order_difference"),
-        ("loss per trained token", "loss", number, 1.0, "", "loss_difference"),
-        ("perplexity", "perplexity", number, 1.0, "", ""), ("token accuracy", "token_accuracy", percent, 1.0, "", ""),
-    ]  # fmt: skip
-    for name, key, form, scale, unit, difference_key in metrics:
-        if tuned.get(key) is None or base.get(key) is None or (key == "score" and values["score"] in ("exact", "loss")):
+    base, tuned, score = values["base"], values["tuned"], values["score"]
+    first, second = ("before", "now") if values.get("forgetting") or values.get("against_adapter") else ("base", "tuned")
+    rows_of = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
+    rows_of += " of the run that it continued" if values.get("forgetting") else ""
+    rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
+    for label, field, form, scale, unit in _METRICS:
+        if tuned.get(field) is None or base.get(field) is None or (field == "score" and score in ("exact", "loss")):
             continue
-        gap = values.get(difference_key) if difference_key else None
-        difference = format_difference(Difference(**gap), scale, unit, " - ".join(reversed(names))) if gap else ""
-        rows.append(f"| {name} | {base[key]:{form}} | {tuned[key]:{form}} | {difference} |")
+        difference = values.get(f"{field}_difference")
+        gap = _gap(difference, scale, unit, f"{second} - {first}") if difference else ""
+        rows.append(f"| {label or score} | {base[field]:{form}} | {tuned[field]:{form}} | {gap} |")
     return "\n".join(rows)
 
 
 def _memory(run: RunDirectory, plan: Plan) -> str:
-    """Allocated memory: forecast and measured."""
-    rows = []
-    for event in read_events(run.events):
-        if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:
-            forecast, measured = event.predicted_allocated_bytes, event.measured_allocated_bytes
-            rows.append(
-                f"| {event.at} | {format_bytes(forecast)} | {format_bytes(measured)} | {measured / forecast - 1:+.1%} |"
-            )
-    if not rows:
-        peak = format_bytes(plan.forecast.peak_bytes) if plan.forecast else None
-        return f"Forecast: {peak} at the peak; not measured." if peak else ""
-    return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| {event.at} | {format_bytes(event.predicted_allocated_bytes)} | {format_bytes(event.measured_allocated_bytes)} "
+        f"| {event.measured_allocated_bytes / event.predicted_allocated_bytes - 1:+.1%} |"
+        for event in read_events(run.events)
+        if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes
+    ]
+    if rows:
+        return "\n".join(["| allocated memory | forecast | measured | difference |", "|---|---|---|---|", *rows])
+    return f"Forecast: {format_bytes(plan.forecast.peak_bytes)} at the peak; not measured." if plan.forecast else ""
