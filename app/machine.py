@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from finetune.card.vendor import Device
+from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
 from finetune.run.state import is_alive
 

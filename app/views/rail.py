@@ -8,7 +8,6 @@ from types import MappingProxyType
 from urllib.parse import quote
 
 from finetune import __version__
-from finetune.card.vendors import vendors
 from finetune.units import GIB
 
 from ..language import LANGUAGES, current, mark, tr
@@ -108,8 +107,7 @@ def foot() -> str:
 
 def short_name(gpu_name: str) -> str:
     """A GPU's name without its maker's."""
-    maker = next((vendor.name for vendor in vendors() if gpu_name.startswith(f"{vendor.name} ")), "")
-    return gpu_name.removeprefix(maker).lstrip().removeprefix("GeForce ")
+    return gpu_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def _link(target: str, name: str, *, current: bool) -> str:

@@ -6,8 +6,6 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 
-from finetune.card.card import Card
-
 
 @dataclass(frozen=True)
 class AllocatorSettings:
@@ -36,11 +34,9 @@ def has_windows_driver(system: str = sys.platform) -> bool:
     return system == "win32" or (system == sys.platform and "microsoft" in platform.release().lower())
 
 
-def expandable_segments(card: Card | None = None, system: str = sys.platform) -> bool:
-    """Whether a run on this card (default: this machine's) and system gets expandable segments: the vendor decides."""
-    from finetune.card.vendors import vendor_of  # the replay needs no driver's library
-
-    return vendor_of(card).supports_expandable_segments(windows_driver=has_windows_driver(system))
+def expandable_segments(system: str = sys.platform) -> bool:
+    """Whether a run on this system gets expandable segments: not on native Windows, nor under WSL (pytorch#192330)."""
+    return not has_windows_driver(system)
 
 
 def usual_settings() -> AllocatorSettings:

@@ -14,7 +14,6 @@ class Card:
     `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share` (in large matrix products: 140 of 165
     TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
     card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
-    `vendor`: its name in the table of vendors; empty: of this machine's GPU.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Card:
     uuid: str | None = None
     problem: str = ""
     problem_fix: str = ""
-    vendor: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -43,6 +41,4 @@ class Card:
     @property
     def supports_bf16(self) -> bool:
         """Whether it trains in bf16, else in fp16. Every CPU can."""
-        from finetune.card.vendors import vendor_of  # a value that needs no driver's library
-
-        return self.is_cpu or vendor_of(self).supports_bf16(self.capability)
+        return self.is_cpu or (self.capability is not None and self.capability >= (8, 0))  # Turing trains in fp16

@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from finetune.card import nvidia
 from finetune.card.allocator import AllocatorSettings
-from finetune.card.vendors import current_vendor
 from finetune.compat import torch as private
 from finetune.units import MIB
 
@@ -32,13 +32,11 @@ def device_of(number: int) -> str | int:
 def uuid() -> str:
     """UUID of the current card, as the driver spells it; of a MIG instance the visible-devices variable has it."""
     import torch
-
-    vendor = current_vendor()
-    visible = os.environ.get(vendor.visible_variable, "").split(",")
-    if visible[0].startswith(vendor.uuid_prefixes):
+    visible = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
+    if visible[0].startswith(nvidia.UUID_PREFIXES):
         return visible[torch.cuda.current_device()]
     gpu_uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return gpu_uuid if gpu_uuid.startswith(prefix := vendor.uuid_prefixes[0]) else f"{prefix}{gpu_uuid}"
+    return gpu_uuid if gpu_uuid.startswith(prefix := nvidia.UUID_PREFIXES[0]) else f"{prefix}{gpu_uuid}"
 
 
 def total_bytes() -> int:

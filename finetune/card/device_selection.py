@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from finetune.card.vendor import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
-from finetune.card.vendors import current_vendor
+from finetune.card import nvidia
+from finetune.card.nvidia import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
 from finetune.card.visible import for_processes, in_cuda_order, usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
@@ -41,14 +41,13 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
     The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
     of these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
-    vendor = current_vendor()
     try:
-        devices, lost_cards = vendor.read_devices()
-        driver = vendor.driver_versions()
+        devices, lost_cards = nvidia.read_devices()
+        driver = nvidia.driver_versions()
     except DriverError as error:
         raise NoCard(
-            f"gpu: {gpu}, but this machine has no {vendor.name} card that can be used ({driver_message(error)})",
-            _driver_fix(error, vendor.container_fix),
+            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({driver_message(error)})",
+            _driver_fix(error, nvidia.CONTAINER_FIX),
         ) from None
     allowed = visible(devices)
     candidates = [device for device in allowed if wanted is None or wanted(device)]
@@ -77,12 +76,12 @@ def _no_card(
 ) -> tuple[str, str]:
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
-        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{current_vendor().lost_fix} {_NO_CARD}"
+        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{nvidia.LOST_FIX} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
     described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
     machine_cards = ", ".join([*described, *(f"{card.index}, which does not answer ({card.why})" for card in lost_cards)])
-    setting = f"{current_vendor().visible_variable}={visible_devices()!r}"
+    setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
     if not allowed or hidden:
         hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
         return f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}."
@@ -98,7 +97,7 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         )
         reason += f"; card {chosen.index} of {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
-        reason += f"; card {chosen.index}, as {current_vendor().visible_variable} says"
+        reason += f"; card {chosen.index}, as {nvidia.VISIBLE_VARIABLE} says"
         if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
             reason += ", counted from the fastest as CUDA does"
     return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)
@@ -113,5 +112,5 @@ def torch_build() -> Build:
 
 def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:
     """Why the installed torch can't use this GPU with this driver, and the fix; else None."""
-    build, vendor = torch_build(), current_vendor()
-    return vendor.build_problem(build, driver) or vendor.capability_problem(build, name, capability)
+    build = torch_build()
+    return nvidia.build_problem(build, driver) or nvidia.capability_problem(build, name, capability)

@@ -14,9 +14,8 @@ from finetune.card.card import Card
 from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
+from finetune.card.nvidia import Device
 from finetune.card.unsupported import why_unsupported
-from finetune.card.vendor import Device
-from finetune.card.vendors import current_vendor, vendors
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
@@ -25,14 +24,10 @@ ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_UUIDS = "|".join(prefix.lower() for vendor in vendors() for prefix in vendor.uuid_prefixes)
-_DEVICE_ID = re.compile(rf"\d{{1,2}}(:\d{{1,2}})?|({_UUIDS})[0-9a-f/-]+")
+_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu-|mig-)[0-9a-f/-]+")
 #: In names of cards as people type them.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
-_LEFT_OUT = re.compile(
-    "|".join(word.lower() for vendor in vendors() for word in (vendor.name, *vendor.product_lines))
-    + "|graphics|corporation|generation"
-)
+_LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
 _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
 _COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,2})$", re.I)
 
@@ -99,7 +94,7 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
         reason=f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {entry['source']}",
-        vendor=entry["vendor"], **entry.get("sustained", {}),
+        **entry.get("sustained", {}),
     )  # fmt: skip
 
 
@@ -123,7 +118,7 @@ def _measured_card(choice: Choice) -> Card:
         context_uncertainty_bytes=spread, source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
         f"{format_bytes(used)} in use{holders}; CUDA context {context_source}{choice.reason}",
-        uuid=device.uuid, problem=problem, problem_fix=fix, vendor=current_vendor().name,
+        uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
 
 
@@ -151,7 +146,7 @@ def _on_this_machine(wanted: Card, processes: int) -> Card:
 
 
 def _catalogue_card(gpu: str) -> Card:
-    """A catalogue card by name, ignoring case, spaces, dashes and vendor. Raises RecipeError with the closest names."""
+    """A catalogue card by name, ignoring case, spaces and dashes. Raises RecipeError with the closest names."""
     if name := _catalogue_name(gpu):
         return _from_entry(name, _entries()[name])
     count, single = _split_count(gpu)

@@ -1,27 +1,84 @@
-"""NVIDIA's answers about this machine's GPUs, through NVML: no torch, no CUDA context, nothing allocated."""
+"""This machine's GPUs through NVML: no torch, no CUDA context, nothing allocated. Functions that ask it raise DriverError."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
 
-from finetune.card.vendor import (
-    WHEEL_FIX,
-    Build,
-    Device,
-    Driver,
-    DriverError,
-    LostCard,
-    OpenDevice,
-    driver_message,
-    in_container,
-)  # fmt: skip
 from finetune.units import format_bytes
+
+#: The PID namespace that every Linux machine starts with (include/linux/proc_ns.h); another one is a container's, or WSL's.
+FIRST_NAMESPACE = "pid:[4026531836]"
+WHEEL_FIX = (
+    "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
+    "https://pytorch.org/get-started/locally/"
+)
+
+
+class DriverError(Exception):
+    """The driver is missing, or does not answer. `was_updated`: it no longer fits its library until the machine restarts."""
+
+    def __init__(self, message: str, *, was_updated: bool = False) -> None:
+        super().__init__(message)
+        self.was_updated = was_updated
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one instance of a split GPU, as the driver reports it.
+
+    `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
+    as the driver counts, `0:1` for an instance. `speed`: cores x MHz, which orders GPUs; 0 when unknown.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int] | None
+    pcie_bytes_s: float | None
+    holders: tuple[str, ...]
+    index: str = "0"
+    uuid: str | None = None
+    speed: int = 0
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is a part of a split GPU (MIG)."""
+        return ":" in self.index
+
+
+@dataclass(frozen=True)
+class LostCard:
+    """A GPU that the driver lists and can't describe; `why` in the driver's words."""
+
+    index: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Build:
+    """The installed torch: its version and what it is built for; `cuda` and `hip` are None without it."""
+
+    version: str
+    cuda: str | None
+    hip: str | None = None
+
+    @property
+    def platform(self) -> str:
+        """What it is built for: `CUDA 13.0`, `ROCm 7.1`; empty for a CPU-only build."""
+        return f"ROCm {self.hip}" if self.hip else f"CUDA {self.cuda}" if self.cuda else ""
+
+
+#: The driver's version, and the newest CUDA (major, minor) that it runs.
+Driver = tuple[str, tuple[int, int]]
+
 
 #: NVML's answers when an older driver lacks a function, or this card has no value.
 _MISSING = (
@@ -36,107 +93,97 @@ OLDEST_CAPABILITY = {13: (7, 5)}
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 
 
-class Nvidia:
-    """NVIDIA's answers."""
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+SEES_NONE = "-1"  # CUDA has no such device, and an empty value would unset the variable on Windows
+DRIVER_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # makes CUDA count GPUs as the driver does
+UUID_PREFIXES = ("GPU-", "MIG-")
+CONTAINER_FIX = "In a container: was it given the GPU (docker run --gpus all)?"
+DRIVER_FIX = "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
+LOST_FIX = (
+    "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
+)
 
-    name: ClassVar[str] = "NVIDIA"
-    platform: ClassVar[str] = "CUDA"
-    product_lines: ClassVar[tuple[str, ...]] = ("GeForce", "Tesla", "Quadro")
-    pci_id: ClassVar[str] = "0x10de"
-    visible_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
-    sees_none: ClassVar[str] = "-1"  # CUDA has no device of this number, and an empty value would unset the variable on Windows
-    driver_order: ClassVar[tuple[str, str]] = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    uuid_prefixes: ClassVar[tuple[str, ...]] = ("GPU-", "MIG-")
-    container_fix: ClassVar[str] = "In a container: was it given the GPU (docker run --gpus all)?"
-    driver_fix: ClassVar[str] = (
-        "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
+
+def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
+    """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
+    devices: list[Device] = []
+    lost_cards: list[LostCard] = []
+    with _session():
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                devices += _of_card(number)
+            except pynvml.NVMLError as error:
+                lost_cards.append(LostCard(str(number), driver_message(error)))
+    return tuple(devices), tuple(lost_cards)
+
+
+def driver_versions() -> Driver:
+    """The driver's version and the newest CUDA (major, minor) it runs."""
+    with _session():
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+
+
+def open_device(uuid: str) -> OpenDevice:
+    """A GPU; NVML stays open until the process ends."""
+    with _driver_errors():
+        pynvml.nvmlInit()
+        return OpenDevice(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+
+
+def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None:
+    """A build for AMD or the CPU, or for a newer CUDA than the driver runs."""
+    if build.hip:
+        return f"torch {build.version} is built for AMD cards (ROCm)", WHEEL_FIX
+    if build.cuda is None:
+        return f"torch {build.version} is a CPU-only build; the card is not used", WHEEL_FIX
+    major = int(build.cuda.split(".")[0])
+    if driver is None or major <= driver[1][0]:
+        return None
+    newest, oldest = f"{driver[1][0]}.{driver[1][1]}", OLDEST_DRIVER.get(major)
+    update = f"Update the driver{f' to {oldest} or newer' if oldest else ''}"
+    return (
+        f"torch {build.version} is built for CUDA {build.cuda}, driver {driver[0]} supports CUDA up to {newest}",
+        f"{update}, or install an older wheel. {WHEEL_FIX}",
     )
-    lost_fix: ClassVar[str] = (
-        "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
+
+
+def capability_problem(build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
+    """A compute capability that the build's CUDA has dropped."""
+    if build.cuda is None or capability is None:
+        return None
+    oldest = OLDEST_CAPABILITY.get(int(build.cuda.split(".")[0]), (0, 0))
+    if capability >= oldest:
+        return None
+    return (
+        f"{name} has compute capability {capability[0]}.{capability[1]}, CUDA {build.cuda} of torch {build.version} needs "
+        f"{oldest[0]}.{oldest[1]} or later",
+        "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
     )
-    kubernetes_resource: ClassVar[str] = "nvidia.com/gpu"
-
-    def read_devices(self) -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-        """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
-        devices: list[Device] = []
-        lost_cards: list[LostCard] = []
-        with _session():
-            for number in range(pynvml.nvmlDeviceGetCount()):
-                try:
-                    devices += _of_card(number)
-                except pynvml.NVMLError as error:
-                    lost_cards.append(LostCard(str(number), driver_message(error)))
-        return tuple(devices), tuple(lost_cards)
-
-    def driver_versions(self) -> Driver:
-        """The driver's version and the newest CUDA (major, minor) it runs."""
-        with _session():
-            cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-            return _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
-
-    def open_device(self, uuid: str) -> OpenDevice:
-        """A GPU; NVML stays open until the process ends."""
-        with _driver_errors():
-            pynvml.nvmlInit()
-            return _OpenNvidia(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-
-    def build_problem(self, build: Build, driver: Driver | None) -> tuple[str, str] | None:
-        """A build for AMD or the CPU, or for a newer CUDA than the driver runs."""
-        if build.hip:
-            return f"torch {build.version} is built for AMD cards (ROCm)", WHEEL_FIX
-        if build.cuda is None:
-            return f"torch {build.version} is a CPU-only build; the card is not used", WHEEL_FIX
-        major = int(build.cuda.split(".")[0])
-        if driver is None or major <= driver[1][0]:
-            return None
-        newest, oldest = f"{driver[1][0]}.{driver[1][1]}", OLDEST_DRIVER.get(major)
-        update = f"Update the driver{f' to {oldest} or newer' if oldest else ''}"
-        return (
-            f"torch {build.version} is built for CUDA {build.cuda}, driver {driver[0]} supports CUDA up to {newest}",
-            f"{update}, or install an older wheel. {WHEEL_FIX}",
-        )
-
-    def capability_problem(self, build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
-        """A compute capability that the build's CUDA has dropped."""
-        if build.cuda is None or capability is None:
-            return None
-        oldest = OLDEST_CAPABILITY.get(int(build.cuda.split(".")[0]), (0, 0))
-        if capability >= oldest:
-            return None
-        return (
-            f"{name} has compute capability {capability[0]}.{capability[1]}, CUDA {build.cuda} of torch {build.version} needs "
-            f"{oldest[0]}.{oldest[1]} or later",
-            "Wheels for CUDA 12.6 still have kernels for it: pip install torch --index-url https://download.pytorch.org/whl/cu126",
-        )
-
-    def has_kernels(self, capability: tuple[int, int], architectures: list[str]) -> bool:
-        """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that this GPU runs.
-
-        Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on
-        that one only, with `f` within its family (CUDA programming guide, "Compute Capability").
-        """
-        for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
-            built = (int(number[:-1]), int(number[-1]))
-            if feature == "a":
-                fits = built == capability
-            elif kind == "sm" or feature == "f":
-                fits = built[0] == capability[0] and built <= capability
-            else:
-                fits = built <= capability
-            if fits:
-                return True
-        return False
-
-    def supports_bf16(self, capability: tuple[int, int] | None) -> bool:
-        """Ampere (8.0) and later; Turing trains in fp16."""
-        return capability is not None and capability >= (8, 0)
-
-    def supports_expandable_segments(self, *, windows_driver: bool) -> bool:
-        """Not on native Windows, nor under WSL (pytorch#192330)."""
-        return not windows_driver
 
 
-class _OpenNvidia:
+def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that this GPU runs.
+
+    Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on
+    that one only, with `f` within its family (CUDA programming guide, "Compute Capability").
+    """
+    for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
+        built = (int(number[:-1]), int(number[-1]))
+        if feature == "a":
+            fits = built == capability
+        elif kind == "sm" or feature == "f":
+            fits = built[0] == capability[0] and built <= capability
+        else:
+            fits = built <= capability
+        if fits:
+            return True
+    return False
+
+
+class OpenDevice:
+    """A GPU that is asked repeatedly while a run uses it. Each method raises DriverError."""
+
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
@@ -271,3 +318,16 @@ def _process(pid: int) -> str:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def in_container() -> bool:
+    """Whether process ids here are not the machine's own, as in a container or under WSL."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
+    except OSError:  # not Linux
+        return False
+
+
+def driver_message(error: Exception) -> str:
+    """The message of a driver error, for the middle of a sentence."""
+    return str(error).rstrip(".").lower()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from finetune.card.vendor import Device, DriverError
-from finetune.card.vendors import current_vendor, vendors
+from finetune.card import nvidia
+from finetune.card.nvidia import Device, DriverError
 
-#: Each vendor's variable before `hide_gpus` replaced it, None where it was not set; empty in a process that has not called it.
-_before_hiding: dict[str, str | None] = {}
+_UNTOUCHED = "untouched"
+#: CUDA_VISIBLE_DEVICES before `hide_gpus` replaced it; None: not set.
+_before_hiding: str | None = _UNTOUCHED
 
 
 def hide_gpus() -> None:
@@ -21,26 +22,26 @@ def hide_gpus() -> None:
     A dry run's optimizer asks whether a CUDA graph is captured, which opens a context: 0.3 to 0.5 GiB that the planned run then
     lacks. With a GPU autograd starts threads, too, after which a fork can't run a backward pass. NVML still sees every GPU.
     """
-    if not _before_hiding:
-        for vendor in vendors():
-            _before_hiding[vendor.visible_variable] = os.environ.get(vendor.visible_variable)
-            os.environ[vendor.visible_variable] = vendor.sees_none
+    global _before_hiding
+    if _before_hiding == _UNTOUCHED:
+        _before_hiding = os.environ.get(nvidia.VISIBLE_VARIABLE)
+        os.environ[nvidia.VISIBLE_VARIABLE] = nvidia.SEES_NONE
 
 
 def visible_devices() -> str | None:
-    """The variable of visible devices as the user has set it; None when it is not set."""
-    variable = current_vendor().visible_variable
-    return _before_hiding[variable] if _before_hiding else os.environ.get(variable)
+    """CUDA_VISIBLE_DEVICES as the user has set it; None when it is not set."""
+    return os.environ.get(nvidia.VISIBLE_VARIABLE) if _before_hiding == _UNTOUCHED else _before_hiding
 
 
 def environment_with_gpus() -> dict[str, str]:
     """This process's environment for a child that computes: `hide_gpus` is undone."""
-    others = {name: value for name, value in os.environ.items() if name not in _before_hiding}
-    return {**others, **{name: value for name, value in _before_hiding.items() if value is not None}}
+    others = {name: value for name, value in os.environ.items() if name != nvidia.VISIBLE_VARIABLE}
+    shown = visible_devices()
+    return others if shown is None else {**others, nvidia.VISIBLE_VARIABLE: shown}
 
 
 def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """The devices that the vendor's variable leaves, in the order in which it names them.
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in the order in which it names them.
 
     An entry that names none hides all after it; one that is named twice hides all of them.
     """
@@ -62,7 +63,7 @@ def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
 def usable_devices() -> tuple[Device, ...]:
     """The devices of this machine that this process may use, as `visible`; none without a driver."""
     try:
-        return visible(current_vendor().read_devices()[0])
+        return visible(nvidia.read_devices()[0])
     except DriverError:
         return ()
 
@@ -82,7 +83,7 @@ def in_cuda_order(devices: Iterable[Device]) -> tuple[Device, ...]:
 
     How CUDA compares cards is not published; cores x clock is assumed, and the bus decides between equals.
     """
-    variable, driver_order = current_vendor().driver_order
+    variable, driver_order = nvidia.DRIVER_ORDER
     if os.environ.get(variable) == driver_order:
         return tuple(devices)
     return tuple(sorted(devices, key=lambda device: -device.speed))

@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.card import nvidia
 from finetune.card.find import find_card
+from finetune.card.nvidia import Device, DriverError
 from finetune.card.unsupported import why_unsupported
-from finetune.card.vendor import Device, DriverError
-from finetune.card.vendors import current_vendor, vendors
 from finetune.card.visible import visible, visible_devices
 from finetune.doctor.findings import Finding
 from finetune.files import existing_parent, free_disk_bytes
@@ -22,7 +22,7 @@ _NO_CARD_FIX = (
     "Without a card: plan for one (finetune plan RECIPE --gpu rtx-4090), or train the bundled model on the CPU "
     "(finetune run tiny-cpu)."
 )
-_MAKERS = {"0x1002": "AMD", "0x8086": "Intel", **{vendor.pci_id: vendor.name for vendor in vendors()}}
+_MAKERS = {"0x1002": "AMD", "0x8086": "Intel", "0x10de": "NVIDIA"}
 #: More than this share of a card's memory in use is worth a warning.
 MOST_IN_USE = 0.15
 #: Below the first a warning; below the second the libraries and the bundled model hardly fit.
@@ -35,29 +35,28 @@ PORT = 7860
 
 def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = None) -> Finding:
     """Does the driver answer, and which CUDA does it support? `pci`: where to look for a card when it doesn't."""
-    vendor = current_vendor()
     try:
-        driver, cuda = vendor.driver_versions()
+        driver, cuda = nvidia.driver_versions()
     except DriverError as error:
         reason = str(error).rstrip(".")
         if error.was_updated:
             return Finding("driver", "fail", f"the driver was updated while it ran ({reason})", "Restart the machine.")
         makers = _makers_of_cards(pci) | ({"Apple"} if (system or platform.system()) == "Darwin" else set())
-        if silent := next((row for row in vendors() if row.name in makers), None):
-            what = f"there is an {silent.name} card, but its driver does not answer ({reason})"
-            return Finding("driver", "fail", what, silent.driver_fix)
+        if "NVIDIA" in makers:
+            what = f"there is an NVIDIA card, but its driver does not answer ({reason})"
+            return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
         because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
         if because:
-            return Finding("driver", "warn", f"no {vendor.name} card in this machine ({reason}); {because}", fix)
-        return Finding("driver", "warn", f"no {vendor.name} card in this machine ({reason})", fix)
+            return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason}); {because}", fix)
+        return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason})", fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
-    return Finding("driver", "ok", f"{driver}, supports {vendor.platform} up to {facts['cuda']}", facts=facts)
+    return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 
 
 def check_cards() -> Iterator[Finding]:
     """Free memory of each card, which processes use the rest, and whether this process may use it."""
     try:
-        devices, unresponsive = current_vendor().read_devices()
+        devices, unresponsive = nvidia.read_devices()
     except DriverError:
         yield Finding("card memory", "skip", "no card")
         return
@@ -68,7 +67,7 @@ def check_cards() -> Iterator[Finding]:
         yield _card_finding(device, hidden=device not in allowed)
     for card in unresponsive:
         what = f"card {card.index} does not answer ({card.why})"
-        yield Finding("card memory", "fail", what, current_vendor().lost_fix, {"index": card.index})
+        yield Finding("card memory", "fail", what, nvidia.LOST_FIX, {"index": card.index})
 
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:
@@ -79,7 +78,7 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
         "capability": list(device.capability) if device.capability else None, "holders": list(device.holders),
     }  # fmt: skip
     if hidden:
-        what = f"{what}; hidden by {current_vendor().visible_variable}={visible_devices()!r}"
+        what = f"{what}; hidden by {nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
         return Finding("card memory", "skip", what, facts=facts)
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)

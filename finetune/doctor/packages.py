@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune import __version__
+from finetune.card import nvidia
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
-from finetune.card.vendor import WHEEL_FIX, Build, DriverError
-from finetune.card.vendors import current_vendor, vendors
+from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.doctor.findings import Finding
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
@@ -113,7 +113,7 @@ def _problem(code: int, errors: bytes) -> str:
 def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
     driver = None
     with contextlib.suppress(DriverError):
-        driver = current_vendor().driver_versions()
+        driver = nvidia.driver_versions()
     yield cuda_finding(part, driver)
     yield from (architecture_finding(part, device) for device in part["devices"])
 
@@ -122,7 +122,7 @@ def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | Non
     """`part`: what the probe reports of torch. `driver`: its version and the newest CUDA it supports, None without one."""
     version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
     build = Build(part["version"], part["cuda"], part["hip"])
-    if build.platform and not build.platform.startswith(tuple(vendor.platform for vendor in vendors())):
+    if build.platform and not build.cuda:
         return Finding("cuda", "warn", f"{version} is built for {build.platform}, which is not tested", facts=facts)
     if part["devices"]:
         names = ", ".join(device["name"] for device in part["devices"])
@@ -130,9 +130,9 @@ def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | Non
     if driver is None:
         kind = f"built for {build.platform}" if build.platform else "a CPU-only build"
         return Finding("cuda", "skip", f"{version}, {kind}; no driver", facts=facts)
-    if problem := current_vendor().build_problem(build, driver):
+    if problem := nvidia.build_problem(build, driver):
         return Finding("cuda", "fail", *problem, facts)
-    fix = f"Is {current_vendor().visible_variable} set? {current_vendor().container_fix}"
+    fix = f"Is {nvidia.VISIBLE_VARIABLE} set? {nvidia.CONTAINER_FIX}"
     what = f"{version} sees no card, though the driver answers: {part['cuda_error'] or 'none is visible'}"
     return Finding("cuda", "fail", what, fix, facts)
 
@@ -142,7 +142,7 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
     major, minor = device["capability"]
     facts = {"name": device["name"], "capability": device["capability"], "architectures": part["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"
-    if current_vendor().has_kernels((major, minor), part["architectures"]):
+    if nvidia.has_kernels((major, minor), part["architectures"]):
         return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"

@@ -80,7 +80,7 @@ def make_forecast(
         notes=run.notes + _notes(settings, card, replay),
     )
     least, most = forecast.peak_low_bytes, forecast.peak_high_bytes
-    if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments(card)):
+    if replay is None or budget_bytes is None or not least <= budget_bytes < most or not (even or expandable_segments()):
         return forecast
     limit = budget_bytes - (card.context_bytes or 0) - card.context_uncertainty_bytes
     return dataclasses.replace(forecast, at_limit=_at_limit(config, settings, card, rows, replay, limit))
@@ -137,7 +137,7 @@ def with_row_lengths(
     allocator was not replayed. `lowers`: the upper end is that of these steps and not at least the interval of runs that are
     not replayed; without lengths, as the rows were not read, of steps with rows of any length.
     """
-    expandable, read = expandable_segments(card), bool(lengths)
+    expandable, read = expandable_segments(), bool(lengths)
     if lowers and not read:
         lengths = range(LEAST_WIDTH, rows.tokens + 1)
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
@@ -246,7 +246,7 @@ def _replay_of(
 ) -> Replay | None:
     return replayed(
         config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,
-        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(card), limit=limit,
+        capability=card.capability or USUAL_CAPABILITY, expandable=expandable_segments(), limit=limit,
     )  # fmt: skip
 
 
@@ -259,13 +259,13 @@ def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) 
     if card.is_cpu:
         shares = (0.0, 0.0, 0.05)
     else:
-        shares = EXPANDABLE if expandable_segments(card) else SEGMENTED
+        shares = EXPANDABLE if expandable_segments() else SEGMENTED
     lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
     if replay is None:
         upper += PAGES if shares is EXPANDABLE else 0
     else:
         likely = replay.reserved_bytes
-        if expandable_segments(card):
+        if expandable_segments():
             upper = _with_replay_error(likely)
         else:
             upper = likely if even else max(likely, upper)
@@ -342,7 +342,7 @@ def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, 
         notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
     elif settings.torch_compile:
         notes.append("compiled layers keep what torch's partitioner chose on fake tensors; not measured on a card")
-    if not card.is_cpu and not expandable_segments(card):
+    if not card.is_cpu and not expandable_segments():
         if replay is not None and settings.packing is True:
             share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
             notes.append(

@@ -237,7 +237,7 @@ class _Planner:
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
         """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
-        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments(self.card):
+        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments():
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
@@ -253,7 +253,7 @@ class _Planner:
     def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
         return with_row_lengths(
             forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
-            budget_bytes=self.budget, lowers=not expandable_segments(self.card),
+            budget_bytes=self.budget, lowers=not expandable_segments(),
         )  # fmt: skip
 
     def compare(self, attempt: _Attempt) -> None:
@@ -372,7 +372,7 @@ class _Planner:
         return total_steps(choices, micro, accumulation, self.data)
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        if not self.replays_rows or self.card.is_cpu or expandable_segments(self.card):
+        if not self.replays_rows or self.card.is_cpu or expandable_segments():
             return self._with_excess(self.forecaster(config, settings, self.card, rows=self._rows(settings, width)))
         return self._with_excess(self._in_segments(config, settings, width, reference))
 

@@ -175,7 +175,7 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
     rows = data.row_shape(settings, Batches(settings.max_length, settings.packing is True, data).longest)
     forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
-    if card.is_cpu or not expandable_segments(card):
+    if card.is_cpu or not expandable_segments():
         return forecast
     return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
 

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from finetune.card import Card, cuda
+from finetune.card import Card, cuda, nvidia
 from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.device_selection import problem_of_torch
-from finetune.card.vendor import Device, DriverError
-from finetune.card.vendors import current_vendor
+from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import for_processes, usable_devices
 from finetune.errors import CardError
 from finetune.memory.forecast import EXPANDABLE, SEGMENTED
@@ -57,26 +56,24 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
 
 def lost_card(plan: Plan, run: Path) -> CardError | None:
     """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
-    vendor = current_vendor()
-    visible_entries = os.environ.get(vendor.visible_variable, "").split(",")
-    visible_uuids = [entry for entry in visible_entries if entry.startswith(vendor.uuid_prefixes)]
+    visible_entries = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
+    visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIXES)]
     run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
     try:
-        devices, lost_devices = vendor.read_devices()
+        devices, lost_devices = nvidia.read_devices()
     except DriverError:
         return None
     if plan.card.is_cpu or not lost_devices or {device.uuid for device in devices} >= set(run_uuids):
         return None
     return CardError(
         f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",
-        f"{vendor.lost_fix} Then: finetune resume {run}",
+        f"{nvidia.LOST_FIX} Then: finetune resume {run}",
     )
 
 
 def visibility(cards: Sequence[str]) -> dict[str, str]:
     """The environment of a process that sees these cards only, set before it first asks the driver; empty without cards."""
-    vendor = current_vendor()
-    return {vendor.visible_variable: ",".join(cards), **dict([vendor.driver_order])} if cards else {}
+    return {nvidia.VISIBLE_VARIABLE: ",".join(cards), **dict([nvidia.DRIVER_ORDER])} if cards else {}
 
 
 def restrict_visible_devices(run: RunDirectory) -> None:
@@ -92,7 +89,7 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
 def _devices(cards: Collection[str]) -> list[Device]:
     """The devices with these UUIDs, visible or not; none without a driver."""
     try:
-        return [device for device in current_vendor().read_devices()[0] if device.uuid in cards]
+        return [device for device in nvidia.read_devices()[0] if device.uuid in cards]
     except DriverError:
         return []
 
@@ -178,7 +175,7 @@ def _triton_problem() -> str:
 def _why_not(card: Card, error: Exception) -> tuple[str, str]:
     """Why a card can't be opened, and the fix."""
     try:
-        driver = current_vendor().driver_versions()
+        driver = nvidia.driver_versions()
     except DriverError:
         driver = None
     problem = problem_of_torch(card.name, card.capability, driver)

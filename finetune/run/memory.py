@@ -9,9 +9,8 @@ from typing import Any
 
 import psutil
 
-from finetune.card import cuda
-from finetune.card.vendor import DriverError, OpenDevice
-from finetune.card.vendors import current_vendor
+from finetune.card import cuda, nvidia
+from finetune.card.nvidia import DriverError, OpenDevice
 from finetune.events import Memory
 from finetune.system import peak_rss_bytes
 
@@ -27,7 +26,7 @@ class MemorySampler:
     def _gpu(self) -> OpenDevice | None:
         """The whole GPU; None on a CPU, and where the driver does not answer."""
         with contextlib.suppress(DriverError):
-            return current_vendor().open_device(cuda.uuid()) if self._on_cuda else None
+            return nvidia.open_device(cuda.uuid()) if self._on_cuda else None
         return None
 
     def sample(self) -> Memory:

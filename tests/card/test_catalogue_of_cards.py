@@ -4,7 +4,7 @@ import pytest
 
 from finetune.card import catalogue, find_card, measured_context, record_measurement
 from finetune.card.find import _entry_of
-from finetune.card.vendor import Device
+from finetune.card.nvidia import Device
 from finetune.errors import RecipeError
 from finetune.files import cache_dir
 from finetune.units import GIB, MIB

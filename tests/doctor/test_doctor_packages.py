@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.card.nvidia import Nvidia
+from finetune.card.nvidia import has_kernels
 from finetune.doctor.packages import architecture_finding, check_compiler, check_packages, check_stack, cuda_finding
 
 TORCH = {
@@ -175,7 +175,7 @@ def test_torch_and_driver(changes, driver, state, reason):
     ],
 )
 def test_a_wheel_runs_on_the_cards_it_has_code_for(capability, architectures, runs):
-    assert Nvidia().has_kernels(capability, architectures) is runs
+    assert has_kernels(capability, architectures) is runs
 
 
 def test_a_card_that_the_wheel_has_no_code_for_is_a_failure():

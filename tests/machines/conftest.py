@@ -10,7 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from finetune.card import vendor
+from finetune.card import nvidia
 
 HERE = Path(__file__).parent
 NOT_A_CONTAINER = str(Path("/proc/self/ns/pid").readlink()) if Path("/proc/self/ns/pid").is_symlink() else ""
@@ -39,7 +39,7 @@ def machine(driver_library, monkeypatch, tmp_path):
         monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(driver_library / "libnvidia-ml.so.1")))
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(vendor, "FIRST_NAMESPACE", "another" if name == "container" else NOT_A_CONTAINER)
+        monkeypatch.setattr(nvidia, "FIRST_NAMESPACE", "another" if name == "container" else NOT_A_CONTAINER)
         if name == "wsl":
             monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
         for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):

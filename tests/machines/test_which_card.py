@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from finetune.card import find_card
-from finetune.card.vendors import current_vendor
+from finetune.card import find_card, nvidia
 from finetune.card.visible import for_processes, visible
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import RecipeError
@@ -66,7 +65,7 @@ def test_a_fast_card_in_use_gives_way_to_a_free_one(machine):
 )
 def test_cuda_visible_devices_means_what_it_means_to_cuda(machine, setting, order, uuids):
     machine("two-3090", CUDA_VISIBLE_DEVICES=setting, **({"CUDA_DEVICE_ORDER": order} if order else {}))
-    assert [device.uuid for device in visible(current_vendor().read_devices()[0])] == uuids
+    assert [device.uuid for device in visible(nvidia.read_devices()[0])] == uuids
 
 
 def test_a_hidden_card_is_not_planned(machine):
@@ -144,7 +143,7 @@ def test_instances_of_a_split_card_are_one_card_to_several_processes(machine):
         line for name in "ab" for line in ("card = NVIDIA H200", "capability = 9.0", f"uuid = GPU-{name}", "total_mib = 99")
     ]
     machine("mig", *whole)
-    assert [device.uuid for device in for_processes(visible(current_vendor().read_devices()[0]))] == ["GPU-a", "GPU-b"]
+    assert [device.uuid for device in for_processes(visible(nvidia.read_devices()[0]))] == ["GPU-a", "GPU-b"]
     assert machine_problems(recipe, on_cpu=False) == []
 
 

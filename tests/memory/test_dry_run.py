@@ -259,4 +259,4 @@ def test_data_parallel_training_keeps_buckets_of_the_gradients():
 
 
 def test_where_segments_expand():
-    assert not expandable_segments(system="win32")
+    assert not expandable_segments("win32")

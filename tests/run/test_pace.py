@@ -1,6 +1,5 @@
 """How long the rest of a run takes, from events with times."""
 
-from dataclasses import replace
 
 import pytest
 
