@@ -46,8 +46,8 @@ class Machine:
 def _job(live: LiveRun) -> RunningJob:
     newest = live.digest.newest_step
     total = (newest.total_steps if newest else None) or live.plan().total_steps
-    share, left = min(1.0, live.digest.step / total) if live.digest.step and total else None, live.digest.pace.left
-    return RunningJob(live.run.path.name, share, left.likely_s if left else None)
+    share, left_s = min(1.0, live.digest.step / total) if live.digest.step and total else None, live.digest.pace.left_s
+    return RunningJob(live.run.path.name, share, left_s)
 
 
 def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:

@@ -20,7 +20,7 @@ from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
 from finetune.files import read_json, write_output
 from finetune.planner.plan import plan_was_edited
-from finetune.planner.run_time import expense_of
+from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.seal import changes_in
@@ -115,8 +115,8 @@ def _outcome(live: LiveRun) -> str:
     state = live.state()
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
-    expense = expense_of(list(read_events(live.run.events)), live.plan().settings.price_per_hour).summary
-    spent = note(f"{expense[:1].upper()}{expense[1:]}.") if expense else ""
+    cost = cost_of(seconds_spent(list(read_events(live.run.events))), live.plan().settings.price_per_hour)
+    spent = "" if cost is None else note(f"Cost {cost:,.2f}.")
     return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
-from finetune.planner.run_time import RunCost
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
@@ -196,7 +195,7 @@ def facts(plan: Plan) -> str:
     if step_s and steps:
         counted = tr("Time, {n} epoch" if epochs == 1 else "Time, {n} epochs", n=f"{epochs:g}")
         name = tr("Time") if settings.max_steps else counted
-        cells.append((name, f"≈ {minutes(step_s * steps)}", _cost(plan.cost) if plan.cost else ""))
+        cells.append((name, f"≈ {minutes(step_s * steps)}", _cost(plan)))
     elif steps:
         why = tr("a run measures it" if plan.card.is_cpu else "this GPU's speed is not known")
         cells.append((tr("Time"), tr("not known"), why))
@@ -214,13 +213,10 @@ def facts(plan: Plan) -> str:
     return f'<dl class="ft-facts">{shown}</dl>' if cells else ""
 
 
-def _cost(cost: RunCost) -> str:
-    """What the run costs, in the money of its price."""
-    hour = f"{cost.price_per_hour:g}"
-    if cost.low is None or cost.high is None:
-        likely = f"{cost.likely:,.2f}"
-        return tr("about {cost} at {price} an hour; its range is not measured here", cost=likely, price=hour)
-    return tr("{low} to {high} at {price} an hour", low=f"{cost.low:,.2f}", high=f"{cost.high:,.2f}", price=hour)
+def _cost(plan: Plan) -> str:
+    if plan.cost is None:
+        return ""
+    return tr("{cost} at {price} an hour", cost=f"{plan.cost:,.2f}", price=f"{plan.settings.price_per_hour:g}")
 
 
 def smaller(plan: Plan) -> str:

@@ -38,7 +38,7 @@ def verdict(plan: Plan) -> str:
         text += f" The largest part: {plan.shortfall.part}."
         text += f" The largest model in the catalogue that fits: {fits}." if fits else ""
     time = f"<p>{inert(_duration(plan))}</p>" if plan.total_steps else ""
-    time += f"<p>It costs {inert(plan.cost.summary)}.</p>" if plan.cost else ""
+    time += "" if plan.cost is None else f"<p>It costs {plan.cost:,.2f}.</p>"
     return f'<div class="ft-verdict {css}" role="status"><strong>{inert(title)}</strong><p>{inert(text)}</p>{time}</div>'
 
 

@@ -139,12 +139,10 @@ def _left(digest: Digest, state: RunState) -> str:
         return tr("ended {time}", time=_clock(last.time_s)) if last is not None and last.time_s else ""
     if state.state == "stopping":
         return tr("a checkpoint is being written")
-    left = digest.pace.left
-    if left is None or not digest.step:
+    left_s = digest.pace.left_s
+    if left_s is None or not digest.step:
         return ""
-    shortest, longest = (minutes(left.likely_s if end is None else end) for end in (left.low_s, left.high_s))
-    span = shortest if shortest == longest else tr("{low} to {high}", low=shortest, high=longest)
-    return tr("<b>{time} left</b>, ends about {clock}", time=span, clock=_clock(time.time() + left.likely_s))
+    return tr("<b>{time} left</b>, ends about {clock}", time=minutes(left_s), clock=_clock(time.time() + left_s))
 
 
 def _age(digest: Digest) -> str:

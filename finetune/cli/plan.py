@@ -157,8 +157,8 @@ def _print_result(plan: Plan) -> None:
             out.print(f"about {speed} (estimated){steps}")
         if plan.total_steps and plan.run_time:
             out.print(f"the run takes {plan.run_time.summary}")
-        if plan.cost:
-            out.print(f"it costs {plan.cost.summary}")
+        if plan.cost is not None:
+            out.print(f"it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour")
         if plan.layer_copies:
             out.print(_layers_line(plan.layer_copies))
         for note in plan.forecast.notes:

@@ -16,12 +16,11 @@ from rich.text import Text
 
 from finetune.errors import DataError
 from finetune.printable import printable
-from finetune.units import format_bytes, format_count
+from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
     from finetune.events import Memory, Step
-    from finetune.run.pace import TimeLeft
 
 
 class SafeConsole(Console):
@@ -109,13 +108,13 @@ def table(*columns: str, title: str | None = None) -> Table:
     return result
 
 
-def step_line(step: Step, left: TimeLeft | None) -> str:
-    """One step as a plain line of at most 80 columns; with a range of the time that is left it may be wider."""
+def step_line(step: Step, left_s: float | None) -> str:
+    """One step as a plain line of at most 80 columns."""
     shown = "-" if step.loss is None else f"{step.loss:.4f}"
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
     return (
         f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory_now(step)}  "
-        f"left {left.summary if left else '-'}"
+        f"left {'-' if left_s is None else format_seconds(left_s)}"
     )
 
 

@@ -24,7 +24,7 @@ from finetune.run import control
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
-from finetune.run.pace import Pace, TimeLeft
+from finetune.run.pace import Pace
 from finetune.run.state import read_state
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.methods import MAIN_METRICS, METRICS
@@ -174,8 +174,8 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
         out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
     out.print(f"Time: {plan.run_time.summary if plan.run_time else 'not measured here'}")
-    if plan.cost:
-        out.print(f"Cost: {plan.cost.summary}")
+    if plan.cost is not None:
+        out.print(f"Cost: {plan.cost:,.2f} at {settings.price_per_hour:g} an hour")
     for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
         if report is not None:
             for line in _data_lines(name, report):
@@ -220,7 +220,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
 
 def _events(
     run: RunDirectory, offset: int, interrupts: list[int], owner: bool
-) -> Iterator[tuple[events.Event, TimeLeft | None]]:
+) -> Iterator[tuple[events.Event, float | None]]:
     """Events until the run ends; with a step the time that is left, None where it isn't known."""
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
@@ -228,7 +228,7 @@ def _events(
         for event in reader.new():
             alive_s = time.monotonic()
             pace.add(event)
-            yield event, pace.left if isinstance(event, events.Step) else None
+            yield event, pace.left_s if isinstance(event, events.Step) else None
         if len(interrupts) > handled:
             now, handled = handled > 0, len(interrupts)
             if not owner:
@@ -269,8 +269,8 @@ class _JsonView:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def event(self, event: events.Event, left: TimeLeft | None) -> None:
-        times = {} if left is None else {"left_s": left.likely_s, "left_low_s": left.low_s, "left_high_s": left.high_s}
+    def event(self, event: events.Event, left_s: float | None) -> None:
+        times = {} if left_s is None else {"left_s": left_s}
         print_json(events.event_json(event) | times)
         sys.stdout.flush()
 
@@ -278,11 +278,11 @@ class _JsonView:
 class _LineView(_JsonView):
     """Plain lines for a file or a pipe: about forty step lines, whatever the number of steps."""
 
-    def event(self, event: events.Event, left: TimeLeft | None) -> None:
+    def event(self, event: events.Event, left_s: float | None) -> None:
         if isinstance(event, events.Step):
             every = max(1, (event.total_steps or 0) // 40)
             if event.step % every == 0 or event.step in (1, event.total_steps):
-                print(step_line(event, left), flush=True)
+                print(step_line(event, left_s), flush=True)
         elif text := _text_of(event):
             print(printable(text), flush=True)
 
@@ -307,11 +307,11 @@ class _BarView(_JsonView):
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
 
-    def event(self, event: events.Event, left: TimeLeft | None) -> None:
+    def event(self, event: events.Event, left_s: float | None) -> None:
         if isinstance(event, events.Step):
             loss = "-" if event.loss is None else f"{event.loss:.3f}"
             speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
-            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {left.summary if left else '-'}"
+            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {'-' if left_s is None else format_seconds(left_s)}"
             self._bar.update(self._task, description="training", completed=event.step, total=event.total_steps, shown=shown)
         elif isinstance(event, events.State):
             self._bar.update(self._task, description=event.state)

@@ -12,10 +12,9 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.planner.plan import read_plan
-from finetune.planner.run_time import expense_of
+from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.directory import RunDirectory, open_run, runs_from_here
 from finetune.run.state import read_state
-from finetune.serialise import to_json
 
 _ARGUMENTS = {
     "list": "takes no RUN",
@@ -92,22 +91,23 @@ def show_run(source: str, *, as_json: bool) -> None:
     state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
     events = list(EventReader(run.events).new())
     losses = [event.eval_loss for event in events if isinstance(event, Evaluation)]
-    expense = expense_of(events, _price_of(run))
+    spent_s = seconds_spent(events)
+    cost = cost_of(spent_s, _price_of(run))
     held_out = min((loss for loss in losses if loss is not None), default=None)
     scores = _scores(run)
     if as_json:
         print_json({
             "run": str(run.path), "state": state.state, "message": state.message, "step": state.step,
             "total_steps": state.total_steps, "loss": state.loss, "eval_loss": held_out, "scores": scores, "recipe": recipe,
-            "expense": to_json(expense),
+            "seconds": spent_s, "cost": cost,
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
     loss = "" if state.loss is None else f", loss {state.loss:.4f}"
     best = "" if held_out is None else f", lowest held-out loss {held_out:.4f}"
     out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
-    if expense.summary:
-        out.print(expense.summary)
+    if cost is not None:
+        out.print(f"cost {cost:,.2f}")
     if scores:
         _print_scores(scores)
     else:

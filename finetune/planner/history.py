@@ -41,11 +41,11 @@ class History:
 
 def record_run(
     plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
-    segments: int | None = None, train_s: float | None = None, load_s: float | None = None, cpu_s: float | None = None,
+    segments: int | None = None, train_s: float | None = None, load_s: float | None = None,
 ) -> None:  # fmt: skip
     """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
 
-    `step_s` is the median step time without the first steps; `train_s`, `load_s` and `cpu_s` are of a whole run in one go.
+    `step_s` is the median step time without the first steps; `train_s` and `load_s` are of a whole run in one go.
     Figures that the plan does not have are null.
     """
     forecast = plan.forecast
@@ -56,7 +56,7 @@ def record_run(
         "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
         "measured_reserved_bytes": reserved_bytes,
         "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
-        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "cpu_s": cpu_s,
+        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s,
     }  # fmt: skip
     rows = _rows()
     mine = [old for old in rows if old["card"] == plan.card.name]
@@ -93,7 +93,6 @@ def _measured_runs(rows: list[dict[str, Any]]) -> tuple[MeasuredRun, ...]:
     return tuple(
         MeasuredRun(
             str(row.get("model")), workload_s=row["workload_s"], train_s=row["train_s"], load_s=row["load_s"],
-            cpu_s=row.get("cpu_s"),
         )
         for row in rows
         if all(isinstance(row.get(name), float) and row[name] > 0 for name in ("workload_s", "train_s", "load_s"))
@@ -106,7 +105,7 @@ def _path() -> Path:
 
 def _are_numbers(row: dict[str, Any]) -> bool:
     """Whether every figure of a row is a number that can be divided by, zero or null."""
-    names = ("measured_", "forecast_", "modelled_", "cpu_s")
+    names = ("measured_", "forecast_", "modelled_")
     figures = [value for name, value in row.items() if name.startswith(names)]
     return all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in figures)
 

@@ -19,7 +19,7 @@ from finetune.checksum import is_damaged
 from finetune.errors import CommandError, DataError, DoesNotFit
 from finetune.files import read_json
 from finetune.memory.forecast import Forecast, RowShape
-from finetune.planner.run_time import RunCost, RunTime
+from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
@@ -334,7 +334,7 @@ class Plan:
     layer_copies: LayerCopies | None = None
     workload_s: float | None = None
     run_time: RunTime | None = None
-    cost: RunCost | None = None
+    cost: float | None = None
 
     @property
     def exit_code(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,7 @@ from finetune.planner.resources import (
     pinned_bytes,
     pinned_inputs_note,
 )
-from finetune.planner.run_time import run_cost, run_time, slowdowns_by_load, workload_s
+from finetune.planner.run_time import cost_of, run_time, workload_s
 from finetune.planner.search import EvaluatedStrategy, Search
 from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Job, knows_rates
@@ -51,7 +50,6 @@ from finetune.settings import AUTO, Recipe, Settings
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import method_of
-from finetune.system import load_averages
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.
@@ -288,8 +286,7 @@ class _Planner:
             notes=(*chosen.forecast.notes, *self._notes(attempt)),
         )
         workload = workload_s(timing.step_s, steps, settings, self.data)
-        slowdowns = slowdowns_by_load(load_averages(), os.cpu_count() or 1) if self.card.is_cpu else ()
-        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs, slowdowns)
+        length = run_time(workload, settings.model_name_or_path, self.history.measured_runs)
         modelled_s = forecast.step_s * steps if forecast.step_s and steps else None
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
@@ -298,7 +295,8 @@ class _Planner:
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast), workload_s=workload,
-            run_time=length, cost=run_cost(settings.price_per_hour, length, modelled_s),
+            run_time=length,
+            cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 

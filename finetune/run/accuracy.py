@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 
 from finetune.card.context import record_measurement
@@ -87,7 +86,6 @@ def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, f
         reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
         segments=_highest(step.peak_segments for step in steps),
         load_s=whole_run[0] if whole_run else None, train_s=whole_run[1] if whole_run else None,
-        cpu_s=time.process_time() if whole_run and plan.card.is_cpu else None,
     )  # fmt: skip
     contexts = [step.context_bytes for step in steps]
     measured = [size for size in contexts if size is not None and size > 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -10,27 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.events import Evaluation, Event, Start, Step
-from finetune.planner.run_time import AFTER_ONE_BY_CPU, spread_of
-from finetune.units import format_seconds
 
-#: Steps after which a run's own speed gives a range.
-FEWEST_STEPS = 10
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """Seconds until the last step. `low_s` and `high_s` are None before ten steps and before a first evaluation."""
-
-    likely_s: float
-    low_s: float | None = None
-    high_s: float | None = None
-
-    @property
-    def summary(self) -> str:
-        """`3 min to 5 min`, before ten steps `4 min`."""
-        ends = dict.fromkeys(format_seconds(self.likely_s if end is None else end) for end in (self.low_s, self.high_s))
-        return " to ".join(ends)
 
 
 @dataclass
@@ -75,22 +55,12 @@ class Pace:
             self.steps_s.append(interval_s)
 
     @property
-    def left(self) -> TimeLeft | None:
-        """The time for the steps and evaluations until the last step; None where unknown.
-
-        From ten steps on a range by how fifths of the newest steps differ: what changes a run's speed, such as another
-        program, changes it for several steps in a row.
-        """
+    def left_s(self) -> float | None:
+        """Seconds until the last step, by the median of the newest steps; None before the first step."""
         if not isinstance(self.last, Step) or self.last.total_steps is None or not self.steps_s:
             return None
-        steps, evaluations_s = max(0, self.last.total_steps - self.last.step), self._evaluations_left_s()
-        if len(self.steps_s) < FEWEST_STEPS or (self.eval_steps and not self.evaluations_s):
-            return TimeLeft(steps * statistics.median(self.steps_s) + evaluations_s)
-        part = len(self.steps_s) // 5
-        values = [*self.steps_s][-5 * part :]
-        logs = [math.log(max(statistics.fmean(values[begin : begin + part]), 1e-9)) for begin in range(0, part * 5, part)]
-        likely_s, spread = steps * math.exp(statistics.fmean(logs)) + evaluations_s, spread_of(logs, AFTER_ONE_BY_CPU)
-        return TimeLeft(likely_s, likely_s / spread, likely_s * spread)
+        steps = max(0, self.last.total_steps - self.last.step)
+        return steps * statistics.median(self.steps_s) + self._evaluations_left_s()
 
     def _evaluations_left_s(self) -> float:
         """Seconds of the evaluations before the last step, which are as long as the newest ones."""

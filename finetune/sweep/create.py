@@ -84,7 +84,7 @@ def create_sweep(
 def _run_seconds(plan: Plan) -> RunSeconds | None:
     """Of one arm's whole run: by earlier runs here, else by the speed model; None where neither is known."""
     if plan.run_time:
-        return RunSeconds(plan.run_time.load_s, plan.run_time.likely_s - plan.run_time.load_s)
+        return RunSeconds(plan.run_time.load_s, plan.run_time.train_s)
     step_s = plan.forecast.step_s if plan.forecast else None
     return RunSeconds(0.0, step_s * plan.total_steps) if step_s and plan.total_steps else None
 

@@ -28,7 +28,6 @@ from app.workspace import Workspace
 from finetune.errors import DataError
 from finetune.memory.forecast import AtLimit
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
-from finetune.planner.run_time import RunCost
 from finetune.recipe import load_recipe
 from finetune.units import GIB
 from tests.app.shown_texts import OPTION
@@ -66,7 +65,7 @@ def plan_of(verdict):
     suggestions = [Suggestion(override, GIB, 5 * GIB, cost) for override, cost in CHANGES.items()]
     return replace(
         now, verdict=verdict, headroom_bytes=9 * GIB if fits else -5 * GIB, budget_bytes=(22 if fits else 8) * GIB,
-        suggestions=() if fits else tuple(suggestions), alternatives=tuple(alternatives), cost=RunCost(2.0, 1.0, 3.0, 1.2),
+        suggestions=() if fits else tuple(suggestions), alternatives=tuple(alternatives),
         shortfall=None if fits else Shortfall(5 * GIB, "weights", 5 * GIB, "Qwen/Qwen3"),
         forecast=replace(now.forecast, at_limit=AtLimit(8 * GIB, 2, GIB), method="dry run", notes=()),
         checks=(ResourceCheck("disk", GIB, 9 * GIB, enough=True),), reasons=dict.fromkeys(now.reasons, "as the recipe sets it"),

@@ -13,7 +13,6 @@ from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
-from finetune.planner.run_time import RunTime, run_cost
 from finetune.recipe import load_recipe
 from finetune.settings import resolved
 from finetune.units import GIB, gib
@@ -40,10 +39,10 @@ def test_the_verdict_is_a_sentence_with_its_gib(peak, high, sentence):
 
 def test_the_cost_is_the_plans_own():
     plan = replace(plan_of(8 * GIB, 9 * GIB, 11 * GIB), settings=load_recipe("tiny-cpu"), total_steps=10)
-    plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0), run_time=RunTime(3600.0, 3600.0, 7200.0, 2, True))
+    plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0))
     assert "an hour" not in fit.facts(plan)
-    plan = replace(plan, cost=run_cost(2.0, plan.run_time, 3600.0))
-    assert "2.00 to 4.00 at 2 an hour" in fit.facts(plan)
+    plan = replace(plan, cost=2.0, settings=load_recipe("tiny-cpu", ["price_per_hour=2"]))
+    assert "2.00 at 2 an hour" in fit.facts(plan)
 
 
 def test_what_is_missing_is_counted_when_there_is_no_plan():

@@ -146,7 +146,7 @@ def test_no_number_of_a_damaged_file_stops_the_page(run, tmp_path):
     live.wait()
     json.dumps(live.digest.as_json())
     assert live.digest.step and live.state().step == live.digest.step
-    assert live.digest.pace.left is not None and live.digest.series["loss"].points()
+    assert live.digest.pace.left_s is not None and live.digest.series["loss"].points()
 
 
 def test_a_long_history_is_read_in_the_background_and_kept(run, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 
 from app.report import page
 from finetune.cli import main
-from finetune.events import State, Step, event_json
 from finetune.run.directory import RunDirectory
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
@@ -82,13 +81,6 @@ def test_runs_are_paired_on_the_rows_that_both_answered(runs):
 
 def test_an_evaluation_that_cannot_be_read_is_named(runs):
     assert "scores-torn.json can't be read" in Tags(page(runs[:1])).text
-
-
-def test_the_units_of_what_a_run_has_taken_keep_their_case(runs):
-    for number, event in enumerate((State(state="starting"), Step(step=1, step_s=3600.0, power_w=300.0))):
-        with (runs[0].path / "events.jsonl").open("a") as file:
-            file.write(json.dumps({**event_json(event), "time_s": 2e9 + number}) + "\n")
-    assert re.search(r"Energy of the steps [\d,.]+ Wh\.", Tags(page(runs[:1])).text)
 
 
 def test_a_run_that_has_only_a_plan_is_reported_too(runs):

@@ -4,7 +4,7 @@
 import pytest
 
 from finetune.events import Evaluation, Start, Step
-from finetune.run.pace import Pace, TimeLeft
+from finetune.run.pace import Pace
 
 
 def events_of(step_s, *, total=100, eval_steps=None, eval_s=20.0):
@@ -20,31 +20,14 @@ def events_of(step_s, *, total=100, eval_steps=None, eval_s=20.0):
 
 
 def left_after(step_s, **run):
-    return Pace.of(events_of(step_s, **run)).left
+    return Pace.of(events_of(step_s, **run)).left_s
 
 
-def test_after_ten_steps_the_time_left_is_a_range_that_is_wider_where_speed_changes():
-    assert left_after([1.0] * 9, total=99) == TimeLeft(90.0) and left_after([]) is None
-    steady, changing = left_after([1.0] * 10), left_after([1.0] * 6 + [2.0] * 4)
-    assert 86 < steady.low_s < 90 < steady.high_s < 94
-    assert changing.low_s < 90 < 180 < changing.high_s
-
-
-def test_evaluations_to_come_are_added_and_widen_nothing():
-    left = left_after([1.0] * 22, eval_steps=10)  # after 30, 40 to 90, and 100 after the last step
-    assert left.likely_s == pytest.approx(78 + 7 * 20) and left.low_s > 0.95 * left.likely_s
-    at_the_evaluation = left_after([1.0] * 21, eval_steps=10)
-    assert at_the_evaluation.likely_s == pytest.approx(79 + 7 * 20)
-    after_it = left_after([1.0] * 20, eval_steps=10)
-    assert after_it.likely_s == pytest.approx(80 + 7 * 20)
-
-
-def test_no_range_is_given_before_a_first_evaluation():
-    assert left_after([1.0] * 15, eval_steps=20) == TimeLeft(85.0)
-
-
-def test_the_time_left_is_that_of_the_newest_steps():
-    assert left_after([100.0] * 4 + [1.0] * 10, total=104).high_s < 94
+def test_the_time_left_is_the_median_of_the_newest_steps_and_the_evaluations_to_come():
+    assert left_after([1.0] * 9, total=99) == 90.0 and left_after([]) is None
+    assert left_after([100.0] * 4 + [1.0] * 10, total=104) == 90.0
+    assert left_after([1.0] * 22, eval_steps=10) == pytest.approx(78 + 7 * 20)  # after 30, 40 to 90, and 100
+    assert left_after([1.0] * 20, eval_steps=10) == pytest.approx(80 + 7 * 20)
 
 
 def test_a_step_takes_until_the_next_one_ends_but_not_the_time_that_a_run_was_paused():
