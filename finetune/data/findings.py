@@ -13,9 +13,9 @@ from finetune.data.tokenizer import is_replaced
 from finetune.data.tokens import Encoder
 from finetune.data.writing_scripts import SCRIPTS
 
-#: Smallest shares of rows that are reported: truncated, with the same answer, nearly equal to an earlier row, and with an
-#: answer in another script than most.
-_TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _NEAR_DUPLICATE_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01, 0.01
+#: Smallest shares of rows that are reported: truncated, with the same answer, and with an answer in another
+#: script than most.
+_TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01
 #: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
 _MIN_ROWS = 20
 #: Share of pairs whose chosen answer is the longer one, from which on length may be what is learnt.
@@ -96,11 +96,6 @@ def find_problems(
     if len(duplicates):
         text = "{rows} are duplicates; they are kept, so they count more than once"
         yield finding("duplicates", text, duplicates, "Remove them if that isn't meant.")
-    near_duplicates, compared = stored.near_duplicates(used)
-    if len(near_duplicates) > _NEAR_DUPLICATE_SHARE * compared:
-        sample = f" of the first {compared:,}" if compared < used.sum() else ""
-        text = f"{{rows}}{sample} say nearly the same as an earlier one; what they say counts more than once"
-        yield finding("near duplicates", text, near_duplicates, "Look at some, and remove them if that isn't meant.")
     if truncated.any() and truncated.sum() > _TRUNCATED_SHARE * used.sum():
         text = f"{{rows}} of {used.sum():,} are cut at max_length, and their end is not learnt"
         answers = used & (stored.has("conversation") | stored.has("pair"))

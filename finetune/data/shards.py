@@ -16,7 +16,6 @@ import pyarrow as pa
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.example import Example
-from finetune.data.near_duplicates import HASHES, MAX_ROWS, near_duplicates, sketches
 from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, pictures_of_sequences, sizes_of
 from finetune.data.report import Refused
 from finetune.data.tokens import Encoded
@@ -63,7 +62,6 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "asked": pa.array([prompt_digest(example) for example in examples], pa.uint64()),
         "answer": pa.array([_answer(example) for example in examples], pa.uint64()),
         "flags": pa.array(map(_flags, examples, sequences), pa.uint32()),
-        "sketch": pa.array(map(np.ndarray.tobytes, sketches(examples)), pa.binary(4 * HASHES)),
         "example": pa.array(contents, pa.large_binary()),
         "bad_field": pa.array([error and error.field for error in errors], pa.string()),
         "bad_reason": pa.array([error and error.reason for error in errors], pa.string()),
@@ -171,12 +169,6 @@ class StoredRows:
     def weights(self) -> np.ndarray:
         """How often each row is used in an epoch."""
         return np.array([part.weight for part in self.parts])[self.source_indices]
-
-    def near_duplicates(self, row_mask: np.ndarray) -> tuple[np.ndarray, int]:
-        """Indices of the rows in `row_mask` that nearly equal an earlier one, and how many were compared."""
-        rows = np.flatnonzero(row_mask)[:MAX_ROWS]
-        sketch = self._byte_matrix("sketch", 4 * HASHES).view(np.uint32)[rows]
-        return rows[near_duplicates(sketch, self.content_digests[rows])], len(rows)
 
     def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
         """Indices of the rows in `row_mask` that equal an earlier one of them, by 8 bytes of their digests."""

@@ -1,7 +1,6 @@
 """Findings in data: their count, first rows and fix; and none in clean data."""
 
 import json
-import random
 
 import pytest
 from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
@@ -109,18 +108,6 @@ def test_refused_rows_are_counted_by_reason_whatever_their_number():
 SHARED_TEXT = " ".join(
     f"The parcel number {n * n} with {n + 3} tents left the depot on day {7 * n} and comes by lorry." for n in range(12)
 )
-
-
-def test_rows_that_say_nearly_the_same_are_found_and_others_are_not(write):
-    towns = ["Lyon", "Kyoto", "Quito", "Turin", "Oslo", "Cairo"]
-    rows = [talk(f"Where is it, {town}?", SHARED_TEXT + town) for town in towns]
-    counts = {finding.kind: finding.rows for finding in report_of(write, rows).findings}
-    assert counts == {"near duplicates": len(towns) - 1}
-    vocabulary = [
-        f"{first}{second}" for first in ("river", "city", "small", "people") for second in ("bank", "gate", "wall", "side")
-    ]
-    others = [talk(f"{n}?", " ".join(random.Random(n).choices(vocabulary, k=60))) for n in range(40)]
-    assert report_of(write, others).findings == ()
 
 
 @pytest.mark.parametrize(
