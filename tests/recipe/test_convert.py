@@ -225,9 +225,8 @@ def test_dropout_is_off_in_dpo_and_that_is_listed():
     ],
 )  # fmt: skip
 def test_what_finetune_does_not_train_is_refused(tool, values, reason):
-    problems = refusals(yaml.safe_dump({key: value for key, value in (LEAST[tool] | values).items()}))
-    assert reason in problems or reason.partition(": ")[2] in problems
-    assert "abc" not in problems and len(problems.splitlines()) == 1
+    problems = refusals(yaml.safe_dump(LEAST[tool] | values, sort_keys=False))
+    assert reason in problems and "abc" not in problems and len(problems.splitlines()) == 1
 
 
 def test_qlora_in_4_bits_is_carried_over():
