@@ -155,14 +155,14 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
 
 def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
     assert code == 0 and "written" in captured.out and "LLaMA-Factory's default" in captured.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
 
 
 def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, capsys):
-    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
 

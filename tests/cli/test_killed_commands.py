@@ -14,7 +14,7 @@ from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_record
 
-FOREIGN = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+FOREIGN = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
 
 
 @pytest.fixture
