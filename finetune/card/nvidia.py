@@ -107,7 +107,7 @@ def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
             try:
                 card = pynvml.nvmlDeviceGetHandleByIndex(number)
                 if _is_split(card):
-                    fix = f"Turn MIG off: sudo nvidia-smi -i {number} -mig 0"
+                    fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
                     lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
                 else:
                     devices.append(_read(card, str(number)))
