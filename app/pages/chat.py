@@ -161,7 +161,6 @@ class _View:
         return ""
 
     def _warning(self, run: RunDirectory, plan: Plan) -> str:
-        """Forecast of whether this model fits together with the run that is training; empty when none is."""
         busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
         if busy is None or self.context.chats.is_running(run):
             return ""
@@ -233,7 +232,6 @@ def _pace(answer: Answer) -> str:
 
 
 def _call(call: Call) -> str:
-    """A call of a tool: its name, and each argument on a line."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     rows = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
     values = "".join(

@@ -91,8 +91,13 @@ def run_without_plan(path):
 ASKED = Question(id="1", text="a")
 
 
-@pytest.mark.parametrize(("turns", "alive", "can_stop"), [([], True, False), ([Turn(ASKED, done=Done(id="1"))], True, False),
-                                                          ([Turn(ASKED)], True, True), ([Turn(ASKED)], False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("turns", "alive", "can_stop"),
+    [
+        ([], True, False), ([Turn(ASKED, done=Done(id="1"))], True, False),
+        ([Turn(ASKED)], True, True), ([Turn(ASKED)], False, False),
+    ],
+)  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(tmp_path, monkeypatch, turns, alive, can_stop):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     run_without_plan(tmp_path / "runs" / "one")
