@@ -11,7 +11,7 @@ import gradio as gr
 from .context import Context
 from .language import tr
 from .machine import Machine
-from .pages import chat, data, fit, home, model, models, run, runs, settings
+from .pages import data, fit, home, model, models, run, runs, settings
 from .views import rail
 from .views.binding import QUIET, show
 
@@ -23,7 +23,6 @@ PAGES = (
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
-    ("try", "Chat", chat.build_page),
     ("models", "Models", models.build),
     ("settings", "Settings", settings.build),
 )

@@ -23,8 +23,8 @@ from finetune.units import GIB, format_bytes
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
-#: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu-|mig-)[0-9a-f/-]+")
+#: A card of this machine: its index in nvidia-smi, or (the beginning of) its UUID.
+_DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")
 #: In names of cards as people type them.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
@@ -124,7 +124,7 @@ def _measured_card(choice: Choice) -> Card:
 
 def _is_device(device: Device, wanted: str) -> bool:
     """Whether an index, or the beginning of a UUID, is this device's."""
-    return device.index == wanted or (len(wanted) > 4 and (device.uuid or "").lower().startswith(wanted))
+    return device.index == wanted or (len(wanted) > 4 and device.uuid.lower().startswith(wanted))
 
 
 def _entry_of(device: Device) -> str | None:

@@ -334,10 +334,7 @@ def evaluate(
 
 @cli.command()
 def chat(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest', of one base model.")
-    ] = None,
-    json: Json = False,
+    run: RunArgument = "latest", json: Json = False,
     base: Annotated[bool, typer.Option("--base", help="Chat with the base model, without the adapter.")] = False,
     both: Annotated[bool, typer.Option("--both", help="Base and tuned model answer, from the same seed.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Answer one prompt and exit.")] = None,
@@ -346,13 +343,11 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token, 1 samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-    tools: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON list of tools that the model may call; you type their answers.")
-    ] = None,
+    tools: Annotated[str | None, typer.Option(metavar="FILE", help="JSON list of tools that the model may call.")] = None,
 ) -> None:  # fmt: skip
     """Chat with the tuned model, the base model, or both.
 
-    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat. `/use RUN` changes who answers.
+    Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.
 
     Example:  finetune chat latest --prompt "My parcel is late."
 
@@ -361,9 +356,8 @@ def chat(
     from finetune.cli.chat import chat_with
 
     models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
-    run, *others = runs or ["latest"]
     chat_with(
-        run, others=others, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
+        run, models=models, prompt=prompt, system=system, max_new_tokens=max_new_tokens,
         temperature=temperature, top_p=top_p, seed=seed, as_json=json, tools_file=tools,
     )  # fmt: skip
 

@@ -29,6 +29,11 @@ class Answer:
     is_unreadable: bool = False
 
 
+def assistant_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """An answer as the message that templates write."""
+    return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
+
+
 @dataclass(frozen=True)
 class CallSyntax:
     """A form of calls. `opening` begins a call, `openings` are the literal texts with which that may begin.

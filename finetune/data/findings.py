@@ -24,17 +24,6 @@ _LONGER_CHOSEN_SHARE = 0.8
 _MAX_COMPARED = 20_000
 #: Weights of all good answers to those of all bad ones that KTO's paper advises (section 4.2), and TRL.
 _BALANCE = 1.0, 4 / 3
-#: Damage in a row's texts -> its description and what to do.
-_DAMAGE = {
-    "replaced": (
-        "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded",
-        "Make the file again from its source with the right encoding.",
-    ),
-    "mojibake": (
-        "{rows} look like UTF-8 that was read in another encoding, as \u00c3\u00a9 for \u00e9",
-        "Make the file again, or repair it with the package ftfy.",
-    ),
-}
 #: Note on a tokenised row -> its description and what to do.
 _NOTES = {
     "unrolled": ("the chat template changes answers as the conversation continues, so each is its own sequence, in {rows}", ""),
@@ -102,9 +91,10 @@ def find_problems(
         no_end = bool(answers.sum() >= _MIN_ROWS) and not (answers & ~truncated).any()
         fix = "Raise max_length, or leave them out: excess_length=drop"
         yield finding("truncated", text, truncated, fix, blocks=no_end)
-    for name, (text, fix) in _DAMAGE.items():
-        if (rows := used & stored.has(name)).any():
-            yield finding(name, text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
+    if (rows := used & stored.has("replaced")).any():
+        text = "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded"
+        fix = "Make the file again from its source with the right encoding."
+        yield finding("replaced", text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
     answers, counts = np.unique(stored.answer_digests[used & (stored.answer_digests != 0)], return_counts=True)
     if len(counts) and counts.max() >= _MIN_ROWS and counts.max() >= _SAME_ANSWER_SHARE * counts.sum():
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"

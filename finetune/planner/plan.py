@@ -356,10 +356,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read back what `as_json` wrote. Raises ValueError and KeyError when it is damaged or of another format."""
+        """Read back what `as_json` wrote. Raises ValueError when it is damaged or of another format."""
         if values.get("version") != VERSION:
             raise ValueError(f"plan format {values.get('version')}; this version reads format {VERSION}")
-        return from_json(cls, {**values, "settings": values["plan"]})
+        return from_json(cls, {**values, "settings": values.get("plan")})
 
     @property
     def usable_bytes(self) -> int:
@@ -385,7 +385,7 @@ def read_plan(path: Path) -> Plan:
     """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
     try:
         return Plan.from_json(read_json(path, dict, may_be_edited=True))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, read_json, write_json
+from finetune.files import cache_dir, write_json
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
-from finetune.serialise import from_json, to_json
+from finetune.serialise import read_own, to_json
 from finetune.settings.base_formats import NF4, base_format_of
 
 if TYPE_CHECKING:
@@ -154,18 +154,12 @@ def read_cost(settings: Settings, sequences: Callable[[], Sequences], *, on_cpu:
     folder, slug = _folder(), _slug(settings)
     if not any(folder.glob(f"{slug}-*.json")):  # without it no weights are hashed
         return None
-    try:
-        return from_json(QuantisationCost, read_json(cost_path(settings, sequences(), on_cpu=on_cpu), dict)["cost"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_own(cost_path(settings, sequences(), on_cpu=on_cpu), QuantisationCost, "cost")
 
 
 def read_losses(path: Path) -> dict[str, list[float]]:
     """Row losses by format, of a measurement that may have been killed; empty where there is none."""
-    try:
-        return from_json(dict[str, list[float]], read_json(path, dict)["row_losses"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return read_own(path, dict[str, list[float]], "row_losses") or {}
 
 
 def write_losses(path: Path, row_losses: dict[str, list[float]], cost: QuantisationCost | None = None) -> None:

@@ -89,6 +89,6 @@ def allocator_now(on_cuda: bool) -> dict[str, Any]:
     if not on_cuda:
         return {}
     try:
-        return cuda.snapshot() or {}
+        return cuda.snapshot()
     except RuntimeError:  # after an error of the driver nothing on the card can be used
         return {}

@@ -182,7 +182,7 @@ class DatasetRecipe(_Strict):
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
     )
-    accept_findings: list[Literal["leak", "truncated", "replaced", "mojibake", "one label", "contradictions"]] = _data(
+    accept_findings: list[Literal["leak", "truncated", "replaced", "one label", "contradictions"]] = _data(
         [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
     test_split_size: float | int = _data(

@@ -118,9 +118,8 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
 
 
 def test_a_run_and_its_base_answer_side_by_side(visit):
-    page = visit("try?run=finished")
+    page = visit("run?run=finished&tab=chat")
     page.wait_for_selector("#chat-turns >> text=answer it side by side")
-    page.wait_for_function("document.querySelector('#chat-left input').value === 'finished'")
     page.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
     page.click("#chat-send")
     page.wait_for_selector("#chat-turns .ft-turn.tuned")
@@ -605,7 +604,7 @@ def test_start_and_the_page_are_a_few_tabs_away(served, visit):
     assert 2 + len(stops_of(page, "fit-start")) <= 12
 
 
-@pytest.mark.parametrize("name", ["fit", "evaluate", "export", "try"])
+@pytest.mark.parametrize("name", ["fit", "evaluate", "export", "chat"])
 def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit, name):
     page = visit(screenshots.ADDRESSES[name])
     page.wait_for_timeout(3000)

@@ -197,11 +197,6 @@ def test_without_a_planned_card_the_environment_is_left_as_it_is(machine, make_r
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment()
 
 
-def test_an_instance_of_a_split_card_is_named_by_its_own_uuid(machine, make_run):
-    machine("mig")
-    assert cards_of(read_plan(make_run().plan))[0].startswith("MIG-")
-
-
 def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_run, card):
     machine("4090-desktop")
     run = make_run()
