@@ -44,7 +44,6 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.cli.quantisation import measure_recipe
     from finetune.planner.largest import plan_largest
     from finetune.planner.planning import encode_rows, plan_recipe, read_rows, rows_with_pictures, without_rows
 
@@ -57,7 +56,11 @@ def show_plan(
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
-        cost = measure_recipe(recipe, card, rows, progress) if measure else None
+        cost = None
+        if measure:
+            from finetune.evaluate.quantisation import measure_recipe
+
+            cost = measure_recipe(recipe, card, rows, progress)
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
