@@ -130,12 +130,12 @@ def store_as_fp8(folder):
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if "proj" in name:
-            blocks = weight.view(weight.shape[0] // 32, 32, weight.shape[1] // 32, 32).float()
+            blocks = weight.view(weight.shape[0] // 16, 16, weight.shape[1] // 16, 16).float()
             scales = blocks.abs().amax((1, 3)) / 448
             tensors[f"{name}_scale_inv"] = scales
             weight = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
         tensors[name] = weight
-    store(folder, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]})
+    store(folder, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]})
 
 
 def store_as_mxfp4(folder):
@@ -162,7 +162,7 @@ def store(folder, tensors, quantisation):
 @pytest.mark.parametrize(
     ("model_type", "sizes", "store_quantised", "lora_options"),
     [
-        ("llama", {"intermediate_size": 64}, store_as_fp8, {"target_modules": ["q_proj", "down_proj"]}),
+        ("llama", {}, store_as_fp8, {"target_modules": ["q_proj", "down_proj"]}),
         ("gpt_oss", {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, store_as_mxfp4,
          {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
         ("llama", {"tie_word_embeddings": True}, lambda folder: None, {"target_modules": ["embed_tokens", "q_proj"]}),
