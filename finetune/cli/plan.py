@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -56,11 +57,7 @@ def show_plan(
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
-        cost = None
-        if measure:
-            from finetune.evaluate.quantisation import measure_recipe
-
-            cost = measure_recipe(recipe, card, rows, progress)
+        cost = _measured_cost(recipe, card, rows, progress) if measure else None
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
@@ -90,6 +87,12 @@ def show_plan(
     arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def _measured_cost(recipe: Any, card: Any, rows: Any, progress: Any) -> Any:
+    from finetune.evaluate.quantisation import measure_recipe  # here: most plans measure nothing, and start sooner without it
+
+    return measure_recipe(recipe, card, rows, progress)
 
 
 def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
