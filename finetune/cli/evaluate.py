@@ -76,14 +76,13 @@ def show_scores(
 def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
     """The loss of a run's base and tuned model on its held-out rows by format of the base's weights."""
     run = open_run(source)
-    from finetune.cli.quantisation import measure_run, won_back
     from finetune.evaluate.answerer import adapter_folder
+    from finetune.evaluate.quantisation import measure_run
 
     folder = adapter_folder(run, last=last)
     assert folder is not None
     with show_progress(quiet=as_json) as progress:
-        costs = measure_run(run, folder, progress)
-    steps = won_back(run, costs["base"])
+        costs, steps = measure_run(run, folder, progress)
     if as_json:
         by_model = {name: cost.as_json() for name, cost in costs.items()}
         print_json({"run": str(run.path), "quantisation": by_model, "steps_to_win_back": steps})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -44,7 +45,6 @@ def show_plan(
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.cli.quantisation import measure_recipe
     from finetune.planner.largest import plan_largest
     from finetune.planner.planning import encode_rows, plan_recipe, read_rows, rows_with_pictures, without_rows
 
@@ -57,7 +57,7 @@ def show_plan(
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
-        cost = measure_recipe(recipe, card, rows, progress) if measure else None
+        cost = _measured_cost(recipe, card, rows, progress) if measure else None
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
@@ -87,6 +87,12 @@ def show_plan(
     arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def _measured_cost(recipe: Any, card: Any, rows: Any, progress: Any) -> Any:
+    from finetune.evaluate.quantisation import measure_recipe  # here: most plans measure nothing, and start sooner without it
+
+    return measure_recipe(recipe, card, rows, progress)
 
 
 def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:

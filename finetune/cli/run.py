@@ -79,7 +79,7 @@ def run_recipe(
 
 def _with_measured_cost(prepared: Prepared, progress: Any) -> tuple[Prepared, QuantisationCost]:
     """What quantising costs on the held-out rows, and the plan with it in its reason for the number of bits."""
-    from finetune.cli.quantisation import measure_plan
+    from finetune.evaluate.quantisation import measure_plan
     from finetune.planner.quantisation_cost import held_out_sequences, with_quote
 
     plan = prepared.plan
