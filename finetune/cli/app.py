@@ -16,7 +16,9 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or name of a shipped recipe.")]
+# Groups of commands in `finetune --help`.
+START, RUNS, RESULT, MACHINE = "Start", "Runs", "Result", "Machine"
+
 ModelOrRecipe = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="Recipe file, name of a shipped recipe, or a model's name.")
 ]
@@ -40,7 +42,7 @@ def _options(
         raise typer.Exit
 
 
-@cli.command()
+@cli.command(rich_help_panel=START)
 def run(
     process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
     json: Json = False,
@@ -71,103 +73,7 @@ def run(
 cli.command("train", hidden=True, help="The same as run.")(run)  # what other tools call it
 
 
-@cli.command()
-def resume(run: RunArgument = "latest", overrides: Overrides = None, json: Json = False) -> None:
-    """Resume a run from its newest verified checkpoint.
-
-    Settings without a part in what is learnt may change.
-
-    Example:  finetune resume runs/tiny-1a2b3c4d
-
-    Example:  finetune resume latest save_steps=50 eval_steps=100
-    """
-    from finetune.cli.run import resume_run
-
-    raise typer.Exit(resume_run(run, overrides or [], as_json=json))
-
-
-@cli.command()
-def watch(run: RunArgument = "latest", json: Json = False) -> None:
-    """Follow a running run, or show how it ended.
-
-    Example:  finetune watch latest
-    """
-    from finetune.cli.run import watch_run
-
-    raise typer.Exit(watch_run(run, as_json=json))
-
-
-@cli.command()
-def stop(
-    run: RunArgument = "latest",
-    json: Json = False,
-    now: Annotated[bool, typer.Option("--now", help="Stop at once, without a checkpoint.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Stop all running runs.")] = False,
-) -> None:
-    """Stop a run after the current step, with a checkpoint.
-
-    Example:  finetune stop latest
-    """
-    from finetune.cli.run import stop_all, stop_run
-
-    if every:
-        raise typer.Exit(stop_all(as_json=json))
-    raise typer.Exit(stop_run(run, now=now, as_json=json))
-
-
-@cli.command()
-def pause(run: RunArgument = "latest", json: Json = False) -> None:
-    """Free the card after the current step; `resume` continues bit-exactly.
-
-    Example:  finetune pause latest
-    """
-    from finetune.cli.run import pause_run
-
-    raise typer.Exit(pause_run(run, as_json=json))
-
-
-@cli.command()
-def finish(run: RunArgument = "latest", json: Json = False) -> None:
-    """End a run after the current step, as finished: its best step is the result.
-
-    Example:  finetune finish latest
-    """
-    from finetune.cli.run import finish_run
-
-    raise typer.Exit(finish_run(run, as_json=json))
-
-
-@cli.command()
-def runs(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show RUN, rm RUN ..., or rename RUN NAME.")] = "list",
-    names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest'.")] = None,
-    json: Json = False,
-) -> None:
-    """List, show, delete or rename runs.
-
-    Deleted runs are moved to .trash in their folder.
-
-    Example:  finetune runs rename latest support-2
-    """
-    from finetune.cli.runs import change_runs
-
-    change_runs(verb, names or [], as_json=json)
-
-
-@cli.command("status", hidden=True)  # what other tools call it
-@cli.command("info", hidden=True)
-@cli.command()
-def show(run: RunArgument = "latest", json: Json = False) -> None:
-    """Show a run: how far it is, its losses and scores, and its recipe.
-
-    Example:  finetune show latest
-    """
-    from finetune.cli.runs import show_run
-
-    show_run(run, as_json=json)
-
-
-@cli.command()
+@cli.command(rich_help_panel=START)
 def plan(
     process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
     json: Json = False,
@@ -207,7 +113,23 @@ def plan(
     ))  # fmt: skip
 
 
-@cli.command()
+@cli.command(rich_help_panel=START)
+def data(
+    process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Show what is trained on: rows, lengths, a marked example.
+
+    Exit codes: 0, or 4 when a run would refuse the rows.
+
+    Example:  finetune data tiny-cpu --data rows.jsonl
+    """
+    from finetune.cli.data import show_data
+
+    raise typer.Exit(show_data(recipe, overrides or [], model=model, data=data, as_json=json, alone=bool(process.obj)))
+
+
+@cli.command(rich_help_panel=START)
 def sweep(
     process: typer.Context,
     recipe: Annotated[
@@ -242,36 +164,162 @@ def sweep(
     ))  # fmt: skip
 
 
-@cli.command()
-def data(
-    process: typer.Context, recipe: ModelOrRecipe = None, overrides: Overrides = None, model: Model = None, data: Data = None,
+@cli.command(rich_help_panel=START)
+def recipes(
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show NAME, copy NAME, keys, or models.")] = "list",
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a shipped recipe.")] = None,
     json: Json = False,
+) -> None:
+    """List, show or copy recipes; list all settings or known models.
+
+    Recipes are the shipped ones; `keys` lists settings, `models` the models planned without the hub.
+
+    Example:  finetune recipes copy 7b-4090
+    """
+    from finetune.cli.recipes import show_recipes
+
+    show_recipes(verb, name, as_json=json)
+
+
+@cli.command(rich_help_panel=START)
+def convert(
+    recipe: Annotated[str, typer.Argument(metavar="FILE", help="Configuration of another tool.")],
+    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
 ) -> None:  # fmt: skip
-    """Show what is trained on: rows, lengths, a marked example.
+    """Turn another tool's configuration into a recipe.
 
-    Exit codes: 0, or 4 when a run would refuse the rows.
+    LLaMA-Factory, Axolotl, TRL.
 
-    Example:  finetune data tiny-cpu --data rows.jsonl
+    Example:  finetune convert qwen3_lora_sft.yaml -o recipe.yaml
     """
-    from finetune.cli.data import show_data
+    from finetune.cli.convert import convert_file
 
-    raise typer.Exit(show_data(recipe, overrides or [], model=model, data=data, as_json=json, alone=bool(process.obj)))
+    convert_file(recipe, overrides or [], model=model, data=data, output=output, as_json=json)
 
 
-@cli.command()
-def cache(verb: Annotated[str, typer.Argument(metavar="VERB", help="list, or clear.")] = "list", json: Json = False) -> None:
-    """Show or clear tokenised rows and quantised models on disk.
+@cli.command(rich_help_panel=START)
+def ui(
+    host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port, or the next free one; 0 is any.")] = 7860,
+    runs: Annotated[str, typer.Option(help="Folder with the runs.")] = "runs",
+    allow_host: Annotated[list[str] | None, typer.Option(help="Another host name that browsers may use.")] = None,
+) -> None:
+    """Start the web page and print its link.
 
-    They are made again when they are needed.
+    The link has a token. Ctrl-C ends the page; runs continue.
 
-    Example:  finetune cache clear
+    Example:  finetune ui
     """
-    from finetune.cli.cache import use_cache
+    from finetune.cli.ui import start_page
 
-    use_cache(verb, as_json=json)
+    raise typer.Exit(start_page(host=host, port=port, runs=runs, allow_host=allow_host or []))
 
 
-@cli.command(name="eval")
+@cli.command(rich_help_panel=RUNS)
+def runs(
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show RUN, rm RUN ..., or rename RUN NAME.")] = "list",
+    names: Annotated[list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest'.")] = None,
+    json: Json = False,
+    memory: Annotated[bool, typer.Option("--memory", help="show: peaks by phase, forecast against measured.")] = False,
+) -> None:
+    """List, show, delete or rename runs.
+
+    `show` prints a run's step, losses, scores and recipe; with --memory its peaks
+    by phase and the files of record_memory_history=true, which a living run
+    writes after its step. Deleted runs move to .trash in their folder.
+
+    Example:  finetune runs show latest
+
+    Example:  finetune runs show latest --memory
+
+    Example:  finetune runs rename latest support-2
+    """
+    from finetune.cli.runs import change_runs
+
+    change_runs(verb, names or [], memory=memory, as_json=json)
+
+
+@cli.command(rich_help_panel=RUNS)
+def watch(run: RunArgument = "latest", json: Json = False) -> None:
+    """Follow a running run, or show how it ended.
+
+    Example:  finetune watch latest
+    """
+    from finetune.cli.run import watch_run
+
+    raise typer.Exit(watch_run(run, as_json=json))
+
+
+@cli.command(rich_help_panel=RUNS)
+def pause(
+    run: RunArgument = "latest",
+    json: Json = False,
+    now: Annotated[bool, typer.Option("--now", help="End it immediately, without a checkpoint.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Pause all running runs.")] = False,
+) -> None:
+    """Pause a run after its step; `resume` continues bit-exactly.
+
+    The run writes a checkpoint and frees the card.
+
+    Example:  finetune pause latest
+
+    Example:  finetune pause --all
+    """
+    from finetune.cli.run import pause_all, pause_run
+
+    raise typer.Exit(pause_all(now=now, as_json=json) if every else pause_run(run, now=now, as_json=json))
+
+
+cli.command("stop", hidden=True, help="The same as pause.")(pause)
+
+
+@cli.command(rich_help_panel=RUNS)
+def finish(run: RunArgument = "latest", json: Json = False) -> None:
+    """End a run after its step; its best step is the result.
+
+    Example:  finetune finish latest
+    """
+    from finetune.cli.run import finish_run
+
+    raise typer.Exit(finish_run(run, as_json=json))
+
+
+@cli.command(rich_help_panel=RUNS)
+def resume(run: RunArgument = "latest", overrides: Overrides = None, json: Json = False) -> None:
+    """Resume a run from its newest verified checkpoint.
+
+    Settings without a part in what is learnt may change.
+
+    Example:  finetune resume runs/tiny-1a2b3c4d
+
+    Example:  finetune resume latest save_steps=50 eval_steps=100
+    """
+    from finetune.cli.run import resume_run
+
+    raise typer.Exit(resume_run(run, overrides or [], as_json=json))
+
+
+@cli.command(rich_help_panel=RUNS)
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, names or 'latest'; two or more.")],
+    json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default comparison.html.")] = None,
+) -> None:
+    """Compare several runs in one HTML file.
+
+    Curves, settings that differ, and paired scores on the rows that both were scored on.
+
+    Example:  finetune compare first second
+    """
+    from finetune.cli.ui import write_report
+
+    if len(set(runs)) < 2:
+        raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
+    raise typer.Exit(write_report(runs, output=output, as_json=json))
+
+
+@cli.command(name="eval", rich_help_panel=RESULT)
 def evaluate(
     run: RunArgument = "latest",
     json: Json = False,
@@ -296,7 +344,7 @@ def evaluate(
         str | None, typer.Option(metavar="NAMES", help="Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.")
     ] = None,
 ) -> None:
-    """Score base and tuned model on the held-out rows, or on those of a file.
+    """Score base and tuned model on held-out rows or a file.
 
     The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining rows.
 
@@ -332,7 +380,7 @@ def evaluate(
     )  # fmt: skip
 
 
-@cli.command()
+@cli.command(rich_help_panel=RESULT)
 def chat(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN", help="Run directories, names or 'latest', of one base model.")
@@ -368,35 +416,7 @@ def chat(
     )  # fmt: skip
 
 
-@cli.command()
-def serve(
-    run: RunArgument = "latest", json: Json = False,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
-    commands: Annotated[bool, typer.Option("--commands", help="Only print the commands.")] = False,
-) -> None:  # fmt: skip
-    """Serve a run with vLLM, llama.cpp or transformers, whichever is installed; else print their commands.
-
-    Example:  finetune serve latest
-    """
-    from finetune.cli.serve import serve_run
-
-    serve_run(run, port, only_commands=commands, as_json=json)
-
-
-@cli.command()
-def snapshot(run: RunArgument = "latest", json: Json = False) -> None:
-    """Show a run's memory: peaks by phase, forecast vs measured.
-
-    Also names the allocator's histories of record_memory_history=true. A living run writes one after its step.
-
-    Example:  finetune snapshot latest
-    """
-    from finetune.cli.snapshot import show_snapshot
-
-    show_snapshot(run, as_json=json)
-
-
-@cli.command()
+@cli.command(rich_help_panel=RESULT)
 def merge(
     run: RunArgument = "latest", json: Json = False,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write; default RUN/merged.")] = None,
@@ -414,7 +434,7 @@ def merge(
     merge_run(run, output=output, max_shard_size=max_shard_size, check=check, as_json=json)
 
 
-@cli.command()
+@cli.command(rich_help_panel=RESULT)
 def export(
     run: RunArgument = "latest", json: Json = False,
     to: Annotated[str, typer.Option(help="gguf, or gguf-adapter: base and adapter in two files.")] = "gguf",
@@ -437,42 +457,7 @@ def export(
     export_run(run, to=to, kind=kind, llama_cpp=llama_cpp, output=output, rows=rows, data=data, as_json=json)
 
 
-@cli.command(name="report")
-def report_run(
-    run: RunArgument = "latest", json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default RUN/report.html.")] = None,
-) -> None:  # fmt: skip
-    """Write a run as one HTML file: plan, forecast, curves, scores.
-
-    It opens offline and prints.
-
-    Example:  finetune report latest
-    """
-    from finetune.cli.ui import write_report
-
-    raise typer.Exit(write_report([run], output=output, as_json=json))
-
-
-@cli.command()
-def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, names or 'latest'; two or more.")],
-    json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default comparison.html.")] = None,
-) -> None:
-    """Compare several runs in one HTML file.
-
-    Curves, settings that differ, and paired scores on the rows that both were scored on.
-
-    Example:  finetune compare first second
-    """
-    from finetune.cli.ui import write_report
-
-    if len(set(runs)) < 2:
-        raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
-    raise typer.Exit(write_report(runs, output=output, as_json=json))
-
-
-@cli.command()
+@cli.command(rich_help_panel=RESULT)
 def push(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name, or 'latest'.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository of the hub, OWNER/NAME.")],
@@ -500,57 +485,40 @@ def push(
     )  # fmt: skip
 
 
-@cli.command()
-def recipes(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="list, show NAME, copy NAME, keys, or models.")] = "list",
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a shipped recipe.")] = None,
-    json: Json = False,
-) -> None:
-    """List, show or copy shipped recipes; `keys`: all settings; `models`: those planned without the hub.
-
-    Example:  finetune recipes copy 7b-4090
-    """
-    from finetune.cli.recipes import show_recipes
-
-    show_recipes(verb, name, as_json=json)
-
-
-@cli.command()
-def convert(
-    recipe: Annotated[str, typer.Argument(metavar="FILE", help="Configuration of another tool.")],
-    overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default standard output.")] = None,
+@cli.command(name="report", rich_help_panel=RESULT)
+def report_run(
+    run: RunArgument = "latest", json: Json = False,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File to write; default RUN/report.html.")] = None,
 ) -> None:  # fmt: skip
-    """Turn another tool's configuration into a recipe.
+    """Write a run as one HTML file: plan, forecast, curves, scores.
 
-    LLaMA-Factory, Axolotl, TRL.
+    It opens offline and prints.
 
-    Example:  finetune convert qwen3_lora_sft.yaml -o recipe.yaml
+    Example:  finetune report latest
     """
-    from finetune.cli.convert import convert_file
+    from finetune.cli.ui import write_report
 
-    convert_file(recipe, overrides or [], model=model, data=data, output=output, as_json=json)
+    raise typer.Exit(write_report([run], output=output, as_json=json))
 
 
-@cli.command()
-def ui(
-    host: Annotated[str, typer.Option(help="Address to listen on; always needs the token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port, or the next free one; 0 is any.")] = 7860,
-    runs: Annotated[str, typer.Option(help="Folder with the runs.")] = "runs",
-    allow_host: Annotated[list[str] | None, typer.Option(help="Another host name that browsers may use.")] = None,
-) -> None:
-    """Start the web page and print its link.
+@cli.command(rich_help_panel=RESULT)
+def serve(
+    run: RunArgument = "latest", json: Json = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server.")] = 8000,
+    commands: Annotated[bool, typer.Option("--commands", help="Only print the commands.")] = False,
+) -> None:  # fmt: skip
+    """Serve a run with vLLM, llama.cpp or transformers.
 
-    The link has a token. Ctrl-C ends the page; runs continue.
+    Starts the first that is installed; prints their commands if none is.
 
-    Example:  finetune ui
+    Example:  finetune serve latest
     """
-    from finetune.cli.ui import start_page
+    from finetune.cli.serve import serve_run
 
-    raise typer.Exit(start_page(host=host, port=port, runs=runs, allow_host=allow_host or []))
+    serve_run(run, port, only_commands=commands, as_json=json)
 
 
-@cli.command()
+@cli.command(rich_help_panel=MACHINE)
 def doctor(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
     overrides: Overrides = None, model: Model = None, data: Data = None, json: Json = False,
@@ -564,6 +532,19 @@ def doctor(
     from finetune.cli.doctor import show_doctor
 
     raise typer.Exit(show_doctor(recipe, overrides or [], model=model, data=data, as_json=json))
+
+
+@cli.command(rich_help_panel=MACHINE)
+def cache(verb: Annotated[str, typer.Argument(metavar="VERB", help="list, or clear.")] = "list", json: Json = False) -> None:
+    """Show or clear tokenised rows and quantised models on disk.
+
+    They are made again when they are needed.
+
+    Example:  finetune cache clear
+    """
+    from finetune.cli.cache import use_cache
+
+    use_cache(verb, as_json=json)
 
 
 for _command in cli.registered_commands:

@@ -1,4 +1,4 @@
-"""`finetune run`, `resume`, `watch` and `stop`: start a run, or follow the events of one."""
+"""`finetune run`, `resume`, `watch`, `pause` and `finish`: start, follow and end a run."""
 
 from __future__ import annotations
 
@@ -109,25 +109,16 @@ def watch_run(source: str, *, as_json: bool) -> int:
     return _follow(open_run(source), 0, as_json, owner=False)
 
 
-def stop_run(source: str, *, now: bool, as_json: bool) -> int:
-    """Ask a run to stop and wait until it has."""
+def pause_run(source: str, *, now: bool, as_json: bool) -> int:
+    """Ask a run to stop after its step, with a checkpoint, or `now` without, and wait until its processes have ended."""
     run = open_run(source)
-    if control.stop(run):
+    if is_asked := control.stop(run):
         if now:
             time.sleep(0.3)  # two signals at once would be one
             control.stop(run, now=True)
         control.wait(run, deadline_s=300)
-    _print_state(run, read_state(run), as_json)
-    return 0
-
-
-def pause_run(source: str, *, as_json: bool) -> int:
-    """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
-    run = open_run(source)
-    if is_asked := control.stop(run):
-        control.wait(run, deadline_s=300)
     state = read_state(run)
-    if not is_asked or state.state != "stopped" or as_json:
+    if not is_asked or now or state.state != "stopped" or as_json:
         _print_state(run, state, as_json)
     else:
         at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
@@ -140,7 +131,7 @@ def finish_run(source: str, *, as_json: bool) -> int:
     run = open_run(source)
     state = read_state(run)
     if state.state == "queued":
-        raise CommandError(f"{run.path} has not begun: {state.message}", f"Remove it from the queue: finetune stop {run.path}")
+        raise CommandError(f"{run.path} has not begun: {state.message}", f"Remove it from the queue: finetune pause {run.path}")
     if not control.finish(run):
         fix = "" if state.state == "finished" else f"Resume it first: finetune resume {run.path}"
         raise CommandError(f"{run.path} is not running: {state.state}", fix)
@@ -149,9 +140,13 @@ def finish_run(source: str, *, as_json: bool) -> int:
     return 0
 
 
-def stop_all(*, as_json: bool) -> int:
-    """Stop all running runs at once and wait for them."""
+def pause_all(*, now: bool, as_json: bool) -> int:
+    """Ask all running runs to stop, and wait until their processes have ended."""
     asked = [run for run in runs_from_here() if control.stop(run)]
+    if now:
+        time.sleep(0.3)  # two signals at once would be one
+    for run in asked if now else ():
+        control.stop(run, now=True)
     for run in asked:
         control.wait(run, deadline_s=300)
         _print_state(run, read_state(run), as_json)

@@ -1,4 +1,4 @@
-"""`finetune runs` and `show`: the runs with their states, and one of them; renames and deletes them."""
+"""`finetune runs`: list runs with their states, show, rename or delete them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from finetune.cli.memory import show_memory
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
@@ -28,12 +29,15 @@ _SCORES = {
 }  # fmt: skip
 
 
-def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
+def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: bool) -> None:
     """List, show, delete or rename runs."""
+    if memory and verb != "show":
+        raise CommandError(f"finetune runs {verb}: takes no --memory", "Use: finetune runs show RUN --memory")
     if verb == "list" and not names:
         _show_runs(as_json)
     elif verb == "show" and len(names) <= 1:
-        show_run(*(names or ["latest"]), as_json=as_json)
+        show = show_memory if memory else show_run
+        show(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
         _remove(names, as_json)
     elif verb == "rename" and len(names) == 2:

@@ -16,7 +16,7 @@ SHARED = ["model", "data", "json", "output", "run", "recipe", "gpu", "host", "po
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_an_example_and_says_where_exit_codes_are(name):
-    assert f"Example:  finetune {name}" in COMMANDS[name].help or name in ("show",)
+    assert f"Example:  finetune {name}" in COMMANDS[name].help
     assert "Exit codes" in COMMANDS[name].epilog
 
 
@@ -51,3 +51,16 @@ def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, capsys)
     assert main() == 0
     recipe = json.loads(capsys.readouterr().out)["recipe"]
     assert "c/d" in recipe and "y.jsonl" in recipe and "a/b" not in recipe
+
+
+def test_help_lists_each_command_in_its_group_on_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["finetune", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main() == 0
+    boxes = capsys.readouterr().out.split("╭─")
+    assert [" ".join(line.split()[1] for line in box.splitlines() if line.startswith("│")) for box in boxes[2:]] == [
+        "run plan data sweep recipes convert ui",
+        "runs watch pause finish resume compare",
+        "eval chat merge export push report serve",
+        "doctor cache",
+    ]

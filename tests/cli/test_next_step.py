@@ -10,7 +10,7 @@ from finetune.card import find_card
 from finetune.cli import main
 from finetune.cli.data import show_data
 from finetune.cli.plan import last_line, show_plan
-from finetune.cli.run import stop_all
+from finetune.cli.run import pause_all
 from finetune.errors import RecipeError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import DataProblem, Plan, Suggestion, Verdict
@@ -36,9 +36,9 @@ def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_pa
     assert raised.value.fix == f"If it is data: finetune data tiny-cpu dataset.path={tmp_path / 'rows.json'}"
 
 
-def test_stop_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
+def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert stop_all(as_json=False) == 0
+    assert pause_all(now=False, as_json=False) == 0
     assert capsys.readouterr().out == "No run is running.\n"
 
 

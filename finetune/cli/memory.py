@@ -1,4 +1,4 @@
-"""`finetune snapshot`: a run's memory."""
+"""`finetune runs show --memory`: peak memory by phase, forecast against measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEASURES = (
 )  # fmt: skip
 
 
-def show_snapshot(source: str, *, as_json: bool) -> None:
+def show_memory(source: str, *, as_json: bool) -> None:
     """Print peaks by phase beside their forecast, and the path of the allocator history for PyTorch's viewer."""
     run = open_run(source)
     late = _request(run, as_json)
