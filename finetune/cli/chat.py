@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from finetune.model.generate import Sampling, Streamed
 
 
+def chat_command(runs: list[str], *, base: bool, both: bool, **options: Any) -> None:
+    """Chat with the tuned models of runs, with their base, or with `both`."""
+    source, *others = runs
+    chat_with(source, others=others, models=("base", "tuned") if both else ("base",) if base else ("tuned",), **options)
+
+
 def chat_with(
     source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (), tools_file: str | None = None,

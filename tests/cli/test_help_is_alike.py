@@ -2,16 +2,19 @@
 
 import json
 from collections import defaultdict
+from importlib import import_module
+from inspect import signature
 
 import pytest
 import typer
 
+from finetune.cli.app import COMMANDS as TABLE
 from finetune.cli.app import cli
 from finetune.cli.entry import main
 
 COMMANDS = {name: command for name, command in typer.main.get_command(cli).commands.items() if not command.hidden}
 #: Arguments and options of these names have the same flags in each command that has them.
-SHARED = ["model", "data", "json", "output", "run", "recipe", "gpu", "host", "port"]
+SHARED = ["model", "data", "as_json", "output", "source", "gpu", "host", "port"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -28,10 +31,19 @@ def test_an_option_has_the_same_flags_in_every_command(name):
 
 def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
     readers = [
-        name for name, command in COMMANDS.items() if {"recipe", "overrides"} <= {option.name for option in command.params}
+        name for name, command in COMMANDS.items() if {"source", "overrides"} <= {option.name for option in command.params}
     ]
+    readers.remove("resume")  # of a run
     assert {"plan", "run", "data", "convert", "doctor", "sweep"} == set(readers)
     assert all({"model", "data"} <= {option.name for option in COMMANDS[name].params} for name in readers)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_each_function_takes_the_options_of_its_command(row):
+    module, name = row.function.split(".")
+    function = getattr(import_module(f"finetune.cli.{module}"), name)
+    given = {parameter.name for parameter in row.parameters} | ({"alone"} if row.alone else set())
+    signature(function).bind(**dict.fromkeys(given))
 
 
 def test_every_option_is_explained_and_runs_are_named_alike():

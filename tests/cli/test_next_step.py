@@ -10,7 +10,7 @@ from finetune.card import find_card
 from finetune.cli import main
 from finetune.cli.data import show_data
 from finetune.cli.plan import last_line, show_plan
-from finetune.cli.run import pause_all
+from finetune.cli.run import pause_run
 from finetune.errors import RecipeError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import DataProblem, Plan, Suggestion, Verdict
@@ -38,7 +38,7 @@ def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_pa
 
 def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert pause_all(now=False, as_json=False) == 0
+    pause_run("latest", every=True, as_json=False)
     assert capsys.readouterr().out == "No run is running.\n"
 
 
