@@ -33,10 +33,7 @@ def show_plan(
 ) -> int:  # fmt: skip
     """Print the plan of a recipe, or with the `largest` value of a setting the plan that fits. Returns the exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
-    try:
-        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free is not None else None
-    except ValueError as error:
-        raise CommandError(f"--free: {error}") from None
+    free_bytes = None if free is None else _free_bytes(free)
     if alone:
         hide_gpus()
     from finetune.card import find_card
@@ -47,7 +44,6 @@ def show_plan(
     without = recipe.dataset.path == NO_DATASET
     if images is not None and not without:
         raise CommandError("--images is for a plan without data; the rows of this recipe say what pictures they have", "")
-    typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
 
     def noted(plan: Plan) -> Plan:
         note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
@@ -84,10 +80,18 @@ def show_plan(
         _print_reasons_and_alternatives(plan)
     if cost:
         out.print(f"\n{escape(cost.sentence)}")
+    options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]
     here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
-    arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
+    arguments = " ".join([*filter(None, [source]), *options, *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
+
+
+def _free_bytes(text: str) -> int:
+    try:
+        return parse_bytes(f"{text}GiB" if text.isdecimal() and len(text) <= 4 else text)
+    except ValueError as error:
+        raise CommandError(f"--free: {error}") from None
 
 
 def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
