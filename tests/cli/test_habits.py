@@ -1,4 +1,4 @@
-"""What people do by habit works: other words for run, runs kept elsewhere, settings changed on resume, leaving the chat."""
+"""What people do by habit works: runs kept elsewhere, settings changed on resume, leaving the chat."""
 
 from __future__ import annotations
 
@@ -40,11 +40,6 @@ def planned(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     return create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
-
-
-def test_train_is_run(capsys, monkeypatch):
-    code, captured = finetune(capsys, monkeypatch, "train", "no-such-recipe")
-    assert code == 2 and "no-such-recipe" in captured.err
 
 
 def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypatch, kept_run):
