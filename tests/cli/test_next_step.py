@@ -128,7 +128,6 @@ def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, monkeypatch, capsys)
         (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
         (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
         (["train", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),  # another word for run
-        (["chat", "nothing"], "This can't be done"),
         (["run", "tiny-cpu", "report_to=[no_such]"], "The recipe needs a change"),
         (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
     ],
