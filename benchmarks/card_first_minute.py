@@ -103,7 +103,7 @@ def _stopped_run(machine: Machine, arguments: list[str], folder: Path) -> str:
     training = machine.start(*command, *arguments, cwd=folder, stdin=subprocess.DEVNULL)
     while training.poll() is None and not list((folder / "run" / "checkpoints").glob("checkpoint-*")):
         time.sleep(0.1)
-    machine.run(*command, "stop", "run", check=False, cwd=folder)
+    machine.run(*command, "pause", "run", check=False, cwd=folder)
     output, errors = training.communicate()
     expected = 128 + signal.SIGTERM
     if training.returncode == expected:

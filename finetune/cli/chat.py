@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 Tools = tuple[dict[str, Any], ...]
 
 
+def chat_command(source: str, *, base: bool, both: bool, **options: Any) -> None:
+    """Chat with the tuned model of a run, with its base, or with `both`."""
+    chat_with(source, models=("base", "tuned") if both else ("base",) if base else ("tuned",), **options)
+
+
 def chat_with(
     source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, as_json: bool, tools_file: str | None = None,

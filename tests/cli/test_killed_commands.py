@@ -120,7 +120,7 @@ def test_the_scores_of_an_evaluation_are_whole_or_not_there(work, imported):
     [
         ("chat", "finished", "--prompt", "a", "--max-new-tokens", "2"),
         ("serve", "finished", "--commands"),
-        ("snapshot", "finished"),
+        ("runs", "show", "finished", "--memory"),
         ("push", "finished", "alice/lora", "--dry-run"),
     ],
 )
