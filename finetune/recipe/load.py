@@ -43,12 +43,12 @@ def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
         return
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
-    if tool := foreign.unread_tool(values):
-        raise RecipeError(f"{name} is a configuration of {tool}, which finetune does not read", "Write a recipe: `finetune recipes keys`")
-    if known := foreign.tool_of(values):
-        raise RecipeError(
-            f"{name} is a configuration of {known.name}", f"Convert it: finetune convert {shlex.quote(name)} -o recipe.yaml"
-        )
+    if unread_name := foreign.unread_tool(values):
+        problem = f"{name} is a configuration of {unread_name}, which finetune does not read"
+        raise RecipeError(problem, "Write a recipe: `finetune recipes keys`")
+    if tool := foreign.tool_of(values):
+        fix = f"Convert it: finetune convert {shlex.quote(name)} -o recipe.yaml"
+        raise RecipeError(f"{name} is a configuration of {tool.name}", fix)
 
 
 def recipe_from(values: dict[str, Any]) -> Recipe:
