@@ -88,11 +88,6 @@ class DataStatistics:
         return self.lengths[-1] if self.lengths else None
 
     @property
-    def largest_picture(self) -> int:
-        """Pixels of the largest picture of all rows."""
-        return self.most_pixels
-
-    @property
     def pictures_summary(self) -> str:
         """The pictures of the row with most pixels, and their tokens: `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
         kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))

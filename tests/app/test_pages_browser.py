@@ -543,7 +543,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
 #: Models, files, settings and their values, and what the run with hostile texts has: the same in every language.
 KEPT = (
     r"[\w-]+(/[\w.-]+)+|other run|finished|tiny(-\w+)?|support|messages|adamw.torch|cosine|MLP|\b[a-z]+(_\w+)+\b|float32|sdpa|"
-    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|OpenAI|"
+    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|"
     r"<.*>|[*$].*"
 )
 
