@@ -19,6 +19,7 @@ from written_runs import append, make_run, steps
 
 import page_edits
 import screenshots
+from app.language import catalogue
 from finetune.bundled import dataset_paths
 from finetune.events import EventWriter, Sample, State, Step
 from finetune.recipe import load_recipe
@@ -568,7 +569,7 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
-            assert english == [], name
+            assert set(english) & catalogue("zh").keys() == set(), name
         else:
             assert len(english) > 10, name
     assert page.get_attribute("html", "lang").startswith(language[:2])
