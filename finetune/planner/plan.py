@@ -25,8 +25,8 @@ from finetune.settings import Settings
 from finetune.settings.methods import has_kl
 from finetune.units import format_bytes, format_seconds
 
-#: Version of plan.json. The first version had no such key.
-VERSION = 1
+#: Version of plan.json, raised with each field that leaves or changes its type.
+VERSION = 2
 
 
 class Verdict(StrEnum):
