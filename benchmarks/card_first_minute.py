@@ -1,4 +1,4 @@
-"""The first minute on each stand-in GPU, as typed: doctor, plan, run, stop, resume, eval, chat, merge, serve, the page.
+"""The first minute on each stand-in GPU, as typed: doctor, plan, run, stop, resume, eval, chat, merge, the page.
 
     .venv-card-*/bin/python -m benchmarks.card_first_minute [--gpus rtx-3060 t4 ...] [--again]
 

@@ -122,7 +122,7 @@ def plan_json() -> str:
     parts = (
         plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
         plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
-        plan.LayerCopies, plan.RunTime, plan.RunCost, AllocatorSettings,
+        plan.LayerCopies, plan.RunTime, AllocatorSettings,
     )  # fmt: skip
     shown = ""
     for part in parts:

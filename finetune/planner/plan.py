@@ -25,8 +25,8 @@ from finetune.settings import Settings
 from finetune.settings.methods import has_kl
 from finetune.units import format_bytes, format_seconds
 
-#: Version of plan.json. The first version had no such key.
-VERSION = 1
+#: Version of plan.json, raised with each field that leaves or changes its type.
+VERSION = 2
 
 
 class Verdict(StrEnum):
@@ -86,11 +86,6 @@ class DataStatistics:
     def longest(self) -> int | None:
         """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
-
-    @property
-    def largest_picture(self) -> int:
-        """Pixels of the largest picture of all rows."""
-        return self.most_pixels
 
     @property
     def pictures_summary(self) -> str:

@@ -19,6 +19,7 @@ from written_runs import append, make_run, steps
 
 import page_edits
 import screenshots
+from app.language import catalogue
 from finetune.bundled import dataset_paths
 from finetune.events import EventWriter, Sample, State, Step
 from finetune.recipe import load_recipe
@@ -542,7 +543,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
 #: Models, files, settings and their values, and what the run with hostile texts has: the same in every language.
 KEPT = (
     r"[\w-]+(/[\w.-]+)+|other run|finished|tiny(-\w+)?|support|messages|adamw.torch|cosine|MLP|\b[a-z]+(_\w+)+\b|float32|sdpa|"
-    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|OpenAI|"
+    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|"
     r"<.*>|[*$].*"
 )
 
@@ -567,7 +568,7 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
-            assert english == [], name
+            assert set(english) & catalogue("zh").keys() == set(), name
         else:
             assert len(english) > 10, name
     assert page.get_attribute("html", "lang").startswith(language[:2])
