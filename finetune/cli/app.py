@@ -225,14 +225,14 @@ def sweep(
 ) -> None:  # fmt: skip
     """Compare runs of a recipe that differ in a few settings.
 
-    Without values it tries five learning rates around the advice. Arms that surely fall behind are stopped early. Ctrl-C
-    stops it; with its folder it goes on.
+    Without values it tries five learning rates around the advice. Arms that fall behind are stopped early. Ctrl-C stops it;
+    with its folder it goes on. Needs the extra `sweep`.
 
     Example:  finetune sweep tiny-cpu
 
     Example:  finetune sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h
 
-    Example:  finetune sweep runs/tiny-sweep-1a2b3c
+    Example:  finetune sweep runs/tiny-1a2b3c4d-sweep
     """
     from finetune.cli.sweep import sweep_command
 
