@@ -53,8 +53,6 @@ def _page(
 
 
 def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> None:
-    """The rail of the page at `address`, and the steps of a new run where it is one of them."""
-
     def status() -> str:
         return rail.status(*machine.status())
 
@@ -73,7 +71,6 @@ def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> 
 
 
 def _results(context: Context) -> dict[str, str]:
-    """What the draft has, by the step that chooses it."""
     recipe = context.draft.read().recipe
     if recipe is None:
         return {}

@@ -158,7 +158,6 @@ def _evaluations(run: RunDirectory) -> str:
 
 
 def _paired(runs: list[RunDirectory]) -> str:
-    """Each two runs on the rows that both were scored on."""
     evaluations, rows = {run.path.name: read_evaluations(run) for run in runs}, []
     for (run_name, of_run), (other_name, of_other) in itertools.combinations(evaluations.items(), 2):
         for name in of_run.keys() & of_other.keys():

@@ -14,10 +14,8 @@ import random
 import resource
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,10 @@ from finetune.card.card import Card
 from finetune.events import EventWriter, Step, event_json
 from finetune.files import write_json
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import Plan
+from finetune.planner.plan import DataStatistics, Plan, Verdict
+from finetune.recipe import load_recipe
 from finetune.run.directory import RunDirectory
+from finetune.settings import plainest
 
 TICKS, NEW_STEPS = 60, 11
 #: Bins that a wide chart asks for.
@@ -137,10 +137,10 @@ def plan(steps: int) -> Plan:
     peaks = (10 * GIB, 11 * GIB, 12 * GIB, 11 * GIB, 13 * GIB)
     forecast = Forecast(*peaks, parts, phases, step_s=0.5, tokens_per_s=3100.0)
     card = Card("rtx-4090", 24 * GIB, 23 * GIB, (8, 9), context_bytes=GIB // 2)
-    finished = Path(__file__).parents[1] / "tests" / "compat_runs" / "finished.tar.gz"
-    with tarfile.open(finished) as archive:
-        settings_of = Plan.from_json(json.load(archive.extractfile("finished/plan.json")))
-    return replace(settings_of, card=card, total_steps=steps, forecast=forecast, budget_bytes=22 * GIB)
+    recipe = load_recipe("tiny-cpu", ["lora_r=1", "load_in_4bit=false"])
+    settings = plainest(recipe, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    rows = DataStatistics(rows=24, eval_rows=6, total_tokens=2367, trained_tokens=934)
+    return Plan(settings, {}, card, Verdict.FITS, steps, forecast, rows, budget_bytes=22 * GIB)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,15 +82,26 @@ LONGEST = (
 
 
 @pytest.fixture(scope="session")
-def kept_run():
-    """kept_run(folder, name="finished") -> the directory of a run that an earlier version made, unpacked below `folder`."""
+def kept_run(tmp_path_factory):
+    """kept_run(folder, name="finished") -> a copy of a run; `finished` and `stopped` are trained once a session."""
+    from finetune.system import take_lock
 
-    def unpack(folder, name="finished"):
-        with tarfile.open(Path(__file__).parent / "compat_runs" / f"{name}.tar.gz") as archive:
-            archive.extractall(folder)
-        return folder / name
+    folder = of_all_processes(tmp_path_factory) / "kept"
+    folder.mkdir(exist_ok=True)
 
-    return unpack
+    def copy(into, name="finished"):
+        lock = take_lock(folder / f"{name}.lock", wait_s=1000)
+        if not (folder / name / "exit").exists():
+            command = [sys.executable, str(Path(__file__).parent / "kept_run.py"), str(folder / name / "run" / name)]
+            (folder / name / "run").mkdir(parents=True)
+            environment = {**os.environ, "FINETUNE_CACHE": str(folder / name / "cache")}
+            ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert ended.returncode == {"finished": 0, "stopped": 130}[name], ended.stdout[-2000:] + ended.stderr[-2000:]
+            (folder / name / "exit").touch()
+        lock.release()
+        return Path(shutil.copytree(folder / name / "run" / name, into / name))
+
+    return copy
 
 
 def pytest_itemcollected(item):

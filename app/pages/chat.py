@@ -58,7 +58,6 @@ def _who() -> list[Any]:
 
 
 def _two_models() -> list[Any]:
-    """Any two models; `offer` fills in which there are."""
     return [
         gr.Dropdown(  # any value: after a restart of the app an open page has models that `offer` has not told it of
             [(mark("Nobody"), "")], value="", label=label, elem_id=f"chat-{identity}", scale=1, allow_custom_value=True
@@ -136,7 +135,6 @@ class _View:
             return tr("that of {run}", run=run.path.name)
 
     def _conversation_of(self, name: str | None) -> RunDirectory | None:
-        """The run called `name`, or the page's own conversation."""
         workspace = self.context.workspace
         return RunDirectory(workspace.runs / COMPARISON) if name == COMPARISON else workspace.run(name)
 
@@ -243,7 +241,6 @@ class _View:
         return note(f"{name}: {as_on_page(copies.generation_summary)}", "warn") if copies else ""
 
     def _warning(self, run: RunDirectory) -> str:
-        """Forecast of whether this model fits together with the run that is training; empty when none is."""
         busy = next((other for other in self.context.workspace.list_runs() if is_alive(other)), None)
         if busy is None or self.context.chats.is_running(run):
             return ""
@@ -275,7 +272,6 @@ def _add_picture() -> str:
 
 
 def _models(chosen: Sequence[str]) -> tuple[Model, ...]:
-    """The models that were chosen: a run's own, or any."""
     return _WHO.get(chosen[0]) or tuple(model for model in dict.fromkeys(chosen) if model)
 
 
@@ -286,7 +282,6 @@ def _run_name(model: Model, run: RunDirectory) -> str:
 
 
 def _labels(bases: Iterable[str]) -> dict[str, str]:
-    """What each base model is called: by the last part of its name, in whole where two have the same."""
     counts = Counter(Path(base).name for base in dict.fromkeys(bases))
     return {base: tr("{name}, the base model", name=base if counts[Path(base).name] > 1 else Path(base).name) for base in bases}
 
@@ -324,7 +319,6 @@ def _answer_column(turn: Turn, model: Model, name: str) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """A call of a tool: its name, and each argument on a line."""
     arguments = call.get("arguments")
     rows = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
     values = "".join(

@@ -113,7 +113,6 @@ def _named(run: str, tab: str) -> dict[str, str]:
 
 
 def _refused(context: Any) -> Any:
-    """The refused rows of the draft's data as a file."""
     from fastapi.responses import PlainTextResponse
 
     from ..views.data import as_csv

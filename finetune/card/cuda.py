@@ -32,6 +32,7 @@ def device_of(number: int) -> str | int:
 def uuid() -> str:
     """UUID of the current card, as the driver spells it; of a MIG instance the visible-devices variable has it."""
     import torch
+
     visible = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
     if visible[0].startswith(nvidia.UUID_PREFIXES):
         return visible[torch.cuda.current_device()]

@@ -99,9 +99,7 @@ DRIVER_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # makes CUDA count GPUs as t
 UUID_PREFIXES = ("GPU-", "MIG-")
 CONTAINER_FIX = "In a container: was it given the GPU (docker run --gpus all)?"
 DRIVER_FIX = "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
-LOST_FIX = (
-    "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
-)
+LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:

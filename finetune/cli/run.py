@@ -218,9 +218,7 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
 
 
-def _events(
-    run: RunDirectory, offset: int, interrupts: list[int], owner: bool
-) -> Iterator[tuple[events.Event, float | None]]:
+def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[events.Event, float | None]]:
     """Events until the run ends; with a step the time that is left, None where it isn't known."""
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start

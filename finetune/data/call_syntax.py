@@ -179,7 +179,6 @@ def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str)
 
 
 def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-    """A Python list of calls with keyword arguments."""
     end = text.find("<|tool_call_end|>", match.end())
     while end >= 0:
         try:

@@ -132,7 +132,6 @@ def find_problems(
 
 
 def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """The text of a finding about answers that are not in the main script, and their rows; None if they are few."""
     rows = {name: used_mask & stored.has(name) for name in SCRIPTS}
     counts = {name: int(mask.sum()) for name, mask in rows.items() if mask.any()}
     if not counts:
@@ -207,7 +206,6 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
 
 
 def _finding(stored: StoredRows, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
-    """A finding about rows, with the locations of the first three."""
     indices = np.flatnonzero(rows) if rows.dtype == bool else rows
     first = format_locations([stored.row_location(index) for index in indices[:4]])
     return Finding(kind, text, len(indices), (first,), fix, blocks)

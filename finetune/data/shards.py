@@ -76,7 +76,6 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
 
 
 def _content_digest(example: Example, encoded: bytes) -> bytes:
-    """The digest of the encoded content; of tools and calls with sorted keys, as the order of theirs varies."""
     if example.tools or any("tool_calls" in message for message in example.messages):
         encoded = _sorted_json(example.content()).encode()
     return blake2b(encoded, digest_size=16).digest()

@@ -131,7 +131,6 @@ def _facts() -> dict[str, dict[str, Any]]:
 
 @cache
 def _tokenizer(tokens: Sequence[str], attributes: Sequence[tuple[str, str]]) -> Any:
-    """The bundled tokenizer with a type's special tokens: which ids they have is replaced by the model's."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(attributes))

@@ -149,7 +149,6 @@ def _candidates(typed: str) -> list[str]:
 
 
 def _of_kind(kind: str, names: list[str]) -> list[str]:
-    """Of names with the same words, those that are the chat model, or the pretrained one, or could be either."""
     chats = {_parsed_entries()[name].terms for name in names if _parsed_entries()[name].kind == "chat"}
     plain = [name for name in names if _parsed_entries()[name].kind == ""]
     if not kind:

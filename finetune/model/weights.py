@@ -72,7 +72,6 @@ def generation_fingerprint(settings: Settings) -> str | None:
 
 
 def _folder_on_disk(settings: Settings) -> Path | None:
-    """The base model's folder, or that of the hub's cache; None when it is in neither."""
     folder = Path(path := resolve_model_path(settings))
     if folder.is_dir():
         return folder

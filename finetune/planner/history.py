@@ -89,7 +89,6 @@ def read_history(card_name: str) -> History:
 
 
 def _measured_runs(rows: list[dict[str, Any]]) -> tuple[MeasuredRun, ...]:
-    """The rows that have a whole run; a damaged one is skipped."""
     return tuple(
         MeasuredRun(
             str(row.get("model")), workload_s=row["workload_s"], train_s=row["train_s"], load_s=row["load_s"],

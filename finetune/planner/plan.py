@@ -146,7 +146,6 @@ class DataStatistics:
 
 
 def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:
-    """Share of `rows` x (`tokens` - 1) positions that are trained in those of `of_rows` rows which have most of them."""
     if rows > len(most_trained) < of_rows or tokens < 2:  # noqa: PLR2004 - the first token is never predicted
         return 1.0
     return sum(min(count, tokens - 1) for count in most_trained[:rows]) / (rows * (tokens - 1))

@@ -120,8 +120,6 @@ def _planner_of(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One max_length and one rank: the choices so far, the search over strategies, and the strategy it chose."""
-
     choices: Choices
     search: Search
     chosen: EvaluatedStrategy | None = None
@@ -139,8 +137,6 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Planner:
-    """The inputs of one make_plan call, and its steps."""
-
     recipe: Recipe
     card: Card
     data: DataStatistics | None
@@ -344,13 +340,10 @@ class _Planner:
         )  # what the recipe sets is planned, and said not to be enough
 
     def _ranks(self, basics: Choices) -> list[int]:
-        """The advised rank, then lower ones if the recipe leaves it open."""
         advised: int = basics.value("lora_r")
         return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
 
     def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
-        """Forecasts a strategy by dry run, with the widest row of the attempt. `reference`: the chosen one's forecast."""
-
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
             self.report_progress(f"forecasting {describe(strategy, job.batch, job.world)}, rows of {width:,} tokens")

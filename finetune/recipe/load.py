@@ -44,7 +44,9 @@ def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
     if tool := foreign.unread_tool(values):
-        raise RecipeError(f"{name} is a configuration of {tool}, which finetune does not read", "Write a recipe: `finetune recipes keys`")
+        raise RecipeError(
+            f"{name} is a configuration of {tool}, which finetune does not read", "Write a recipe: `finetune recipes keys`"
+        )
     if known := foreign.tool_of(values):
         raise RecipeError(
             f"{name} is a configuration of {known.name}", f"Convert it: finetune convert {shlex.quote(name)} -o recipe.yaml"

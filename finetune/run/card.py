@@ -87,7 +87,6 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
 
 
 def _devices(cards: Collection[str]) -> list[Device]:
-    """The devices with these UUIDs, visible or not; none without a driver."""
     try:
         return [device for device in nvidia.read_devices()[0] if device.uuid in cards]
     except DriverError:

@@ -187,8 +187,6 @@ def _changes_of(changes: dict[str, Any], what: Decides) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _AdjustedForecast:
-    """Saved in the run directory: the forecast with these changes of memory, and the time it was made."""
-
     changes: dict[str, Any]
     forecast: Forecast
     since_s: float

@@ -31,13 +31,8 @@ def checkout():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    import tarfile
-
-    folder = tmp_path_factory.mktemp("exported")
-    with tarfile.open(Path(__file__).parents[1] / "compat_runs" / "finished.tar.gz") as archive:
-        archive.extractall(folder)
-    return RunDirectory(folder / "finished")
+def run(tmp_path_factory, kept_run):
+    return RunDirectory(kept_run(tmp_path_factory.mktemp("exported")))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,18 @@ from finetune.recipe.foreign import axolotl, llama_factory, trl
 from finetune.recipe.foreign.rules import ConfigReader, Ignore, Keep, KeyReport, Refuse, Tool
 from finetune.settings.schema import Recipe
 
-__all__ = ["TOOLS", "Conversion", "KeyReport", "Tool", "convert", "convert_file", "convert_text", "hint_for_key", "tool_of", "unread_tool"]
+__all__ = [
+    "TOOLS",
+    "Conversion",
+    "KeyReport",
+    "Tool",
+    "convert",
+    "convert_file",
+    "convert_text",
+    "hint_for_key",
+    "tool_of",
+    "unread_tool",
+]
 
 TOOLS: tuple[Tool, ...] = (llama_factory.TOOL, axolotl.TOOL, trl.TOOL)
 #: Tools that `finetune convert` does not read, each with keys that only their files have; dots are nesting.

@@ -1,7 +1,4 @@
-"""Runs of an earlier version are shown, go on, are scored and merged by this one.
-
-`finished.tar.gz` and `stopped.tar.gz` were made by the code of commit 6ca0f3b: the bundled model, 24 rows, 6 steps on a CPU.
-"""
+"""A finished and a stopped run are listed, watched, resumed, scored and merged from their files alone."""
 
 import json
 from pathlib import Path
@@ -16,7 +13,7 @@ from finetune.run.state import read_state
 
 
 @pytest.fixture
-def old(home, kept_run):
+def both(home, kept_run):
     """The current folder has both runs below runs/."""
     for name in ("finished", "stopped"):
         kept_run(home / "runs", name)
@@ -35,7 +32,7 @@ def answer(monkeypatch, capsys):
     return ask
 
 
-def test_they_are_listed_with_their_states(old, answer):
+def test_they_are_listed_with_their_states(both, answer):
     code, [rows] = answer("runs")
     shown = {row["path"]: (row["state"], row["step"], row["total_steps"]) for row in rows}
     assert code == 0
@@ -44,14 +41,14 @@ def test_they_are_listed_with_their_states(old, answer):
 
 
 @pytest.mark.parametrize(("name", "exit_code", "steps"), [("finished", 0, 6), ("stopped", 130, 2)])
-def test_watching_shows_what_happened(old, answer, name, exit_code, steps):
+def test_watching_shows_what_happened(both, answer, name, exit_code, steps):
     code, [*events, end] = answer("watch", name)
     assert (code, end["state"], end["exit_code"]) == (exit_code, name, exit_code)
     assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, steps + 1))
     assert len([event for event in events if event["kind"] == "checkpoint"]) >= steps // 2
 
 
-def test_their_plans_are_read(old):
+def test_their_plans_are_read(both):
     plan = read_plan(open_run("finished").plan)
     assert (plan.verdict, plan.total_steps, plan.card.is_cpu) == ("fits", 6, True)
     assert (plan.settings.lora_r, plan.settings.effective_batch_size) == (1, 8)
@@ -59,7 +56,7 @@ def test_their_plans_are_read(old):
     assert plan.forecast.allocated_bytes > 0 and plan.forecast.parts["weights"] > 0
 
 
-def test_the_page_follows_them(old, tmp_path):
+def test_the_page_follows_them(both, tmp_path):
     for run in list_runs():
         live = LiveRun(run, tmp_path / f"{run.path.name}.json")
         live.wait()
@@ -68,7 +65,7 @@ def test_the_page_follows_them(old, tmp_path):
         assert live.plan().total_steps == 6
 
 
-def test_memory_by_phase_is_shown(old, answer):
+def test_memory_by_phase_is_shown(both, answer):
     code, [shown] = answer("snapshot", "finished")
     assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
     assert shown["forecast"]["predicted_allocated_bytes"] > 0
@@ -76,7 +73,7 @@ def test_memory_by_phase_is_shown(old, answer):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_continues_to_its_end(old, answer):
+def test_a_stopped_run_continues_to_its_end(both, answer):
     code, [*events, end] = answer("resume", "stopped")
     assert (code, end["state"]) == (0, "finished")
     (start,) = [event for event in events if event["kind"] == "start"]
@@ -88,7 +85,7 @@ def test_a_stopped_run_continues_to_its_end(old, answer):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_scored_and_merged(old, answer):
+def test_a_finished_run_is_scored_and_merged(both, answer):
     code, [*_, scores] = answer("eval", "finished")
     assert code == 0 and scores
     code, _ = answer("merge", "finished")
