@@ -106,13 +106,14 @@ def _result(arm: FrozenTrial, run: RunDirectory, curve: list[RowLosses], winner:
     state, best = read_state(run), lowest(curve)
     dropped_at = (arm.last_step or state.step or 0) if arm.state in _DROPPED else None
     waits = "waiting" if dropped_at is None else "dropped"
-    is_paired = best and winner and best is not winner and best.tokens == winner.tokens and len(best.tokens) > 1
+    behind = None
+    if best and winner and best is not winner and best.tokens == winner.tokens and len(best.tokens) > 1:
+        behind = difference(winner.losses, best.losses, winner.tokens)
     return ArmResult(
         name=run.path.name, run=str(run.path), values=arm.params, step=state.step, dropped_at=dropped_at,
         state=waits if state.state in ("stopped", "queued") else state.state,
         loss=best.mean if best else None, loss_step=best.step if best else None,
-        behind=difference(winner.losses, best.losses, winner.tokens) if is_paired else None,
-        curve=[(losses.step, losses.mean) for losses in curve],
+        behind=behind, curve=[(losses.step, losses.mean) for losses in curve],
     )  # fmt: skip
 
 
@@ -123,10 +124,8 @@ def open_sweep(path: Path) -> Sweep:
         # from half of the steps on: a high rate looks worse than it ends until the schedule lowers it
         study.pruner = optuna.pruners.MedianPruner(_FULL_ARMS, n_warmup_steps=study.user_attrs["steps"] // 2)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        problem = f"{path / JOURNAL} is damaged, or no sweep's: {type(error).__name__}: {error}"
-        raise CommandError(
-            problem, "Its arms are still runs: finetune runs. For another sweep: finetune sweep RECIPE"
-        ) from None
+        problem = f"{path / JOURNAL} can't be read: {getattr(error, 'strerror', '') or 'it is damaged'}"
+        raise CommandError(problem, "Restore it, or start another: finetune sweep RECIPE. The arms are still runs.") from None
     return Sweep(path, study)
 
 
