@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import Trial, TrialState
 
 from finetune.errors import CommandError, DataError, DoesNotFit, FinetuneError, OutOfMemory
@@ -59,7 +59,9 @@ def create_sweep(
             "Run some steps of it first: finetune run RECIPE max_steps=10. Or leave out --budget.",
         )
     affordable = int(budget_s // run_s) if budget_s and run_s else len(arms)
-    left_out = [{"values": arm.params, "reason": f"only {affordable} arms fit the budget"} for arm in arms[affordable:]]
+    left_out: list[dict[str, Any]] = [
+        {"values": arm.params, "reason": f"only {affordable} arms fit the budget"} for arm in arms[affordable:]
+    ]
     fitting: list[tuple[Trial, Any]] = []
     for arm in arms[:affordable]:
         progress(f"planning {label(arm.params)}")
@@ -95,7 +97,7 @@ def rates_around(advice: float) -> list[float]:
 def grid(swept: dict[str, list[Any]]) -> list[Trial]:
     """Every combination of values, the middle of the grid first: Optuna's pruner compares later arms with the first ones."""
     study = optuna.create_study(sampler=optuna.samplers.GridSampler(swept))
-    choices = {name: CategoricalDistribution(values) for name, values in swept.items()}
+    choices: dict[str, BaseDistribution] = {name: CategoricalDistribution(values) for name, values in swept.items()}
 
     def distance(arm: Trial) -> float:
         return sum(abs(swept[name].index(value) - (len(swept[name]) - 1) / 2) for name, value in arm.params.items())
