@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 from finetune.files import write_output
-from finetune.sweep.sweep import Sweep, open_sweep
+from finetune.sweep.sweep import RULE, Sweep, open_sweep
 
 from .report import STYLE
 from .views import sweep as sweep_view
-from .views.markup import inert, note
+from .views.markup import as_on_page, inert, note
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def page(sweep: Sweep) -> str:
     arms = sweep_view.arms_table(sweep.results(), lambda entry: inert(entry.run))
     body = f"<section><h2>Held-out loss</h2>{sweep_view.picture(sweep)}</section><section><h2>Arms</h2>{arms}</section>"
     created = time.strftime("%Y-%m-%d %H:%M")
-    rule = note(sweep_view.rule(sweep))
+    rule = note(as_on_page(RULE))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'

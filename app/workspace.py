@@ -14,6 +14,9 @@ from finetune.run.state import is_alive
 if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
 
+#: Is there in a sweep's folder: finetune.sweep.sweep.JOURNAL, without importing Optuna.
+_JOURNAL = "study.journal"
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -40,7 +43,7 @@ class Workspace:
     def list_sweeps(self) -> list[Sweep]:
         """Sweeps, the newest first; damaged ones and symbolic links are left out."""
         times: dict[Path, float] = {}
-        for path in self.runs.glob("*/sweep.json"):
+        for path in self.runs.glob(f"*/{_JOURNAL}"):
             with contextlib.suppress(OSError):  # it was deleted just now
                 times[path] = path.stat().st_mtime
         paths = sorted(times, key=times.__getitem__, reverse=True)
@@ -48,12 +51,12 @@ class Workspace:
 
     def sweep(self, name: str | None) -> Sweep | None:
         """The sweep called `name`; None when there is none."""
-        from finetune.sweep.sweep import is_sweep, open_sweep
-
         path = self._folder_of(name)
-        if path is None or not is_sweep(path):
+        if path is None or not (path / _JOURNAL).is_file():
             return None
-        with contextlib.suppress(FinetuneError):
+        with contextlib.suppress(FinetuneError, ImportError):  # Optuna is an extra
+            from finetune.sweep.sweep import open_sweep
+
             return open_sweep(path)
         return None
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-from finetune.sweep.sweep import ArmResult, Sweep
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
-from .charts import Line, Mark, Panel, chart
+from .charts import Line, Panel, chart
 from .markup import Safe, as_on_page, inert, interval_text, note, table
 from .run_head import STATES
 from .run_row import link_to
 from .words import setting_name, value_text
+
+if TYPE_CHECKING:
+    from finetune.sweep.sweep import ArmResult, Sweep
 
 #: Curves over each other that can still be told apart.
 MOST_CURVES = 5
@@ -31,7 +32,7 @@ def listed(sweeps: Sequence[Sweep]) -> str:
 
 
 def _summary(sweep: Sweep) -> str:
-    return tr("{n} arms: {result}", n=len(sweep.facts.arms), result=sentence(sweep))
+    return tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep))
 
 
 def sentence(sweep: Sweep) -> str:
@@ -44,29 +45,25 @@ def arm_name(values: dict[str, Any]) -> str:
     return " · ".join(f"{setting_name(name)} {value_text(value)}" for name, value in values.items())
 
 
-def rule(sweep: Sweep) -> str:
-    """When arms are compared, and which go on."""
-    rungs = ", ".join(f"{rung:,}" for rung in sweep.facts.rungs[:-1])
-    return tr("Compared after {steps} steps: {rule}.", steps=rungs, rule=as_on_page(sweep.facts.rule))
-
-
 def head(sweep: Sweep) -> str:
     """Its name; the rule; and how it goes on."""
+    from finetune.sweep.sweep import RULE
+
     name = inert(sweep.path.name)
     more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
     return (
-        f'<h1 class="ft-title" data-title="{name}">{name}</h1>{note(" ".join((tr("A sweep."), rule(sweep))))}'
+        f'<h1 class="ft-title" data-title="{name}">{name}</h1>{note(" ".join((tr("A sweep."), as_on_page(RULE))))}'
         f"{'' if sweep.is_finished else note(more)}"
     )
 
 
 def curves(sweep: Sweep) -> str:
     """The arms' curves in one chart that follows them, or as a picture; of more than five those with the lowest losses."""
-    names = [entry.name for entry in sweep.results()]
-    chosen = [arm for arm in sweep.facts.arms if arm.name in names[:MOST_CURVES]]
-    element = chart_element([arm.name for arm in chosen], [arm_name(arm.values) for arm in chosen])
+    results = sweep.results()
+    chosen = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
+    element = chart_element([entry.name for entry in chosen], [arm_name(entry.values) for entry in chosen])
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
-    shown = f"{fewer if len(names) > MOST_CURVES else ''}{element}" if has_charts() else picture(sweep)
+    shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else picture(sweep)
     return f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>'
 
 
@@ -83,9 +80,8 @@ def picture(sweep: Sweep) -> str:
         Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
         for number, entry in enumerate(sweep.results())
     ]
-    marks = [Mark(tr("compared after {n} steps", n=f"{rung:,}"), float(rung), "") for rung in sweep.facts.rungs[:-1]]
     panel = Panel(tr("Held-out loss of every arm"), lines, lambda value: f"{value:.3g}")
-    return chart([panel], marks, float(sweep.facts.rungs[-1]), f"{tr('Held-out loss by step.')} {sentence(sweep)}")
+    return chart([panel], [], float(sweep.study.user_attrs["steps"]), f"{tr('Held-out loss by step.')} {sentence(sweep)}")
 
 
 def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:

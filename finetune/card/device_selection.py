@@ -30,11 +30,6 @@ def cards_here() -> list[tuple[str, str]]:
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
-def alike_cards(name: str) -> list[str]:
-    """Indexes of the cards of this name that this process may use; empty without a driver."""
-    return [device.index for device in usable_devices() if device.name == name]
-
-
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
     """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
 

@@ -117,11 +117,11 @@ COMMANDS = (
             flag("stop", "Stop a sweep after its arm's step, with a checkpoint."),
             flag("show", "Show a sweep without going on with it."),
         ],
-        "Without values it tries five learning rates around the advice. Arms that surely fall behind are stopped early. "
-        "Ctrl-C stops it; with its folder it goes on.",
+        "Without values it tries five learning rates around the advice. Arms that fall behind are stopped early. "
+        "Ctrl-C stops it; with its folder it goes on. Needs the extra `sweep`.",
         (
             "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
-            "sweep runs/tiny-sweep-1a2b3c",
+            "sweep runs/tiny-1a2b3c4d-sweep",
         ),
         alone=True,
     ),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +19,11 @@ from finetune.card.visible import environment_with_gpus, hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
-from finetune.errors import FINISHED, STOPPED, CommandError, DiskFull
-from finetune.system import start_detached
+from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, DiskFull, FinetuneError, RecipeError
+from finetune.privacy import keep_private
+from finetune.recipe import load_changes
+from finetune.requirements import refuse_missing_extra
+from finetune.system import ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -24,9 +31,11 @@ if TYPE_CHECKING:
     from finetune.sweep.sweep import ArmResult, Sweep
 
 _POLL_S = 0.3
-#: Seconds that the driver's process gets to start.
+#: Seconds that the training process gets to start.
 _START_S = 60.0
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+#: More arms than this are hardly meant.
+_MOST_ARMS = 64
 
 
 def sweep_command(
@@ -39,38 +48,34 @@ def sweep_command(
     """
     if alone:
         hide_gpus()
-    from finetune.sweep.sweep import is_sweep, open_sweep
+    refuse_missing_extra("sweep", "finetune sweep")
+    from finetune.sweep.sweep import JOURNAL, LOG, open_sweep
 
-    folder = _sweep_folder(source)
-    if folder is not None and is_sweep(folder):
+    folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
+    if folders:
         if overrides or budget:
-            raise CommandError("a sweep's settings can't change", f"Start another: finetune sweep {folder / 'sweep.json'}")
-        sweep = open_sweep(folder)
+            raise CommandError("a sweep's settings can't change", "Start another: finetune sweep RECIPE")
+        sweep = open_sweep(folders[0])
         if stop:
             return _stop(sweep, as_json)
     elif stop or show:
-        raise CommandError(f"{source} is no sweep", "Give the folder of one, which has a sweep.json.")
+        raise CommandError(f"{source} is no sweep", f"Give the folder of one, which has a {JOURNAL}.")
     else:
         sweep = _created(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
         _print_arms(sweep, as_json)
     if show or sweep.is_finished:
         return _print_result(sweep, as_json)
+    log = sweep.path / LOG
+    offset = log.stat().st_size if log.exists() else 0
     if not sweep.is_running:
-        _start(sweep)
-    return _print_state(sweep, as_json) if detach else _follow(sweep, as_json)
-
-
-def _sweep_folder(source: str | None) -> Path | None:
-    if not source:
-        return None
-    return next((path for path in (Path(source), Path("runs") / source) if path.is_dir()), None)
+        _start(sweep, log)
+    return _print_state(sweep, as_json) if detach else _follow(sweep, log, offset, as_json)
 
 
 def _created(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, quiet: bool
 ) -> Sweep:
-    from finetune.sweep.create import create_sweep
-    from finetune.sweep.grid import split_overrides
+    from finetune.sweep.train import create_sweep
 
     if source and "=" in source and not Path(source).exists():  # finetune sweep --model X learning_rate=1e-4,2e-4
         overrides, source = [source, *overrides], None
@@ -89,6 +94,37 @@ def _created(
         return create_sweep(with_values, swept, budget_s=budget_s, progress=progress)
 
 
+def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Overrides of every arm, and the values of each swept setting, in order and without repetitions.
+
+    An override is swept if it has commas and is no value of its setting as it is, but each of its parts is. `parse` makes a
+    recipe of overrides. Raises RecipeError for other values, and CommandError for too many.
+    """
+    fixed, swept = [], {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        if "," not in text or _is_valid(override, parse):
+            fixed.append(override)
+            continue
+        changes = [load_changes([f"{name}={part.strip()}"]) for part in text.strip().strip("[]").split(",") if part.strip()]
+        setting = next(iter(changes[0]))
+        values = [getattr(parse([f"{setting}={change[setting]}"]), setting) for change in changes]
+        numbers = all(isinstance(value, (int, float)) for value in values)
+        swept[setting] = sorted(set(values)) if numbers else [*dict.fromkeys(values)]
+    count = math.prod(map(len, swept.values()))
+    if count > _MOST_ARMS:
+        raise CommandError(f"{count:,} combinations are more than {_MOST_ARMS}", "Give fewer values.")
+    return fixed, swept
+
+
+def _is_valid(override: str, parse: Callable[[list[str]], Recipe]) -> bool:
+    try:
+        parse([override])
+    except RecipeError:
+        return False
+    return True
+
+
 def _seconds_of(text: str) -> float:
     """Seconds of `3h`, `90m` or `1.5d`."""
     number, unit = text[:-1], text[-1:]
@@ -101,40 +137,62 @@ def _seconds_of(text: str) -> float:
     return seconds
 
 
-def _start(sweep: Sweep) -> None:
-    """Start the process that drives the sweep. Raises DiskFull."""
-    sweep.stop_request.unlink(missing_ok=True)
+def _start(sweep: Sweep, log: Path) -> None:
+    """Start the process that trains the sweep, and wait until it has begun. Raises DiskFull."""
+    from finetune.sweep.sweep import STOP
+
     try:
-        with sweep.log.open("ab") as log:
-            command = [sys.executable, "-P", "-m", "finetune.sweep.driver", str(sweep.path)]
-            process = start_detached(command, log, env=environment_with_gpus())
+        (sweep.path / STOP).unlink(missing_ok=True)
+        with log.open("ab") as output:
+            command = [sys.executable, "-P", "-m", "finetune.cli.sweep", str(sweep.path)]
+            process = start_detached(command, output, env=environment_with_gpus())
     except OSError as error:
-        raise DiskFull(f"{sweep.log} can't be written: {error.strerror or error}", "Free some space.") from None
-    _wait_for_start(sweep, process)
-
-
-def _wait_for_start(sweep: Sweep, process: subprocess.Popen[bytes]) -> None:
+        raise DiskFull(f"{sweep.path} can't be written: {error.strerror or error}", "Free some space.") from None
     end_s = time.monotonic() + _START_S
     while not sweep.is_running and process.poll() is None and time.monotonic() < end_s:
         time.sleep(0.05)
 
 
-def _follow(sweep: Sweep, as_json: bool) -> int:
-    """Print the driver's lines until it ends; Ctrl-C and SIGTERM stop the sweep after the arm's step."""
+def main() -> int:
+    """Entry point of that process."""
+    keep_private()
+    ignore_hangup()
+    from finetune.sweep.sweep import JOURNAL, LOCK, open_sweep
+    from finetune.sweep.train import drive
+
+    path = Path(sys.argv[1])
+    lock = take_lock(path / LOCK, wait_s=1)
+    if lock is None:
+        return FAILED
+    try:
+        journal = path / JOURNAL
+        # a full disk leaves half a line, which the next one would extend
+        os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
+        drive(open_sweep(path), functools.partial(print, flush=True))
+    except (FinetuneError, OSError) as reason:
+        print(f"the sweep has stopped: {reason}. To go on: finetune sweep {path}")
+        return FAILED
+    return FINISHED
+
+
+def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
+    """Print the lines of the training process until it ends; Ctrl-C and SIGTERM stop the sweep after the arm's step."""
+    from finetune.sweep.sweep import STOP
+
+    stop_request = sweep.path / STOP
     interrupts: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
     previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
-    offset = max(0, sweep.log.stat().st_size if sweep.log.exists() else 0) if sweep.is_running else 0
     try:
         while True:
             running = sweep.is_running
             if not as_json:
-                offset = _print_new_lines(sweep, offset)
+                offset = _print_new_lines(log, offset)
             if not running:
                 break
-            if interrupts and not sweep.stop_request.exists():
+            if interrupts and not stop_request.exists():
                 err.print("[yellow]stopping after this step, with a checkpoint[/]")
-                sweep.stop_request.touch()
+                stop_request.touch()
             time.sleep(_POLL_S)
     finally:
         for number, handler in zip(signals, previous_handlers, strict=True):
@@ -145,10 +203,10 @@ def _follow(sweep: Sweep, as_json: bool) -> int:
     return STOPPED[0] if interrupts else 1
 
 
-def _print_new_lines(sweep: Sweep, offset: int) -> int:
-    with sweep.log.open("rb") as log:
-        log.seek(offset)
-        text = log.read().decode("utf-8", errors="replace")
+def _print_new_lines(log: Path, offset: int) -> int:
+    with log.open("rb") as file:
+        file.seek(offset)
+        text = file.read().decode("utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]
     for line in whole.splitlines():
         out.print(escape(line), soft_wrap=True)
@@ -156,8 +214,10 @@ def _print_new_lines(sweep: Sweep, offset: int) -> int:
 
 
 def _stop(sweep: Sweep, as_json: bool) -> int:
+    from finetune.sweep.sweep import STOP
+
     if sweep.is_running:
-        sweep.stop_request.touch()
+        (sweep.path / STOP).touch()
         while sweep.is_running:
             time.sleep(_POLL_S)
     _print_state(sweep, as_json)
@@ -167,19 +227,16 @@ def _stop(sweep: Sweep, as_json: bool) -> int:
 def _print_arms(sweep: Sweep, as_json: bool) -> None:
     if as_json:
         return
-    from finetune.sweep.sweep import label
+    from finetune.sweep.sweep import RULE, label
 
-    facts = sweep.facts
-    out.print(f"[bold]{escape(str(sweep.path))}[/]: {len(facts.arms)} arms, {facts.rungs[-1]:,} steps each")
-    for arm in facts.arms:
-        out.print(f"  {escape(label(arm.values))}")
-    for entry in facts.left_out:
-        out.print(f"  [yellow]left out:[/] {escape(label(entry.values))}: {escape(entry.reason)}")
-    if cards := sorted({arm.card for arm in facts.arms if arm.card is not None}):
-        out.print(f"Trained at once on cards {', '.join(cards)}, one arm on each.")
-    steps = ", ".join(f"{rung:,}" for rung in facts.rungs[:-1])
-    out.print(f"Compared after {steps} steps: {escape(facts.rule)}. All arms have the same seed, rows and order.")
-    length = "not measured here" if facts.forecast_s is None else f"about {format_seconds(facts.forecast_s)} at most"
+    arms, facts = sweep.study.trials, sweep.study.user_attrs
+    out.print(f"[bold]{escape(str(sweep.path))}[/]: {len(arms)} arms, {facts['steps']:,} steps each")
+    for arm in arms:
+        out.print(f"  {escape(label(arm.params))}")
+    for entry in facts["left_out"]:
+        out.print(f"  [yellow]left out:[/] {escape(label(entry['values']))}: {escape(entry['reason'])}")
+    out.print(f"They train in this order, with the same seed, rows and order of rows. {RULE}")
+    length = "not measured here" if facts["forecast_s"] is None else f"about {format_seconds(facts['forecast_s'])} at most"
     out.print(f"Time: {length}\n")
 
 
@@ -228,3 +285,7 @@ def _report(sweep: Sweep) -> Path | None:
     command = [*page_command(".sweep_report"), str(sweep.path), str(target)]
     process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     return target if process.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

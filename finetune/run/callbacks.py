@@ -20,7 +20,6 @@ from finetune.events import Compiled, RunWarning, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
 from finetune.run.best import evaluations, since_best
-from finetune.run.held_out import pause_step
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
 from finetune.settings.methods import METHODS
@@ -49,23 +48,15 @@ class NothingLeftToTrain(Exception):
 class StopRequest:
     """SIGTERM, SIGINT or a line in the run's file request a stop after the current optimizer step; the first one counts.
 
-    Another file asks for the run's end, with a result. A sweep's arm also stops after the step that its sweep has set.
+    Another file asks for the run's end, with a result.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._pause_after = pause_step(run)
         self.signal: int | None = None
         self.finishes = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
-
-    def pauses_after(self, step: int) -> bool:
-        """Whether the sweep of this arm stops it after this step; from then on that is a request to stop."""
-        if self._pause_after is None or step < self._pause_after:
-            return False
-        self.signal = self.signal or signal.SIGTERM
-        return True
 
     def agreed(self) -> int | None:
         """The signal, when any rank has received one, else whether the run `finishes`; all ranks ask after the same step."""
@@ -104,8 +95,6 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Finish early when asked."""
         self._require_directory()
-        if self._stop.pauses_after(state.global_step) and state.global_step < state.max_steps:
-            control.should_evaluate = True  # the sweep compares its arms here
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
         elif self._stop.finishes and state.global_step < state.max_steps:

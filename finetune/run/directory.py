@@ -67,8 +67,8 @@ class RunDirectory:
     log = _Entry("log.txt")
     #: Process ids with their start times.
     process = _Entry("process.json")
-    #: Is there in an arm of a sweep: the step after which it stops for now.
-    arm = _Entry("arm.json")
+    #: Is there in an arm of a sweep, which keeps the held-out loss of each row.
+    arm = _Entry("arm")
     #: Lock file of the supervisor.
     lock = _Entry("lock")
     #: Lock file of the training process, which may outlive its supervisor.

@@ -1,13 +1,15 @@
-"""A sweep's arm: up to which step it may train for now, and the held-out loss of each row at its evaluations."""
+"""The held-out loss of each row at the evaluations of a sweep's arm."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import read_object, write_json
+from finetune.files import read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -15,14 +17,19 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
-def pause_step(run: RunDirectory) -> int | None:
-    """The step after which a sweep's arm stops with a checkpoint; None in a run that is none, or that may train to its end."""
-    return (read_object(run.arm) or {}).get("pause_after")
+@dataclass(frozen=True)
+class RowLosses:
+    """Held-out losses of an arm after `step`: the mean, and of each row with its trained tokens, empty where unknown."""
+
+    step: int
+    mean: float
+    losses: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
-def let_train(run: RunDirectory, step: int | None) -> None:
-    """Make the run an arm that stops after `step`; None: at its end."""
-    write_json(run.arm, {"pause_after": step})
+def keep_row_losses(run: RunDirectory) -> None:
+    """Let each evaluation of a sweep's arm keep the loss of each row."""
+    run.arm.touch()
 
 
 def losses_path(run: RunDirectory, step: int) -> Path:
@@ -35,6 +42,24 @@ def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: lis
     path = losses_path(run, step)
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"mean": mean, "losses": [loss for loss, _ in rows], "tokens": [tokens for _, tokens in rows]})
+
+
+def row_losses_of(run: RunDirectory) -> list[RowLosses]:
+    """The held-out losses that an arm has kept, by step; a file that is being written is left out."""
+    entries = []
+    for path in (run.path / "evaluations").glob("held-out-*.json"):
+        try:
+            values, step = read_json(path, dict), int(path.stem.rpartition("-")[2])
+            mean = math.nan if values["mean"] is None else float(values["mean"])
+            entries.append(RowLosses(step, mean, tuple(map(float, values["losses"])), tuple(map(int, values["tokens"]))))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return sorted(entries, key=lambda entry: entry.step)
+
+
+def lowest(curve: Iterable[RowLosses]) -> RowLosses | None:
+    """The lowest finite losses."""
+    return min((entry for entry in curve if math.isfinite(entry.mean)), key=lambda entry: entry.mean, default=None)
 
 
 @contextlib.contextmanager

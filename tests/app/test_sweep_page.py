@@ -31,7 +31,7 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
     request = gr.Request(query_params={"run": "rates"})
     name, _, head, curves, sweep, arms, timer = _View(context).open(request)
-    assert (name, sweep, timer.active) == ("", "rates", False) and "Compared after 5, 10 steps" in head
+    assert (name, sweep, timer.active) == ("", "rates", False) and "above the median of the finished arms" in head
     shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "Learning rate 0.0001", "Learning rate 0.0004")
     assert all(text in curves for text in shown)
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
@@ -40,5 +40,5 @@ def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(conte
 def test_an_arm_is_opened_by_its_name_and_a_name_that_leads_elsewhere_is_nothing(context):
     assert context.workspace.run("rates-1").path == context.workspace.runs / "rates" / "rates-1"
     assert context.workspace.run("rates") is None and context.workspace.sweep("../runs/rates") is None
-    (context.workspace.runs / "rates" / "sweep.json").write_text("{")
+    (context.workspace.runs / "rates" / "study.journal").write_text("{}\n")
     assert context.workspace.sweep("rates") is None and context.workspace.list_sweeps() == []

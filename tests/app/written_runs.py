@@ -2,13 +2,17 @@
 
 import os
 
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import create_trial
+
 import app_ticks
 from finetune.events import Evaluation, EventWriter, State, Step
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
+from finetune.run.held_out import write_row_losses
 from finetune.run.state import process_record
-from finetune.sweep.halving import RULE
-from finetune.sweep.sweep import ArmFacts, Sweep, SweepFacts, write_sweep
+from finetune.sweep.sweep import open_sweep, storage_in
 
 
 def steps(first, last, total=1000):
@@ -28,20 +32,23 @@ def make_run(runs, name, events, total=1000, *, is_alive=False):
 
 def make_sweep(runs, name):
     """A finished sweep of two learning rates, both trained to the end, the second of which is surely better."""
-    rates, rungs = [1e-4, 4e-4], (5, 10, 20)
-    arms = tuple(ArmFacts(f"{name}-{number}", {"learning_rate": rate}) for number, rate in enumerate(rates, 1))
-    sweep = Sweep(runs / name, SweepFacts("", {"learning_rate": rates}, arms, rungs, RULE))
-    for arm, last_loss in zip(arms, (0.9, 0.5), strict=True):
-        losses = {rung: last_loss + (rungs[-1] - rung) / 20 for rung in rungs}
-        evaluations = [Evaluation(step=rung, eval_loss=loss, eval_s=1.0) for rung, loss in losses.items()]
-        run = make_run(sweep.path, arm.name, [*steps(1, 20, 20), *evaluations, State(state="finished", exit_code=0)], 20)
-        (run.path / "evaluations").mkdir()
-        for rung, loss in losses.items():
-            write_json(
-                run.path / "evaluations" / f"held-out-{rung}.json", {"mean": loss, "losses": [loss] * 4, "tokens": [3] * 4}
-            )
-    write_sweep(sweep)
-    return sweep
+    steps_evaluated = (5, 10, 20)
+    for number, last_loss in enumerate((0.9, 0.5), 1):
+        losses = {step: last_loss + (20 - step) / 20 for step in steps_evaluated}
+        evaluations = [Evaluation(step=step, eval_loss=loss, eval_s=1.0) for step, loss in losses.items()]
+        ended = State(state="finished", exit_code=0)
+        run = make_run(runs / name, f"{name}-{number}", [*steps(1, 20, 20), *evaluations, ended], 20)
+        for step, loss in losses.items():
+            write_row_losses(run, step, loss, [(loss, 3)] * 4)
+    study = optuna.create_study(storage=storage_in(runs / name), study_name=name)
+    for fact, value in {"swept": {"learning_rate": [1e-4, 4e-4]}, "steps": 20, "left_out": [], "forecast_s": None}.items():
+        study.set_user_attr(fact, value)
+    rates = CategoricalDistribution([1e-4, 4e-4])
+    study.add_trials(
+        create_trial(value=loss, params={"learning_rate": rate}, distributions={"learning_rate": rates})
+        for rate, loss in ((1e-4, 0.9), (4e-4, 0.5))
+    )
+    return open_sweep(runs / name)
 
 
 def append(run, events):

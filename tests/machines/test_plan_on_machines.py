@@ -9,7 +9,7 @@ import pytest
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
 from finetune.card import find_card
-from finetune.card.device_selection import alike_cards, cards_here
+from finetune.card.device_selection import cards_here
 from finetune.cli import main
 from finetune.errors import RecipeError
 from finetune.planner.choices import Choices
@@ -49,13 +49,6 @@ def test_the_context_is_part_of_the_need_and_not_taken_from_the_budget_as_well(m
 def test_the_page_offers_each_card_of_the_machine(machine):
     machine("two-3090")
     assert cards_here() == [("0: NVIDIA GeForce RTX 3090", "0"), ("1: NVIDIA GeForce RTX 3090", "1")]
-
-
-def test_a_sweep_trains_on_each_card_of_the_planned_model(machine):
-    machine("two-3090")
-    assert sorted(alike_cards(find_card("auto").name)) == ["0", "1"]
-    machine("3060-and-4090")
-    assert len(alike_cards(find_card("auto").name)) == 1
 
 
 def test_without_a_driver_the_page_offers_none(machine):

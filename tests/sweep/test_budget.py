@@ -1,7 +1,7 @@
-"""`--budget` of a sweep: as many arms as whole runs on this machine say, trained to the end."""
+"""`--budget` of a sweep: as many arms as earlier runs on this machine say."""
 
 import pytest
-from test_killed_sweep import RECIPE, drive
+from test_killed_sweep import RECIPE
 
 from finetune.cli.sweep import _created, _seconds_of
 from finetune.errors import CommandError
@@ -24,15 +24,14 @@ def test_a_budget_is_read_with_its_unit():
 
 
 @pytest.mark.slow
-def test_the_arms_that_three_hours_allow_are_named_before_the_start_and_trained_to_the_end(tmp_path, train, monkeypatch):
-    with pytest.raises(CommandError, match="no step of such a run has been measured on this machine"):
+def test_the_arms_that_three_hours_allow_are_named_before_the_start(tmp_path):
+    with pytest.raises(CommandError, match="no such run has been measured on this machine"):
         new_sweep(tmp_path / "unmeasured", "3h")
     plan = prepare(load_recipe("tiny-cpu", OVERRIDES[:-1])).plan
     record_run(plan, step_s=None, allocated_bytes=None, train_s=4000.0, load_s=100.0)
     sweep = new_sweep(tmp_path / "budgeted", "3h")
-    # an arm trains 4,000 s and loads for 100 s, again after each comparison: two are within 10,800 s, three are not
-    assert [arm.values["learning_rate"] for arm in sweep.facts.arms] == [2e-4, 4e-4]
-    assert sweep.facts.forecast_s == pytest.approx(8400) and sweep.facts.budget_s == 10800
-    assert [entry.reason for entry in sweep.facts.left_out] == ["2 arms fit --budget 3 h 00 min at 1 h 08 min a run"] * 2
-    assert drive(sweep, train, monkeypatch, {}) == 0
-    assert {arm.state for arm in sweep.results()} <= {"finished", "dropped"} and "wins" in sweep.sentence()
+    facts = sweep.as_json()
+    # an arm takes 4,100 s: two are within 10,800 s, three are not
+    assert sorted(arm["values"]["learning_rate"] for arm in facts["arms"]) == [2e-4, 4e-4]
+    assert facts["forecast_s"] == pytest.approx(8200) and facts["budget_s"] == 10800
+    assert [entry["reason"] for entry in facts["left_out"]] == ["only 2 arms fit the budget"] * 2

@@ -1,40 +1,45 @@
-"""A sweep whose arms and driver are killed goes on where it was, and ends as one that nobody killed."""
+"""A sweep is planned first, drops arms that fall behind, and ends the same however often it was killed."""
 
 import itertools
 import os
-from dataclasses import replace
 
+import optuna
 import pytest
+from optuna.trial import Trial
 
+from finetune import requirements
+from finetune.cli.sweep import sweep_command
+from finetune.errors import CommandError, DoesNotFit, FinetuneError, PackagesError
 from finetune.events import Step, read_events
 from finetune.files import write_json
 from finetune.recipe import load_recipe
-from finetune.run.state import process_record
-from finetune.sweep import driver as driver_module
-from finetune.sweep.create import create_sweep
-from finetune.sweep.driver import Driver, Stopped
-from finetune.sweep.sweep import Sweep, open_sweep, write_sweep
+from finetune.run import prepare as prepare_module
+from finetune.run.state import process_record, read_state
+from finetune.sweep import train as train_module
+from finetune.sweep.sweep import JOURNAL, open_sweep, storage_in
+from finetune.sweep.train import create_sweep, drive
 
 RECIPE = (
     "max_steps=8", "save_steps=2", "eval_steps=2", "effective_batch_size=2", "per_device_train_batch_size=2", "lora_r=4",
     "lora_alpha=8", "dataset.max_rows=40", "dataset.test_split_size=16", "sample_answers=0",
 )  # fmt: skip
-RATES = {"learning_rate": [1e-4, 4e-3, 4e-2]}
+RATES = {"learning_rate": [1e-6, 1e-4, 1e-3, 4e-3]}
 
 
-def new_sweep(path):
+def new_sweep(path, *overrides, swept=RATES):
     def recipe_of(values):
-        return load_recipe("tiny-cpu", [*RECIPE, f"output_dir={path}", *(f"{name}={value}" for name, value in values.items())])
+        changes = [*RECIPE, f"output_dir={path}", *overrides, *(f"{name}={value}" for name, value in values.items())]
+        return load_recipe("tiny-cpu", changes)
 
-    return create_sweep(recipe_of, RATES)
+    return create_sweep(recipe_of, swept)
 
 
 #: Trainings of the sweep, by their number, and after how many of their steps they are killed; 2 is just before a checkpoint.
-KILLS = {0: 1, 3: 2, 5: 1}
+KILLS = {0: 1, 2: 2, 4: 1}
 
 
-def drive(sweep, train, monkeypatch, kills):
-    """Drive to the end; `kills`: trainings that are killed after a step, and the driver ends with them."""
+def drive_to_the_end(path, train, monkeypatch, kills):
+    """Drive to the end; `kills`: trainings that are killed after a step, and the driving process ends with them."""
     numbers = itertools.count()
 
     def start(run):
@@ -54,13 +59,13 @@ def drive(sweep, train, monkeypatch, kills):
 
         train(run, killed_after_a_step if number in kills else None)
 
-    monkeypatch.setattr(driver_module.control, "start", start)
-    monkeypatch.setattr(driver_module.control, "resume", start)
+    monkeypatch.setattr(train_module.control, "start", start)
+    monkeypatch.setattr(train_module.control, "resume", start)
     stops = 0
-    while not sweep.is_finished:
+    while not open_sweep(path).is_finished:
         try:
-            Driver(sweep, lambda _: None).drive()
-        except Stopped:
+            drive(open_sweep(path), lambda _: None)
+        except FinetuneError:
             stops += 1
     return stops
 
@@ -72,30 +77,63 @@ def outcome(sweep):
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_at_three_moments_ends_as_one_in_one_go(tmp_path, train, monkeypatch):
     whole, killed = new_sweep(tmp_path / "whole"), new_sweep(tmp_path / "killed")
-    assert drive(whole, train, monkeypatch, {}) == 0
-    assert drive(killed, train, monkeypatch, KILLS) == 3
+    assert drive_to_the_end(whole.path, train, monkeypatch, {}) == 0
+    assert drive_to_the_end(killed.path, train, monkeypatch, KILLS) == 3
     assert outcome(killed) == outcome(whole)
-    winner = killed.results()[0]
+    winner, *_, last = killed.results()
     assert winner.state == "finished" and "wins with a held-out loss of" in killed.sentence()
-    steps = [event.step for event in read_events(killed.run_of(killed.facts.arms[1]).events) if isinstance(event, Step)]
-    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
+    assert last.values == {"learning_rate": 1e-6} and last.dropped_at == 4
+    steps = [event.step for event in read_events(killed.run_of(killed.study.trials[0]).events) if isinstance(event, Step)]
+    assert sorted(set(steps)) == list(range(1, 9))
 
 
 @pytest.mark.slow
-def test_two_arms_that_train_at_once_end_as_one_after_another(tmp_path, train, monkeypatch):
-    """On a CPU, where each run takes what it needs; the cards only say which arms may train at once."""
-    in_turn, at_once = new_sweep(tmp_path / "whole"), new_sweep(tmp_path / "at_once")
-    drive(in_turn, train, monkeypatch, {})
-    arms = tuple(replace(arm, card=card) for arm, card in zip(at_once.facts.arms, "010", strict=True))
-    write_sweep(Sweep(at_once.path, replace(at_once.facts, arms=arms)))
-    most_at_once = []
+def test_an_arm_that_falls_behind_is_stopped_with_a_checkpoint(tmp_path, train, monkeypatch):
+    sweep = new_sweep(tmp_path / "sweep", "max_steps=60", "eval_steps=30")
+    *first, last = (Trial(sweep.study, arm._trial_id) for arm in sweep.study.trials)
+    for trial in first:
+        trial.report(0.001, 30)
+        sweep.study.tell(trial, 0.001)
+    monkeypatch.setattr(train_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(
+        train_module.control, "start", lambda run: write_json(run.process, {"worker": process_record(train.start(run))})
+    )
+    log = []
+    drive(open_sweep(sweep.path), log.append)
+    state = read_state(sweep.run_of(last))
+    assert state.state == "stopped" and 30 <= state.step < 60 and "dropped at step 30" in log[-1]
+    assert open_sweep(sweep.path).results()[-1].dropped_at == 30
 
-    def start(run):
-        write_json(run.process, {"worker": process_record(train.start(run))})
-        most_at_once.append(len(driver.training))
 
-    monkeypatch.setattr(driver_module.control, "start", start)
-    monkeypatch.setattr(driver_module.control, "resume", start)
-    driver = Driver(open_sweep(at_once.path), lambda _: None)
-    driver.drive()
-    assert max(most_at_once) == 2 and outcome(at_once) == outcome(in_turn)
+@pytest.mark.slow
+def test_an_arm_that_does_not_fit_is_named_and_has_no_run(tmp_path, monkeypatch):
+    original = prepare_module.prepare
+
+    def prepare(recipe, **named):
+        if recipe.lora_r == 64:
+            raise DoesNotFit("it needs 30 GB of 24 GB")
+        return original(recipe, **named)
+
+    monkeypatch.setattr(prepare_module, "prepare", prepare)
+    sweep = new_sweep(tmp_path / "sweep", swept={"lora_r": [4, 8, 64]})
+    assert sweep.as_json()["left_out"] == [{"values": {"lora_r": 64}, "reason": "it needs 30 GB of 24 GB"}]
+    assert sorted(path.name for path in sweep.path.iterdir() if path.is_dir()) == ["sweep-1", "sweep-2"]
+
+
+def test_a_journal_that_ends_in_half_a_line_is_read_and_a_damaged_one_is_an_error(tmp_path):
+    study = optuna.create_study(storage=storage_in(tmp_path), study_name="sweep")
+    study.set_user_attr("steps", 8)
+    journal = tmp_path / JOURNAL
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 4, "wor')
+    assert open_sweep(tmp_path).study.user_attrs["steps"] == 8
+    for damaged in (b"", b"\0" * 100 + b"\n" + whole, whole[20:], b"[]\n", whole.replace(b"steps", b"stops")):
+        journal.write_bytes(damaged)
+        with pytest.raises(CommandError, match="is damaged"):
+            open_sweep(tmp_path)
+
+
+def test_without_optuna_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(requirements.metadata, "requires", lambda _: ['no-such-optuna>=4.3; extra == "sweep"'])
+    with pytest.raises(PackagesError, match=r"(?s)finetune sweep needs no-such-optuna.*pip install 'no-such-optuna>=4.3'"):
+        sweep_command("tiny-cpu", [], model=None, data=None, budget=None, detach=False, stop=False, show=False, as_json=False)
