@@ -176,11 +176,8 @@ def _image_settings(processor: Any) -> dict[str, Any]:
 
 
 def _settings(processor: Any, **more: Any) -> dict[str, Any]:
-    """By modality. transformers 5.21 must be given the class of the settings, and has those of token types with the text's."""
-    tokenizer_settings = processor.tokenizer.init_kwargs
-    settings: dict[str, Any] = processor._merge_kwargs(
-        processor.valid_processor_kwargs, tokenizer_init_kwargs=tokenizer_settings, **more
-    )
+    """By modality."""
+    settings: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **more)
     return settings
 
 
@@ -196,8 +193,7 @@ def token_types(processor: Any, input_ids: Any) -> dict[str, Any]:
     """The kinds of tokens under the name that the model takes, as a tensor of the shape of `input_ids`; nothing for most."""
     import torch
 
-    settings = _settings(processor)
-    if not settings["text_kwargs"].get("return_mm_token_type_ids", settings.get("return_mm_token_type_ids")):
+    if not _settings(processor)["return_mm_token_type_ids"]:
         return {}
     kinds = torch.tensor(processor.create_mm_token_type_ids(input_ids.tolist()), dtype=input_ids.dtype)
     # Gemma 3's and PaliGemma's call renames them
