@@ -10,7 +10,6 @@ from typing import Any
 
 from finetune.card import nvidia
 from finetune.card.allocator import AllocatorSettings
-from finetune.compat import torch as private
 from finetune.units import MIB
 
 
@@ -32,6 +31,7 @@ def device_of(number: int) -> str | int:
 def uuid() -> str:
     """UUID of the current card, as the driver spells it; of a MIG instance the visible-devices variable has it."""
     import torch
+
     visible = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
     if visible[0].startswith(nvidia.UUID_PREFIXES):
         return visible[torch.cuda.current_device()]
@@ -104,7 +104,9 @@ def allocator_bytes() -> dict[str, int | None]:
 
 def snapshot() -> dict[str, Any]:
     """Every segment of the allocator with its blocks, and the history if recorded. Slow."""
-    return private.memory_snapshot()
+    import torch
+
+    return torch.cuda.memory._snapshot()
 
 
 def ignored_settings(planned: AllocatorSettings) -> list[str]:
@@ -123,12 +125,16 @@ def ignored_settings(planned: AllocatorSettings) -> list[str]:
 
 def start_history(most_entries: int) -> None:
     """Record every allocation with its stack from now on."""
-    private.record_memory_history(most_entries)
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=most_entries)
 
 
 def write_history(path: str) -> None:
     """Write the recorded allocations to a file."""
-    private.dump_memory_history(path)
+    import torch
+
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def try_kernel() -> dict[str, Any]:
