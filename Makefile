@@ -7,13 +7,12 @@ RUN := $(VENV)/bin/finetune
 # Gigabytes where torch's wheel is for CUDA.
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
-EDGE := .venv-edge
 
 # The environment with torch's CUDA build; another version: make test-card TORCH=2.11.0
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CARD := .venv-card-$(TORCH)
 
-.PHONY: demo test test-quick test-card test-lowest test-newest test-edge check size size-store docs wheel setup setup-test setup-check setup-card charts ui clean
+.PHONY: demo test test-quick test-card test-lowest test-newest check size size-store docs wheel setup setup-test setup-check setup-card charts ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -42,15 +41,6 @@ test-newest: # the same, with the newest ones
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python -m pytest -m "not slow"
-
-# Each step runs, so that all that breaks is listed; the bounds are removed from the installed package, which would refuse.
-test-edge: # the same, with the newest ones there are, allowed or not; in no workflow
-	$(PYTHON) -m venv $(EDGE)
-	$(EDGE)/bin/python -m pip install -q -e '.[test]'
-	$(EDGE)/bin/python -m pip install -q --upgrade torch transformers trl peft bitsandbytes accelerate
-	$(EDGE)/bin/python scripts/without_upper_bounds.py
-	$(EDGE)/bin/python -m pytest -m "not slow" tests/compat; compat=$$?; \
-	  $(EDGE)/bin/python -m pytest -m "not slow" --ignore tests/compat && exit $$compat
 
 check: setup-check docs
 	$(VENV)/bin/ruff check .

@@ -29,7 +29,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from finetune.compat.bitsandbytes import own_quantisation_maps
 from finetune.compat.torch import backward
-from finetune.compat.transformers import enable_checkpointing, keys_repeated, without_packing_detection
+from finetune.compat.transformers import keys_repeated, without_packing_detection
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.depth import simulate_deep
 from finetune.memory.fake_model import materialise
@@ -155,7 +155,7 @@ def model_of(row: Row, config: PretrainedConfig) -> Any:
         model, LoraConfig(r=row.rank, lora_alpha=2 * row.rank, target_modules=list(row.targets), task_type="CAUSAL_LM")
     )
     if row.checkpointing:
-        enable_checkpointing(model.get_base_model(), {"use_reentrant": False}, 1)
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     return model
 

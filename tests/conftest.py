@@ -1,5 +1,6 @@
 """State in a temporary home, one thread per process, no network, bytecode: set before anything heavy is imported."""
 
+import gc
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest  # noqa: E402
 from warm import CLIENT, warm_server  # noqa: E402
 
-from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit  # noqa: E402
+from finetune.gc_settings import raise_gc_thresholds  # noqa: E402
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its words would come after pytest's closing line
 raise_gc_thresholds()  # each of four processes imports all that a run does
@@ -172,7 +173,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure():
-    skip_gc_at_exit()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

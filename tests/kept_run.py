@@ -1,4 +1,4 @@
-"""Make a run that tests read: python tests/kept_run.py RUN. Named `stopped`, it stops after two of six steps, else it finishes."""
+"""Make a run for tests: python tests/kept_run.py RUN. Named `stopped` it stops after two of its six steps, else it finishes."""
 
 import os
 import signal

@@ -6,13 +6,13 @@ The process is the worker itself, with memory by phase noted in RESULT beside th
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.phases import Phases, allocator
-from finetune.gc_settings import skip_gc_at_exit
 from finetune.run.directory import RunDirectory
 from finetune.run.worker import Worker
 
@@ -55,7 +55,7 @@ def main() -> int:
     worker = MeasuredWorker(RunDirectory(options.run), options.peft_cast)
     code = worker.main()
     options.result.write_text(json.dumps({"phases": worker.phases.peaks, "allocator": allocator()}))
-    skip_gc_at_exit()
+    gc.freeze()
     return code
 
 

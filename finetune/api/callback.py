@@ -9,7 +9,6 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.api.forecasts import Fit, fits
-from finetune.compat.transformers import checkpointing_name
 from finetune.errors import DoesNotFit
 from finetune.planner.plan import Verdict
 from finetune.units import format_bytes
@@ -95,9 +94,8 @@ class MemoryCallback(TrainerCallback):
 
 
 def _memory_advice(args: Any) -> str:
-    name = checkpointing_name()
-    if not getattr(args, name):
-        return f"Set {name}=True"
+    if not args.activation_checkpointing:
+        return "Set activation_checkpointing=True"
     rows = args.per_device_train_batch_size
     if rows > 1:  # the same effective batch
         factor = next(divisor for divisor in range(2, rows + 1) if rows % divisor == 0)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from finetune.compat.accelerate import undo_prepared_forward
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import fake_tensor_mode, read_of_a_value
-from finetune.compat.transformers import enable_trainers_checkpointing, fake_experts, without_packing_detection
+from finetune.compat.torch import fake_tensor_mode
+from finetune.compat.transformers import fake_experts, without_packing_detection
 from finetune.errors import RecipeError
 from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, layer_number
@@ -111,7 +110,7 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
     The trainer and its model are not changed.
     """
     rules = rules_for_cpu() if capability is None else rules_for(capability)
-    rules = {**rules, read_of_a_value(): _assumed_scalar}
+    rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
         with step_errors(trainer.model.config), _fake_tensors(capability, batch), tracker:
@@ -157,10 +156,23 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
     return shadow
 
 
+def _enable_checkpointing(model: Any, args: Any) -> None:
+    """Turn on what Trainer turns on when training begins."""
+    if not args.activation_checkpointing or model.is_activation_checkpointing:
+        return
+    arguments = dict(args.activation_checkpointing_kwargs or {})
+    every_n_layers = arguments.pop("every_n_layers", 1)
+    if arguments.pop("offload", False):
+        raise RecipeError(
+            "activation_checkpointing_kwargs: offload is not forecast", "Leave it out, or plan a run: finetune plan RECIPE"
+        )
+    model.activation_checkpointing_enable(arguments or None, every_n_layers)
+
+
 def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, *, on_cpu: bool) -> None:
     args = shadow.args
     model.train()
-    enable_trainers_checkpointing(model, args)
+    _enable_checkpointing(model, args)
     optimizer = shadow.create_optimizer()
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -235,7 +247,8 @@ def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
     for parameter in parameters:  # a 4-bit parameter's attributes are its quantisation and its module
         for name, value in vars(parameter).items():
             setattr(copies[id(parameter)], name, copy.deepcopy(value, copies))
-    undo_prepared_forward(copied)  # a closure over the original's
+    if "_original_forward" in vars(copied):  # accelerate's own is a closure over the original's
+        copied.forward = copied._original_forward
     return copied  # type: ignore[no-any-return]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from finetune.card import nvidia
 from finetune.card.allocator import AllocatorSettings
-from finetune.compat import torch as private
 from finetune.units import MIB
 
 
@@ -101,7 +100,9 @@ def allocator_bytes() -> dict[str, int | None]:
 
 def snapshot() -> dict[str, Any]:
     """Every segment of the allocator with its blocks, and the history if recorded. Slow."""
-    return private.memory_snapshot()
+    import torch
+
+    return torch.cuda.memory._snapshot()
 
 
 def ignored_settings(planned: AllocatorSettings) -> list[str]:
@@ -120,12 +121,16 @@ def ignored_settings(planned: AllocatorSettings) -> list[str]:
 
 def start_history(most_entries: int) -> None:
     """Record every allocation with its stack from now on."""
-    private.record_memory_history(most_entries)
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=most_entries)
 
 
 def write_history(path: str) -> None:
     """Write the recorded allocations to a file."""
-    private.dump_memory_history(path)
+    import torch
+
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def try_kernel() -> dict[str, Any]:

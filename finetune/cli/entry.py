@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ import typer
 from finetune.cli.app import cli
 from finetune.cli.output import report
 from finetune.errors import CommandError, DiskFull, FinetuneError
-from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit
+from finetune.gc_settings import raise_gc_thresholds
 from finetune.printable import printable
 from finetune.privacy import keep_private
 from finetune.system import let_waiting_threads_sleep
@@ -33,7 +34,7 @@ def process() -> int:
     try:
         return main(alone=True)
     finally:
-        skip_gc_at_exit()
+        gc.freeze()  # no collection at exit
 
 
 def main(*, alone: bool = False) -> int:

@@ -31,9 +31,3 @@ def shard_with(prepared: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -
 
     prepare.usual = usual  # type: ignore[attr-defined]
     replace(_PREPARE, prepare)
-
-
-def undo_prepared_forward(model: Any) -> None:
-    """Give a copy of a model that `Accelerator.prepare_model` has changed its own forward."""
-    if "_original_forward" in vars(model):
-        model.forward = model._original_forward

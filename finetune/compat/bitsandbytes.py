@@ -6,10 +6,12 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replaced
+
+_OPTIMIZER = "bitsandbytes.optim.optimizer.Optimizer8bit"
 
 #: Read in bitsandbytes 0.50.2.
 PRIVATE_NAMES = (
@@ -23,11 +25,9 @@ PRIVATE_NAMES = (
                 "bitsandbytes.functional.quantize_blockwise"),
     PrivateName("bitsandbytes.functional.create_dynamic_map", "patch", "it computes on values, which fake tensors do not have",
                 "bitsandbytes.functional.quantize_blockwise", "signed max_exponent_bits total_bits"),
-    PrivateName("bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer", "patch",
-                "paged states are outside torch's allocator", "bitsandbytes.optim.optimizer.Optimizer2State.init_state",
-                "self p dtype"),
-    PrivateName("bitsandbytes.optim.optimizer.Optimizer8bit.prefetch_state", "patch", "asks the driver to move paged states",
-                "bitsandbytes.optim.optimizer.Optimizer8bit.step", "self p"),
+    PrivateName(f"{_OPTIMIZER}.get_state_buffer", "patch", "paged states are outside torch's allocator",
+                "bitsandbytes.optim.optimizer.Optimizer2State.init_state", "self p dtype"),
+    PrivateName(f"{_OPTIMIZER}.prefetch_state", "patch", "has the driver move paged states", f"{_OPTIMIZER}.step", "self p"),
     PrivateName("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
                 "the first evaluation would repack the weights for inference, and nothing undoes it",
                 "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16"),
@@ -40,9 +40,9 @@ PRIVATE_NAMES = (
 
 
 def import_without_compiler() -> None:
-    """Import bitsandbytes before anything else does, its functions compiled only when they are called.
+    """Import bitsandbytes, before anything else does, and compile its functions only when they are called.
 
-    It decorates four with torch.compile, which imports torch's compiler: a second at each start of a program that uses none.
+    It decorates four with torch.compile, which would import torch's compiler: a second of each start.
     """
     if "bitsandbytes" in sys.modules:
         return
@@ -57,26 +57,22 @@ def _compiled_when_called(compile_now: Callable[..., Any], function: Callable[..
     return functools.wraps(function)(lambda *inputs, **named: compiled()(*inputs, **named))
 
 
-@contextmanager
-def int8_matmul(function: Callable[..., Any]) -> Iterator[None]:
+def int8_matmul(function: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, int8 layers multiply with `function`."""
-    with replaced("bitsandbytes.matmul", function):
-        yield
+    return replaced("bitsandbytes.matmul", function)
 
 
-@contextmanager
-def without_cpu_repacking() -> Iterator[None]:
-    """Inside, new 4-bit layers are not repacked at the first evaluation, as they would be on a CPU with AVX512-BF16."""
-    with replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):
-        yield
+def without_cpu_repacking() -> AbstractContextManager[None]:
+    """Inside, new 4-bit layers are not repacked at the first evaluation on a CPU with AVX512-BF16."""
+    return replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-#: Rows and columns that a repacked 4-bit weight has a multiple of, by bitsandbytes' `_convert_weight_packed_for_cpu`.
+#: Repacking needs a multiple of these rows and columns (bitsandbytes' `_convert_weight_packed_for_cpu`).
 _REPACKED_ROWS, _REPACKED_COLUMNS = 32, 64
 
 
 def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
-    """The same for the existing 4-bit layers of a model; `misfits_only`: those whose shapes the repacking fails on."""
+    """Don't repack the 4-bit layers of a model; `misfits_only`: only the layers whose shapes the repacking fails on."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
@@ -88,7 +84,7 @@ def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
 
 @contextmanager
 def own_quantisation_maps() -> Iterator[None]:
-    """Inside, bitsandbytes caches its code books apart: fake ones must not stay in the process."""
+    """Inside, bitsandbytes caches its code books separately: fake ones must not stay in the process."""
     import torch
 
     with (
@@ -101,9 +97,6 @@ def own_quantisation_maps() -> Iterator[None]:
 @contextmanager
 def optimizer_states(get_state_buffer: Callable[..., Any]) -> Iterator[None]:
     """Inside, optimizer states come from `get_state_buffer(optimizer, parameter, dtype)`, and nothing is prefetched."""
-    optimizer = "bitsandbytes.optim.optimizer.Optimizer8bit"
-    with (
-        replaced(f"{optimizer}.get_state_buffer", get_state_buffer),
-        replaced(f"{optimizer}.prefetch_state", lambda self, p: None),
-    ):
+    prefetch_state = replaced(f"{_OPTIMIZER}.prefetch_state", lambda self, p: None)
+    with replaced(f"{_OPTIMIZER}.get_state_buffer", get_state_buffer), prefetch_state:
         yield

@@ -13,10 +13,11 @@ from typing import Any, Literal
 class PrivateName:
     """One undocumented name of a library.
 
-    `name` is where the library looks it up: module, class and attribute. A `patch` replaces it, an `override` defines it in a
-    subclass, an `attribute` is set or read on the library's objects, a `private call` uses it. `used_by`: the library's
-    function that looks it up (`a|b`: one of them, depending on the version). `parameters`: its parameters. `needs`: what the
-    tests lack to see the name used; empty when they can.
+    name: where the library looks it up: module, class and attribute.
+    kind: a patch replaces it, an override defines it in a subclass, an attribute is set or read on objects.
+    used_by: the library's function that looks it up.
+    parameters: its parameters, without a `**` one.
+    needs: what the tests lack to see the library use it.
     """
 
     name: str

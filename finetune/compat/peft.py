@@ -20,40 +20,34 @@ _ON_HUB = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
 #: Read in PEFT 0.21.2.
 PRIVATE_NAMES = (
     PrivateName(f"{_DORA}.dequantize_module_weight", "patch",
-                "DoRA reads the dequantised weights, which a forecast does not have", f"{_DORA}.DoraLinearLayer.forward",
-                "module"),
+                "DoRA reads dequantised weights, which a forecast lacks", f"{_DORA}.DoraLinearLayer.forward", "module"),
     PrivateName(f"{_DORA}.deepcopy", "patch", "DoRA copies the quantised layer, whose weights are on meta or fake",
                 f"{_DORA}.DoraLinearLayer.update_layer"),
-    PrivateName(f"{_DORA}.DoraLinearLayer.update_layer", "patch",
-                "DoRA reads the weights of a layer that may have left the card",
+    PrivateName(f"{_DORA}.DoraLinearLayer.update_layer", "patch", "DoRA reads the weights of a layer that may be offloaded",
                 "peft.tuners.lora.variants.DoraLinearVariant.init", "self base_layer lora_A lora_B scaling place_on_cpu"),
-    PrivateName(f"{_LAYER}._cast_input_dtype", "attribute",
-                "casts every input to fp32, which autocast casts back, to a second copy",
+    PrivateName(f"{_LAYER}._cast_input_dtype", "attribute", "casts inputs to fp32, and autocast back: a second copy",
                 "peft.tuners.lora.layer.Linear.forward", "self x dtype"),
-    PrivateName(f"{_WRAPPER}.get_param", "patch", "of 4-bit experts it would see codes in place of a weight's shape and dtype",
+    PrivateName(f"{_WRAPPER}.get_param", "patch", "4-bit experts have codes, without the weight's shape and dtype",
                 f"{_WRAPPER}._get_in_out_features", "self"),
-    PrivateName(f"{_WRAPPER}._activate_lora", "patch",
-                "it adds the adapter's product to the weight; that of 4-bit experts is codes", f"{_WRAPPER}.forward",
-                "self active_adapters"),
-    PrivateName(f"{_TOKENS}.bias", "attribute",
-                "of an output layer with trained rows TRL's loss reads the bias, which it lacks",
+    PrivateName(f"{_WRAPPER}._activate_lora", "patch", "adds the adapter's product to the weight, which 4-bit experts lack",
+                f"{_WRAPPER}.forward", "self active_adapters"),
+    PrivateName(f"{_TOKENS}.bias", "attribute", "TRL's loss reads it, and the wrapper has none",
                 "trl.trainer.utils.add_fused_lm_head"),
-    PrivateName(_ON_HUB, "patch",
-                "asked at each save whether the vocabulary has changed, which it never does: a request, or a warning",
-                "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename kwargs", needs="a model of the hub"),
+    PrivateName(_ON_HUB, "patch", "sends a request at each save, though the vocabulary never changes",
+                "peft.utils.save_and_load.get_peft_model_state_dict", "repo_id filename", needs="a model of the hub"),
 )  # fmt: skip
 
 
 @contextmanager
 def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, DoRA gets the weights of a layer from `dequantised(layer)`, and a copy of a 4-bit layer from `copied(layer)`."""
+    """Inside, DoRA reads a layer's weights from `dequantised(layer)`, and copies a 4-bit layer by `copied(layer)`."""
     with replaced(f"{_DORA}.dequantize_module_weight", dequantised), replaced(f"{_DORA}.deepcopy", copied):
         yield
 
 
 @contextmanager
 def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, `before(layer)` is called before DoRA computes its magnitudes from the weights of a layer."""
+    """Inside, `before(layer)` is called before DoRA computes a layer's magnitudes."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
     update = DoraLinearLayer.update_layer
@@ -67,20 +61,14 @@ def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
 
 
 def save_without_vocabulary() -> None:
-    """Save adapters without asking the hub for the base model's vocabulary from now on: training never changes it."""
+    """From now on, save adapters without asking the hub for the base model's vocabulary: training never changes it."""
     replace(_ON_HUB, lambda repo_id, filename, **_: False)
-
-
-def give_wrapper_no_bias(wrapper: Any) -> None:
-    """Let an output layer some of whose rows are trained say that it has no bias."""
-    wrapper.bias = None
 
 
 def leave_casts_to_autocast(model: Any) -> None:
     """Make LoRA layers cast their inputs to the adapters' dtype only outside autocast.
 
-    Autocast computes in 16 bit whatever PEFT has cast: with PEFT's cast, each layer keeps a 16-bit copy of its input for
-    backward, equal to the input that the base layer keeps.
+    Autocast casts back to 16 bit: after PEFT's cast each layer would save a second copy of its input.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -96,10 +84,10 @@ def _cast_outside_autocast(values: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let LoRA adapt parameters that are stored as 4-bit codes, from now on.
+    """From now on, let LoRA adapt parameters that are stored as 4-bit codes.
 
-    `logical(parameter)` has the shape, dtype and device of the weight that the codes encode, or is the parameter itself.
-    During a forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
+    `logical(parameter)`: shape, dtype and device of the encoded weight, or the parameter itself if it is not encoded.
+    In forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
     """
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -26,8 +26,7 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-#: Processors whose own calls make nothing that `processed_pictures` and `token_types` do not: their batches equal TRL's
-#: (tests/methods/test_pictures_are_trls.py).
+#: Processors with calls of their own whose batches equal TRL's (tests/methods/test_pictures_are_trls.py).
 _COMPARED_CALLS = ("Gemma3Processor", "Idefics3Processor", "InternVLProcessor")
 
 
@@ -46,7 +45,7 @@ def why_no_pictures(kind: Any) -> str | None:
 
 
 def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) -> Any:
-    """The processor of a checkpoint with this tokenizer, with Pillow's image processing and without video or sound.
+    """Load a checkpoint's processor with this tokenizer and Pillow's image processing, without video or sound.
 
     Raises what transformers raises, and LookupError for a type without such a processor.
     """
@@ -92,15 +91,12 @@ def _processor_class(path: str, revision: str | None) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
     values, _ = ProcessorMixin.get_processor_dict(path, revision=revision)
-    name = values.get("processor_class")
-    if name is None:
+    if not values.get("processor_class"):
         values, _ = ImageProcessingMixin.get_image_processor_dict(path, revision=revision)
-        name = values.get("processor_class")
-    kind = (
-        processor_class_from_name(name)
-        if name
-        else PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
-    )
+    if name := values.get("processor_class"):
+        kind = processor_class_from_name(name)
+    else:
+        kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
     if reason := why_no_pictures(kind):
         raise LookupError(reason)
     return _without_video(kind)
@@ -115,7 +111,7 @@ def _without_video(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
 
 
-#: What image processors tell their processors, beside what these name themselves.
+#: Values that image processors return for their processors, beside `unused_input_names`.
 _FOR_PROCESSORS = ("rows", "cols", "num_patches")
 
 
@@ -131,12 +127,12 @@ def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
     return _process(processor, [pictures])[1]
 
 
-#: Image processors of whose own count of patches, or of tiles, a picture's text and its number of pixel values follow.
+#: Image processors whose count of patches or tiles decides a picture's text and its number of pixel values.
 _BY_PATCHES = ("Qwen2VLImageProcessorPil", "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil", "GotOcr2ImageProcessorPil")
 
 
 def picture_kind(processor: Any, width: int, height: int) -> Hashable:
-    """What a picture's text and number of pixel values follow from: patches by the processor's own rule, else the size."""
+    """A key for pictures with equal text and number of pixel values: patches by the processor's rule, else the size."""
     images = processor.image_processor
     name = type(images).__name__
     if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
@@ -148,7 +144,7 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
 
 
 def values_of_a_patch(processor: Any, picture: Image) -> int | None:
-    """Pixel values of a patch, where pictures' texts and values follow from their patches in a grid, as this one's do."""
+    """Pixel values of a patch, if this picture's text and values follow from its patches in a grid; else None."""
     tensors, texts = _process(processor, [[picture]])
     patches = picture_kind(processor, *picture.size)
     if "image_grid_thw" not in tensors or not isinstance(patches, int) or texts != [patch_text(processor, patches)]:
@@ -171,16 +167,11 @@ def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list
 
 
 def _image_settings(processor: Any) -> dict[str, Any]:
-    """The processor's own settings for its image processor."""
     return dict(_settings(processor, return_tensors="pt")["images_kwargs"])
 
 
 def _settings(processor: Any, **more: Any) -> dict[str, Any]:
-    """By modality. transformers 5.21 must be given the class of the settings, and has those of token types with the text's."""
-    tokenizer_settings = processor.tokenizer.init_kwargs
-    settings: dict[str, Any] = processor._merge_kwargs(
-        processor.valid_processor_kwargs, tokenizer_init_kwargs=tokenizer_settings, **more
-    )
+    settings: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **more)
     return settings
 
 
@@ -193,11 +184,10 @@ def with_picture_texts(
 
 
 def token_types(processor: Any, input_ids: Any) -> dict[str, Any]:
-    """The kinds of tokens under the name that the model takes, as a tensor of the shape of `input_ids`; nothing for most."""
+    """The model's argument with each token's kind, of the shape of `input_ids`; empty for most models."""
     import torch
 
-    settings = _settings(processor)
-    if not settings["text_kwargs"].get("return_mm_token_type_ids", settings.get("return_mm_token_type_ids")):
+    if not _settings(processor)["return_mm_token_type_ids"]:
         return {}
     kinds = torch.tensor(processor.create_mm_token_type_ids(input_ids.tolist()), dtype=input_ids.dtype)
     # Gemma 3's and PaliGemma's call renames them

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +20,12 @@ def _private(name: str, reason: str, used_by: str = "", needs: str = "") -> Priv
 
 #: Read in torch 2.13.0.
 PRIVATE_NAMES = (
-    PrivateName("torch.is_autocast_enabled", "patch",
-                "PEFT asks without a device, which means CUDA; fake tensors are on the CPU",
+    PrivateName("torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; a dry run is on the CPU",
                 "peft.tuners.lora.bnb.Linear4bit.forward"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
                 "logged for the first step after the rate was lowered", "torch.optim.lr_scheduler.LRScheduler.get_last_lr"),
     PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
-                "adds 8 fake GPUs where torch is built for CUDA and sees none: autograd starts a thread for each, and can't be "
-                "forked",
+                "adds 8 fake GPUs to a CUDA build that sees none: autograd starts a thread for each, and can't be forked",
                 "torch._subclasses.fake_tensor.FakeTensorMode.__enter__"),
     _private("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
     _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "its FLOPs are counted"),
@@ -83,19 +78,17 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-@contextmanager
-def cpu_autocast() -> Iterator[None]:
+def cpu_autocast() -> AbstractContextManager[None]:
     """Inside, `torch.is_autocast_enabled` answers for the CPU."""
     import torch
 
     enabled = torch.is_autocast_enabled
-    with replaced("torch.is_autocast_enabled", lambda device_type="cpu": enabled("cpu")):
-        yield
+    return replaced("torch.is_autocast_enabled", lambda device_type="cpu": enabled("cpu"))
 
 
 @contextmanager
 def fake_tensor_mode() -> Iterator[None]:
-    """Inside, new tensors have no values; those with values can be used, too. No fake GPU is added, as ours are on the CPU."""
+    """Inside, new tensors have no values and are on the CPU; existing tensors with values can be used."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None), FakeTensorMode(allow_non_fake_inputs=True):
@@ -103,7 +96,7 @@ def fake_tensor_mode() -> Iterator[None]:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()` inside a TorchFunctionMode, which the torch function would disable while it runs."""
+    """Run `loss.backward()` inside a TorchFunctionMode, which torch's own function would disable."""
     import torch
     from torch.autograd.graph import _engine_run_backward
 
@@ -111,8 +104,7 @@ def backward(loss: torch.Tensor) -> None:
 
 
 def flop_counter() -> Any:
-    """Counts the FLOPs of what runs inside it, also of attention on the CPU, for which torch has no formula: two products
-    forward, and five backward."""
+    """A FlopCounterMode that has a formula for attention on the CPU, too: two products forward, five backward."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -130,97 +122,19 @@ def flop_counter() -> Any:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-def with_values() -> contextlib.AbstractContextManager[Any]:
-    """Inside, new tensors have values, also in a mode of fake tensors."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
-
-
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mode sees the operators; fake tensors stay fake."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
-
-
-def copy_all(targets: Any, sources: Any) -> None:
-    """Copy each source to its target, which may have another dtype, in as few kernels as possible."""
-    import torch
-
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def fused_rms_norm(x: Any, weight: Any, eps: float) -> Any:
-    """RMSNorm over the last dimension in one kernel on CUDA, and the reciprocal of the root mean square in fp32."""
-    import torch
-
-    return torch._fused_rms_norm(x, [x.shape[-1]], weight, eps)
-
-
-def fused_rms_norm_backward(grad: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """Gradient of its x, in one kernel on CUDA. A processor has none."""
-    import torch
-
-    return torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True, False])[0]
-
-
-def activation_budget(budget: float) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what is compiled keeps this share of the activations that the compiler would keep."""
-    import torch._functorch.config as functorch
-
-    return functorch.patch(activation_memory_budget=budget)
-
-
 def set_activation_budget(budget: float) -> None:
-    """Let what is compiled from now on keep this share of its activations, and be compiled for as many kinds of input as a
-    run has: first and other layers, training and evaluation, one length and any."""
+    """Let layers compiled from now on save this share of their activations, and recompile for each kind of input of a run."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = budget
-    dynamo.recompile_limit = 64
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """A forward or backward graph that was compiled. `again`: a forward of code that had been, for another `reason`."""
-
-    is_forward: bool
-    is_recompile: bool
-    seconds: float
-    reason: str
-
-
-def new_compilations() -> list[Compilation]:
-    """What torch has compiled since the last call."""
-    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
-    metrics = get_compilation_metrics()
-    clear_compilation_metrics()
-    return [
-        Compilation(
-            graph.is_forward is not False,
-            graph.is_forward is not False and not str(graph.compile_id).endswith("/0"),
-            graph.entire_frame_compile_time_s or 0.0,
-            (graph.recompile_reason or "").strip(),
-        )
-        for graph in metrics
-    ]
-
-
-def graph_breaks() -> int:
-    """How often a compiled layer's graph had to be broken so far."""
-    from torch._dynamo.utils import counters
-
-    return sum(counters["graph_break"].values())
+    dynamo.recompile_limit = 64  # first and other layers, training and evaluation, one length and any
 
 
 def split_by_compiler(function: Callable[..., Any], fixed: list[int]) -> Callable[..., Any]:
-    """`function` of tensors as torch.compile splits it: two graphs, run operator by operator. The first call traces it.
+    """Split `function` into a forward and a backward graph as torch.compile does, and run them operator by operator.
 
-    `fixed`: arguments that stay where they are, the parameters. What one part saves for the other is chosen by inductor's
-    partitioner, after its passes over the joint graph.
+    The first call traces it. `fixed`: indices of the parameters. Inductor's partitioner chooses the saved tensors.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.compile_fx import partition_fn
@@ -235,7 +149,7 @@ def split_by_compiler(function: Callable[..., Any], fixed: list[int]) -> Callabl
 
 
 def _uncompiled(gm: Any, example_inputs: Any) -> Any:
-    """The graph itself, called with a list that it empties, so that each input is released after its last use."""
+    # called with a list that it empties: each input is released after its last use
     from torch.fx.graph import _BoxedCodeGen
 
     gm.graph.set_codegen(_BoxedCodeGen())
@@ -243,57 +157,10 @@ def _uncompiled(gm: Any, example_inputs: Any) -> Any:
     return gm
 
 
-def silu_backward() -> Callable[..., torch.Tensor]:
-    """Backward of SiLU: (grad, input, grad_input=where to write)."""
-    import torch
-
-    return torch.ops.aten.silu_backward.grad_input
-
-
-def gelu_backward(approximate: str) -> Callable[..., torch.Tensor]:
-    """Backward of GELU, `none` or `tanh`: (grad, input, grad_input=where to write)."""
-    import torch
-
-    return functools.partial(torch.ops.aten.gelu_backward.grad_input, approximate=approximate)
-
-
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling this module calls anything beside its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:
-    """Continue a schedule with another base learning rate; `rates` are the groups' rates, logged for the next step."""
+    """Continue a schedule with another base learning rate. `rates`: each group's rate, logged for the next step."""
     schedule.base_lrs = [rate] * len(schedule.base_lrs)
     schedule._last_lr = rates
-
-
-def record_memory_history(most_entries: int) -> None:
-    """Record every allocation on the card with its stack from now on."""
-    import torch
-
-    torch.cuda.memory._record_memory_history(max_entries=most_entries)
-
-
-def read_of_a_value() -> Any:
-    """The operator that reads a tensor's only value, as `item()` does."""
-    import torch
-
-    return torch.ops.aten._local_scalar_dense.default
-
-
-def dump_memory_history(path: str) -> None:
-    """Write the recorded allocations to a file."""
-    import torch
-
-    torch.cuda.memory._dump_snapshot(path)
-
-
-def memory_snapshot() -> dict[str, Any]:
-    """The allocator's segments with their blocks, and the recorded allocations."""
-    import torch
-
-    return torch.cuda.memory._snapshot()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Undocumented names of transformers that are patched or called, and names that differ between supported versions."""
+"""Undocumented names of transformers that are patched or called."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replace, replaced
-from finetune.errors import RecipeError
 
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
@@ -24,7 +23,6 @@ _SET = "transformers.core_model_loading.set_param_for_module"
 _WARM_UP = "transformers.modeling_utils.caching_allocator_warmup"
 _QUANTISER = "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer"
 _QUANTISE = "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert"
-
 _USER_AGENT = "transformers.utils.hub.http_user_agent"
 
 #: Read in transformers 5.23.0.
@@ -33,11 +31,9 @@ PRIVATE_NAMES = (
                 "transformers.utils.hub.cached_files", "user_agent", needs="a model of the hub"),
     PrivateName(_GROUPED, "patch", "without flash attention, torch's grouped queries compute all scores in fp32",
                 "transformers.integrations.sdpa_attention.sdpa_attention_forward", "attention_mask key value"),
-    PrivateName(_PACKED, "patch",
-                "it detects packed rows by reading position ids, which waits for the device; a forecast has no data",
+    PrivateName(_PACKED, "patch", "detects packed rows by reading position ids: waits for the device, fails without data",
                 "transformers.masking_utils._preprocess_mask_arguments", "position_ids"),
-    PrivateName(_EXPERTS, "patch",
-                "torch's grouped matmul of experts has no fake form but for bf16; the fallback allocates the same",
+    PrivateName(_EXPERTS, "patch", "torch's grouped matmul has a fake form for bf16 only; the fallback allocates the same",
                 "transformers.integrations.moe._grouped_mm", "input weight offs"),
     PrivateName(_BALANCE, "patch", "a forecast assigns tensors of the router's auxiliary loss to layers",
                 "trl.trainer.utils.add_fused_lm_head", "gate_logits num_experts top_k attention_mask"),
@@ -48,19 +44,16 @@ PRIVATE_NAMES = (
     PrivateName("transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate", "private call",
                 "what experts do with gate and up, each type its own"),
     PrivateName(f"{_QUANTISER}.param_needs_quantization", "private call", "experts are quantised while they are loaded, too",
-                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name kwargs"),
+                "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self model param_name"),
     PrivateName(f"{_QUANTISER}._process_model_before_weight_loading", "private call", "makes experts 4-bit parameters",
-                "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map kwargs"),
-    PrivateName(f"{_QUANTISER}.update_weight_conversions", "private call",
-                "experts are merged in host memory, one layer at a time",
+                "transformers.quantizers.base.HfQuantizer.preprocess_model", "self model device_map"),
+    PrivateName(f"{_QUANTISER}.update_weight_conversions", "private call", "experts are merged in host memory, layer by layer",
                 "transformers.conversion_mapping.get_model_conversion_mapping"),
     PrivateName(f"{_QUANTISER}.get_quantize_ops", "private call", "merged experts are quantised on the card",
                 "transformers.core_model_loading.convert_and_load_state_dict_in_model", "self"),
     PrivateName("transformers.conversion_mapping.get_model_conversion_mapping", "private call",
                 "weights are loaded in the order of their names in the checkpoint",
                 "transformers.PreTrainedModel.from_pretrained"),
-    PrivateName("transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert", "private call",
-                "moves merged experts to the card", "transformers.core_model_loading.WeightConverter.convert"),
     PrivateName("transformers.integrations.mxfp4.Mxfp4Dequantize.convert", "private call", "its codes were cast like weights",
                 "transformers.core_model_loading.WeightConverter.convert"),
     PrivateName(_SET, "patch", "a decoder layer leaves the card as soon as its last weight is loaded",
@@ -70,9 +63,8 @@ PRIVATE_NAMES = (
                 "transformers.PreTrainedModel._load_pretrained_model", "model expanded_device_map hf_quantizer"),
     PrivateName(_WRAP_POLICY, "patch", "with PEFT's wrap policy FSDP2 would gather the whole model at once",
                 "transformers.Trainer._prepare_for_training", "model accelerator", "several cards"),
-    PrivateName(f"{_LAYER}._gradient_checkpointing_func", "attribute",
-                "layer inputs are offloaded, unpinned without a card; a forecast sees what is recomputed",
-                f"{_LAYER}.__init_subclass__|{_LAYER}.__call__"),
+    PrivateName(f"{_LAYER}._gradient_checkpointing_func", "attribute", "offloads layer inputs; a forecast sees recomputation",
+                f"{_LAYER}.__init_subclass__"),
     PrivateName("transformers.AutoModelForCausalLM._model_mapping", "private call", "the class of a causal language model",
                 "transformers.models.auto.auto_factory._BaseAutoModelClass.from_config"),
     PrivateName("transformers.AutoModelForImageTextToText._model_mapping", "private call", "the class of a multimodal model",
@@ -88,9 +80,8 @@ PRIVATE_NAMES = (
                 "an optimizer as Trainer makes it, without importing Trainer, which imports pandas",
                 "transformers.Trainer.get_optimizer_cls_and_kwargs"),
     PrivateName(_QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
-                "transformers.core_model_loading.WeightConverter.convert|"
-                "transformers.core_model_loading.WeightRenaming.convert",
-                "self input_dict full_layer_name model kwargs", needs="a card"),
+                "transformers.core_model_loading.WeightConverter.convert",
+                "self input_dict full_layer_name model", needs="a card"),
 )  # fmt: skip
 
 
@@ -108,74 +99,69 @@ def trainers_optimizer(name: str, learning_rate: float) -> tuple[type, dict[str,
 def tokenizers_only() -> None:
     """Keep transformers from importing torch in this process, which takes longer than reading a million prepared rows.
 
-    Then it loads tokenizers and configurations, as where torch isn't installed, and no model. For the process of one command;
-    no effect where either is imported already.
+    It then loads tokenizers and configurations, but no model. No effect if torch or transformers is imported already.
     """
     if {"torch", "transformers"} & sys.modules.keys():
         return
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # about the missing torch
     sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
     try:
-        from transformers.utils import is_torch_available
+        with _environment(TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # about the missing torch
+            from transformers.utils import is_torch_available
 
-        is_torch_available()  # it caches the answer
+            is_torch_available()  # it caches the answer
     finally:
         del sys.modules["torch"]
-        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        if advice is not None:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 @contextmanager
-def keys_repeated() -> Iterator[None]:
-    """Inside, keys and values are repeated for each query head (no grouped queries in torch's kernels)."""
-    with replaced(_GROUPED, _never):
+def _environment(**variables: str) -> Iterator[None]:
+    """Inside, these environment variables are set."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
         yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def keys_repeated() -> AbstractContextManager[None]:
+    """Inside, keys and values are repeated for each query head (no grouped queries in torch's kernels)."""
+    return replaced(_GROUPED, lambda *_: False)
 
 
 def repeat_keys() -> None:
     """Repeat keys and values for each query head from now on."""
-    replace(_GROUPED, _never)
+    replace(_GROUPED, lambda *_: False)
 
 
-def _never(*_tensors: Any) -> bool:
-    return False
+def without_packing_detection() -> AbstractContextManager[None]:
+    """Inside, rows count as not packed: transformers would read the position ids for each kind of mask to find out."""
+    return replaced(_PACKED, lambda position_ids: None)
 
 
-@contextmanager
-def without_packing_detection() -> Iterator[None]:
-    """Inside, rows count as not packed: transformers would read the position ids to detect that, once for each kind of mask."""
-    with replaced(_PACKED, lambda position_ids: None):
-        yield
-
-
-@contextmanager
-def auxiliary_loss(around: Callable[..., Any]) -> Iterator[None]:
+def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, the router's auxiliary loss is computed by `around(function, *arguments)`."""
     from transformers.models.mixtral import modeling_mixtral
 
-    with replaced(_BALANCE, partial(around, modeling_mixtral.load_balancing_loss_func)):
-        yield
+    return replaced(_BALANCE, partial(around, modeling_mixtral.load_balancing_loss_func))
 
 
-@contextmanager
-def fake_experts() -> Iterator[None]:
-    """Inside, experts of another dtype than bf16 go through transformers' own grouped matmul, which has a fake form."""
+def fake_experts() -> AbstractContextManager[None]:
+    """Inside, experts in another dtype than bf16 use transformers' own grouped matmul, which has a fake form."""
     import torch
     from transformers.integrations import moe
 
     usable = moe._can_use_grouped_mm
-    with replaced(_EXPERTS, lambda input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs)):
-        yield
+    return replaced(_EXPERTS, lambda input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
 
 
 def keep_fsdp_wrap_policy() -> None:
     """Make transformers' Trainer keep the FSDP wrap policy for a model with adapters.
 
-    It would use PEFT's, which combines two policies; accelerate's FSDP2 supports single ones only and would wrap no layer: the
-    full model would be all-gathered on every card for the whole step (accelerate/utils/fsdp_utils.py,
-    fsdp2_prepare_auto_wrap_policy).
+    PEFT's combines two policies, for which accelerate's FSDP2 would wrap no layer: every card would gather the whole model for
+    the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy).
     """
     from transformers import trainer
 
@@ -193,32 +179,10 @@ def keep_fsdp_wrap_policy() -> None:
     replace(_WRAP_POLICY, updated)
 
 
-def causal_class(config: Any) -> Any:
-    """transformers' class of causal language model for a configuration; None when it has none."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
-
-
-def image_text_class(config: Any) -> Any:
-    """transformers' class of model for images and text for a configuration; None when it has none."""
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText._model_mapping.get(type(config), None)
-
-
-def build_modules(kind: Any, config: Any, dtype: Any, attention: Any, remote_code: bool) -> Any:
-    """A model without weights of a class, or of AutoModelForCausalLM, which finds the class of remote code."""
-    arguments = {"dtype": dtype, "attn_implementation": attention}
-    if hasattr(kind, "from_config"):
-        return kind.from_config(config, trust_remote_code=remote_code, **arguments)
-    return kind._from_config(config, **arguments)
-
-
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
     """Replace linear layers by bitsandbytes', as loading with this BitsAndBytesConfig does; reads no weights.
 
-    `quantiser` replaces transformers' own for 4 bits.
+    `quantiser` replaces transformers' 4-bit quantiser.
     """
     import torch
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -237,31 +201,29 @@ def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, qua
 
 @contextmanager
 def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None]:
-    """Inside, weights are loaded one after another, without threads that read ahead to the card, and without allocator warm-up.
+    """Inside, weights are loaded one after another, without threads that read ahead and without allocator warm-up.
 
     `loaded(model, module, name)` is called after each parameter.
     """
     from transformers import core_model_loading
 
-    set_param, name = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
+    set_param = core_model_loading.set_param_for_module
 
     def set_and_notify(model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
         set_param(model, target_name, *arguments, **named)
         path, _, own = target_name.rpartition(".")
         loaded(model, model.get_submodule(path), own)
 
-    os.environ[name] = "1"
-    try:
-        with replaced(_SET, set_and_notify), replaced(_WARM_UP, lambda *_: None):
-            yield
-    finally:
-        os.environ.pop(name)
-        os.environ.update({name: before} if before is not None else {})
+    with (
+        _environment(HF_DEACTIVATE_ASYNC_LOAD="1"),
+        replaced(_SET, set_and_notify),
+        replaced(_WARM_UP, lambda *_: None),
+    ):
+        yield
 
 
 def name_in_checkpoint(model: Any) -> Callable[[str], str]:
-    """A function: path of a module or weight -> its name in a checkpoint, of a fused weight the name of its first part."""
+    """Return a function: path of a module or weight -> its name in a checkpoint; for a fused weight its first part's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     stored = {entry.target_patterns[0]: min(entry.source_patterns) for entry in get_model_conversion_mapping(model)}
@@ -293,7 +255,7 @@ def loading_with(quantiser: type | None) -> Iterator[None]:
 
 @contextmanager
 def quantised_on(device: Any) -> Iterator[None]:
-    """Inside, a model that is loaded into host memory has its 4-bit weights quantised on `device`, one after another."""
+    """Inside, 4-bit weights of a model in host memory are quantised on `device`, one after another."""
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     if device.type == "cpu":
@@ -302,19 +264,23 @@ def quantised_on(device: Any) -> Iterator[None]:
     usual = Bnb4bitQuantize.convert
 
     def convert(self: Any, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        quantised = usual(self, {name: value.to(device) for name, value in values.items()}, *arguments, **named)
+        quantised = usual(self, _converted(input_dict, device), *arguments, **named)
         return {name: value.to("cpu") for name, value in quantised.items()}
 
     with replaced(_QUANTISE, convert):
         yield
 
 
+def _converted(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
+    """A conversion's tensors, single or in lists of one, in this dtype or on this device."""
+    return {name: (value[0] if isinstance(value, list) else value).to(to) for name, value in inputs.items()}
+
+
 @cache
 def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
-    """A subclass of transformers' 4-bit quantiser for experts, too: `pack(model, config, left_out)` makes their parameters.
+    """Return a 4-bit quantiser of linear layers and experts: `pack(model, config, left_out)` makes the experts' parameters.
 
-    A layer's experts are merged (and those stored as mxfp4 dequantised) in host memory, then quantised on the card.
+    A layer's experts are merged, and dequantised from mxfp4, in host memory, then quantised on the card.
     """
     import torch
     from bitsandbytes.nn import Params4bit
@@ -326,14 +292,11 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
     class Mxfp4Codes(Mxfp4Dequantize):
         def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-            codes = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            dequantised = super().convert({name: value.to(torch.uint8) for name, value in codes.items()}, *arguments, **named)
-            return {name: value.to(self.hf_quantizer.dtype) for name, value in dequantised.items()}  # some versions give bf16
+            return super().convert(_converted(input_dict, torch.uint8), *arguments, **named)
 
     class QuantiseOnCard(Bnb4bitQuantize):
         def convert(self, input_dict: Any, *arguments: Any, **named: Any) -> Any:
-            values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-            return super().convert({name: v.to(self.hf_quantizer.device) for name, v in values.items()}, *arguments, **named)
+            return super().convert(_converted(input_dict, self.hf_quantizer.device), *arguments, **named)
 
     class PackingQuantizer(Bnb4BitHfQuantizer):
         def param_needs_quantization(self, model: Any, param_name: str, **named: Any) -> bool:
@@ -342,10 +305,10 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
         def _process_model_before_weight_loading(self, model: Any, device_map: Any = None, **named: Any) -> None:
             super()._process_model_before_weight_loading(model, device_map, **named)
-            self.device, self.dtype = torch.device((device_map or {}).get("", "cpu")), model.dtype
+            self.device = torch.device((device_map or {}).get("", "cpu"))
             pack(model, self.quantization_config, self.modules_to_not_convert)
 
-        def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:  # from 5.18 on with the model
+        def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
             for converter in weight_conversions:
                 if isinstance(converter, WeightConverter):
                     converter.force_cpu = True
@@ -353,7 +316,7 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
                 WeightConverter([f"{name}_blocks", f"{name}_scales"], name, [Mxfp4Codes(self)], force_cpu=True)
                 for name in ("gate_up_proj", "down_proj")
             ]
-            return super().update_weight_conversions(weight_conversions, *model) + stored
+            return super().update_weight_conversions(weight_conversions, model) + stored
 
         def get_quantize_ops(self) -> Any:
             return QuantiseOnCard(self)
@@ -377,55 +340,9 @@ def replace_grouped_linear(function: Callable[..., Any]) -> None:
     replace(_LINEAR, linear)
 
 
-def grouped_experts() -> Callable[..., Any]:
-    """transformers' forward of experts whose rows are sorted by expert."""
-    from transformers.integrations import moe
-
-    return moe.grouped_mm_experts_forward
-
-
-def grouped_matmul(rows: Any, weights: Any, ends: Any) -> Any:
-    """Rows of each expert times its weight, (experts, in, out); `ends`: where each expert's rows end."""
-    from transformers.integrations import moe
-
-    return moe._grouped_mm(rows, weights, offs=ends)
-
-
 def apply_gate(experts: Any, gate_up: Any) -> Any:
-    """What a module of experts makes of the product with its first matrices: gated, or only activated."""
+    """Apply a module's gate, or only its activation, to the experts' first product."""
     return experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
-
-
-def enable_checkpointing(model: Any, arguments: dict[str, Any] | None, every_n_layers: int) -> None:
-    """Turn on gradient checkpointing of every n-th decoder layer; `arguments` are torch's `checkpoint`'s."""
-    name = checkpointing_name()
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": arguments, "every_n_layers": every_n_layers})
-
-
-def enable_trainers_checkpointing(model: Any, args: Any) -> None:
-    """Turn on what a trainer with these arguments turns on when training begins. Raises RecipeError for offloaded inputs."""
-    name = checkpointing_name()
-    if not getattr(args, name) or getattr(model, f"is_{name}"):
-        return
-    values = dict(getattr(args, f"{name}_kwargs") or {})
-    every_n_layers = values.pop("every_n_layers", 1)
-    if values.pop("offload", False):
-        raise RecipeError(f"{name}_kwargs: offload is not forecast", "Leave it out, or plan a run: finetune plan RECIPE")
-    enable_checkpointing(model, values or None, every_n_layers)
-
-
-def disable_checkpointing(model: Any) -> None:
-    """Turn off gradient checkpointing."""
-    getattr(model, f"{checkpointing_name()}_disable")()
-
-
-@cache
-def checkpointing_name() -> str:
-    """transformers' name for gradient checkpointing in methods and arguments: `activation_checkpointing` from 5.23 on."""
-    from transformers import PreTrainedModel
-
-    renamed = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-    return "activation_checkpointing" if renamed else "gradient_checkpointing"
 
 
 def wrap_checkpoint(module: Any, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -32,14 +32,12 @@ PRIVATE_NAMES = (
                 f"{_TILES}.ChunkedLogProbFunction.backward", "acc a b"),
     PrivateName("trl.trainer.utils.add_fused_lm_head", "private call", "a dry run computes the loss that SFTTrainer computes",
                 "trl.trainer.sft_trainer.SFTTrainer.__init__"),
-    PrivateName("trl.SFTTrainer._save_checkpoint", "override",
-                "checkpoints are written to a temporary folder, sealed and renamed",
+    PrivateName("trl.SFTTrainer._save_checkpoint", "override", "checkpoints are written to a temporary folder, then renamed",
                 "transformers.Trainer._maybe_log_save_evaluate", "self model trial"),
     PrivateName("trl.SFTTrainer.create_model_card", "override", "TRL writes a model card into each checkpoint's parent",
                 "trl.SFTTrainer._save_checkpoint", "self model_name dataset_name tags"),
-    PrivateName("trl.SFTTrainer._get_train_sampler", "override",
-                "the longest rows come early, and resuming finds the same order", "transformers.Trainer.get_train_dataloader",
-                "self train_dataset"),
+    PrivateName("trl.SFTTrainer._get_train_sampler", "override", "the longest rows come early; resuming finds the same order",
+                "transformers.Trainer.get_train_dataloader", "self train_dataset"),
     PrivateName("trl.SFTTrainer._get_output_dir", "override", "checkpoints are written to a temporary folder",
                 "transformers.Trainer._save_checkpoint", "self trial"),
     PrivateName("trl.SFTTrainer.compute_loss", "override", "TRL reads five numbers from the device after each forward pass",
@@ -51,8 +49,8 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-class _Distributions(Mapping[str, list[str]]):
-    """Packages -> distributions. All are listed only when one is asked for whose distribution has another name."""
+class _Distributions:
+    """Packages -> distributions. All are listed only for a package whose distribution has another name."""
 
     def __init__(self, list_all: Callable[[], Mapping[str, list[str]]]) -> None:
         self._list_all = cache(list_all)
@@ -64,15 +62,9 @@ class _Distributions(Mapping[str, list[str]]):
             return self._list_all()[name]
         return [name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._list_all())
-
-    def __len__(self) -> int:
-        return len(self._list_all())
-
 
 def import_without_listing_packages() -> None:
-    """Import TRL before anything else does; it asks for a few of the packages that are installed: 0.2 s of each start."""
+    """Import TRL, before anything else does, without listing all packages, of which it asks for a few: 0.2 s of each start."""
     if "trl" in sys.modules:
         return
     list_all = importlib.metadata.packages_distributions
@@ -86,15 +78,13 @@ def cuda_loss() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-            stack.enter_context(replaced(f"{_TILES}.{tile}", _in_place))
+            stack.enter_context(replaced(f"{_TILES}.{tile}", lambda *_, **__: None))
         yield
 
 
 def compute_loss_without_triton() -> None:
-    """From now on TRL's loss uses torch's operators where a card would use Triton's kernels, at the same peak of memory.
-
-    They make tensors of a tile's size (4,096 tokens x 32,768 words: half a GiB each), so they get _SLICE rows at a time.
-    """
+    """Replace the Triton kernels of TRL's loss by torch's operators, at the same peak memory, from now on."""
+    # tensors of a tile (4,096 tokens x 32,768 words) would take 0.5 GiB each, so the operators get _SLICE rows at a time
     replace("trl.trainer.utils._use_triton", lambda device: device.type == "cuda")  # on trained positions only, as with Triton
     replace(f"{_TILES}._use_triton", lambda device: False)
     for tile in ("_forward_tile", "_backward_tile"):
@@ -103,15 +93,9 @@ def compute_loss_without_triton() -> None:
 
 
 def _in_slices(function: Callable[..., None]) -> Callable[..., None]:
-    """A tile's function on a few rows at a time: each of its tensors has one entry for each row."""
-
     def sliced(tile: Any, stride: int, *arguments: Any, **named: Any) -> None:
         for start in range(0, len(tile), _SLICE):
-            part = slice(start, start + _SLICE)
+            part = slice(start, start + _SLICE)  # each tensor has an entry for each row
             function(tile[part], stride, *(value[part] if hasattr(value, "dim") else value for value in arguments), **named)
 
     return sliced
-
-
-def _in_place(*arguments: Any, **named: Any) -> None:
-    pass

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.compat.transformers import disable_checkpointing, enable_checkpointing, wrap_checkpoint
+from finetune.compat.transformers import wrap_checkpoint
 from finetune.errors import RecipeError
 from finetune.layers.offload import offload_in_order
 from finetune.layers.saved_activations import SavedActivations
@@ -45,7 +45,7 @@ def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def turn_off_checkpointing(model: torch.nn.Module) -> None:
     """Turn gradient checkpointing off."""
     base = base_of(model)
-    disable_checkpointing(base)
+    base.activation_checkpointing_disable()
     base.disable_input_require_grads()
 
 
@@ -63,7 +63,7 @@ def recompute(
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
     try:
-        enable_checkpointing(base, arguments, every_n_layers)
+        base.activation_checkpointing_enable(arguments, every_n_layers)
     except ValueError as error:  # of the few model types without it
         raise RecipeError(f"activation_checkpointing: {error}", "Set activation_checkpointing=false.") from None
     if offload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.compat.torch import graph_breaks, new_compilations, set_activation_budget
+from finetune.compat.torch import set_activation_budget
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,15 @@ class Compilations:
 
     def update(self) -> bool:
         """Add compilations since the last call; returns whether there are any."""
-        new = new_compilations()
-        for compilation in new:
-            self.graphs += compilation.is_forward
-            self.recompiles += compilation.is_recompile
-            self.compile_s += compilation.seconds
-            self.reasons += (compilation.reason,) if compilation.reason and compilation.reason not in self.reasons else ()
-        self.graph_breaks = graph_breaks()
-        return bool(new)
+        from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+        graphs = get_compilation_metrics()
+        clear_compilation_metrics()
+        for graph in graphs:
+            is_forward, reason = graph.is_forward is not False, (graph.recompile_reason or "").strip()
+            self.graphs += is_forward
+            self.recompiles += is_forward and not str(graph.compile_id).endswith("/0")
+            self.compile_s += graph.entire_frame_compile_time_s or 0.0
+            self.reasons += (reason,) if reason and reason not in self.reasons else ()
+        self.graph_breaks = sum(counters["graph_break"].values())
+        return bool(graphs)

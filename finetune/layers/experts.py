@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.integrations import moe
 
 from finetune.compat.peft import adapt_packed_parameters
-from finetune.compat.transformers import grouped_experts, packing_quantiser, replace_grouped_linear
+from finetune.compat.transformers import packing_quantiser, replace_grouped_linear
 from finetune.layers.routed_experts import ExpertStack, RoutedExperts, product
 
 #: Names of fused weights, as transformers' grouped matmul of experts reads them.
@@ -160,7 +161,7 @@ def _experts_forward(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, scor
     quantised = [stack for stack in stacks if stack]
     other = trained or len(quantised) < len(stacks) or self.has_post_expert_norm or self._is_expert_parallel
     if other or not (is_lean(self) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return grouped_experts()(self, hidden, chosen, scores)
+        return moe.grouped_mm_experts_forward(self, hidden, chosen, scores)
     adapters = [tensor for stack in quantised for a, b, _ in stack.adapters for tensor in (a, b)]
     return RoutedExperts.apply(hidden, scores, chosen, self, tuple(quantised), *adapters)
 

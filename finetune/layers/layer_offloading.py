@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.compat.peft import before_magnitudes
-from finetune.compat.torch import without_modes
-from finetune.compat.transformers import checkpointing_name, sequential_loading, wrap_checkpoint
+from finetune.compat.transformers import sequential_loading, wrap_checkpoint
 from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.layers import host_memory
@@ -285,7 +285,7 @@ class LayerOffloading:
             return
         assert self._copies is not None
         self._wait_for_copy(buffer_index)
-        with without_modes():  # that of selective checkpointing expects the operators of the forward pass, without copies
+        with _disable_current_modes():  # selective checkpointing's mode expects the forward pass's operators, without copies
             self._arriving[buffer_index] = self._storage.fetch(index, self.buffers[buffer_index], self._copies)
         self._buffered_layers[buffer_index] = index
         self.moved_bytes += layout_bytes(self._layouts[index])
@@ -296,7 +296,7 @@ class LayerOffloading:
         assert self._copies is not None
         started, index = self._arriving.pop(buffer_index), self._buffered_layers[buffer_index]
         self._buffered_layers[buffer_index] = None  # stays so if the copy fails
-        with without_modes():
+        with _disable_current_modes():
             self._storage.wait(started, self._copies)
         self._buffered_layers[buffer_index] = index
 
@@ -389,15 +389,14 @@ def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:
     layers = decoder_layers(model)
     offloading = LayerOffloading(layers, HostStorage(), count=len(layers) if count is None else count)
     offloading.finish()
-    name = checkpointing_name()
-    base.layer_offloading, enable = offloading, getattr(base, f"{name}_enable")
+    base.layer_offloading, enable = offloading, base.activation_checkpointing_enable
 
     def enable_and_wrap(*arguments: Any, **named: Any) -> None:
         enable(*arguments, **named)
         offloading.wrap_checkpoints()
 
-    setattr(base, f"{name}_enable", enable_and_wrap)
-    if getattr(base, f"is_{name}"):
+    base.activation_checkpointing_enable = enable_and_wrap
+    if base.is_activation_checkpointing:
         offloading.wrap_checkpoints()
     return offloading
 

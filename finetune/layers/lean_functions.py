@@ -16,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit
 from torch.autograd.function import once_differentiable
 
-from finetune.compat.torch import copy_all, fused_rms_norm, fused_rms_norm_backward
-
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
 #: Whether RMSNorm is torch's fused kernel on CUDA. Off until benchmarks/layer_kernels.py has shown a gain on a card; a torch
@@ -234,7 +232,8 @@ class RmsNorm(torch.autograd.Function):
         x, rstd, weight = ctx.norm_inputs or ctx.saved_tensors
         ctx.norm_inputs = ctx.output = None
         if _is_fused(x, weight, ctx.form):
-            return fused_rms_norm_backward(grad, x, rstd, weight), None, None, None
+            grad_x, _ = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True, False])
+            return grad_x, None, None, None
         weight32 = _weight32(weight, ctx.form)
 
         def tile_backward(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -249,7 +248,7 @@ class RmsNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     """x normalised, and the reciprocal of its root mean square in fp32."""
     if _is_fused(x, weight, form):
-        return fused_rms_norm(x, weight, eps)
+        return torch._fused_rms_norm(x, [x.shape[-1]], weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return _normalised(x, rstd, weight, form), rstd
@@ -287,7 +286,7 @@ def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
         if norm.output is None:
             x_of_norm, rstd, weight = norm.norm_inputs = norm.saved_tensors
             if _is_fused(x_of_norm, weight, norm.form):
-                norm.output = fused_rms_norm(x_of_norm, weight, norm.eps)[0]
+                norm.output, _ = torch._fused_rms_norm(x_of_norm, [x_of_norm.shape[-1]], weight, norm.eps)
             else:
                 norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
         return _flat(norm.output)
@@ -310,7 +309,7 @@ def _cast(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
     cast = [master if master is None or master.dtype == dtype else torch.empty_like(master, dtype=dtype) for master in masters]
     pairs = [(copy, master) for copy, master in zip(cast, masters, strict=True) if copy is not master]
     if pairs:
-        copy_all(*zip(*pairs, strict=True))
+        torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])
     return list(zip(cast[::2], cast[1::2], strict=True))
 
 

@@ -21,8 +21,8 @@ from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import Linear as LoraPlain
 from peft.tuners.lora import Linear4bit as Lora4bit
 from peft.tuners.lora import LoraLayer
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.compat.torch import gelu_backward, has_forward_hooks, silu_backward, with_values
 from finetune.layers import lean_functions as functions
 from finetune.layers.experts import is_packed
 from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
@@ -30,10 +30,11 @@ from finetune.layers.rotary import rotary_forward
 
 _ADAPTED = (LoraPlain, Lora4bit)
 _FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))
+_GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 _ACTIVATIONS = {
-    "silu": Activation(F.silu, silu_backward()),
-    "gelu": Activation(F.gelu, gelu_backward("none")),
-    "gelu_tanh": Activation(functools.partial(F.gelu, approximate="tanh"), gelu_backward("tanh")),
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu": Activation(F.gelu, _GELU_BACKWARD),
+    "gelu_tanh": Activation(*(functools.partial(gelu, approximate="tanh") for gelu in (F.gelu, _GELU_BACKWARD))),
 }
 
 
@@ -48,7 +49,7 @@ class GatedParts(NamedTuple):
 def make_lean(layers: list[torch.nn.Module]) -> None:
     """Give modules of these decoder layers lean forwards, as attributes of the instances. `undo_lean` removes them."""
     undo_lean(layers)
-    with with_values():
+    with unset_fake_temporarily():
         for module in (module for layer in layers for module in layer.modules()):
             if is_packed(module):
                 vars(module)["lean"] = {"experts": True}
@@ -161,7 +162,7 @@ def _linear_of(module: Any, x: torch.Tensor) -> Linear | None:
         return None
     a, b = module.lora_A[names[0]], module.lora_B[names[0]]
     base = _frozen_linear(module.base_layer, x.dtype)
-    if base is None or any(map(has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
+    if base is None or any(map(_has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
         return None
     return Linear(*base[:3], a.weight, b.weight, module.scaling[names[0]])
 
@@ -173,9 +174,13 @@ def is_plain(module: Any, name: str) -> bool:
     return not (drops or odd)
 
 
+def _has_forward_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
     weight, bias = base.weight, base.bias
-    if weight.requires_grad or (bias is not None and bias.requires_grad) or has_forward_hooks(base):
+    if weight.requires_grad or (bias is not None and bias.requires_grad) or _has_forward_hooks(base):
         return None
     if type(base) is torch.nn.Linear:
         fits = weight.dtype == dtype and (bias is None or bias.dtype == dtype)

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
 from torch.autograd.function import once_differentiable
+from transformers.integrations import moe
 
-from finetune.compat.transformers import apply_gate, grouped_matmul
+from finetune.compat.transformers import apply_gate
 from finetune.layers.host_memory import is_forecast
 
 #: Share of the experts from which on a CPU dequantises them all.
@@ -228,7 +229,7 @@ def _multiply(
 ) -> torch.Tensor:
     weight = dequantised(stack.codes, stack.state, used)
     weight = weight if stack.transposed != backward else weight.transpose(-2, -1)
-    return grouped_matmul(rows, weight, offsets if used is None else used.offsets)
+    return moe._grouped_mm(rows, weight, offs=offsets if used is None else used.offsets)
 
 
 def _stack_forward(rows: torch.Tensor, stack: ExpertStack, routing: Routing) -> torch.Tensor:
@@ -261,5 +262,5 @@ def _adapter_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offse
     b = b.to(rows.dtype).reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     padding = -a.shape[1] % _ALIGNED
     a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
-    lora_act = grouped_matmul(rows, a.transpose(-2, -1), offsets)
-    return grouped_matmul(lora_act, b.contiguous().transpose(-2, -1), offsets)
+    lora_act = moe._grouped_mm(rows, a.transpose(-2, -1), offs=offsets)
+    return moe._grouped_mm(lora_act, b.contiguous().transpose(-2, -1), offs=offsets)

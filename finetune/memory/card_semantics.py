@@ -36,7 +36,7 @@ def _functions(names: str) -> set[Callable[..., Any]]:
 
 _FP32, _FP32_RESULT, _SOFTMAX = _functions(_FP32_NAMES), _functions(_FP32_RESULT_NAMES), _functions("softmax")
 #: The redirected functions; a step makes some ten thousand calls of others.
-_REDIRECTED = {F.dropout, F.scaled_dot_product_attention, torch.Tensor.__getitem__, torch.bincount}
+_REDIRECTED = {F.dropout, F.scaled_dot_product_attention, torch.Tensor.__getitem__}
 _REDIRECTED |= _FP32 | _FP32_RESULT | _SOFTMAX
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -66,8 +66,6 @@ class CudaFunctions(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:  # a card's kernels keep a seed; the CPU computes and keeps all scores
             return func(*args, **{**kwargs, "dropout_p": 0.0})
-        if func is torch.bincount:  # transformers before 5.23 counts a mixture's tokens by expert
-            return args[0].new_empty(kwargs["minlength"])
         if func is torch.Tensor.__getitem__ and type(args[1]) is FakeTensor and args[1].dtype is torch.bool:
             return _Selected.apply(*args, self.trained_tokens)
         if torch.is_autocast_enabled("cpu"):

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from finetune.compat.torch import activation_budget, split_by_compiler, without_modes
+from finetune.compat.torch import split_by_compiler
 from finetune.settings import Settings
 
 #: (dictionary, key) of a tensor of a module.
@@ -70,7 +72,7 @@ class SplitLayers:
         parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]
         try:
-            with without_modes(), activation_budget(self.budget):
+            with _disable_current_modes(), functorch.patch(activation_memory_budget=self.budget):
                 split = split_by_compiler(call, parameter_indices)
                 split(*values)
         except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is

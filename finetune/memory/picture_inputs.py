@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.compat.torch import with_values, without_modes
 from finetune.data.pictures.processing import PictureProcessor, blank
 from finetune.memory.picture_prompt import Sizes, picture_prompt
 from finetune.settings import Settings
@@ -19,10 +20,10 @@ def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) 
 
     Raises RecipeError where the model's processor is not on this machine.
     """
-    with without_modes():  # the kept tensors are host memory
+    with _disable_current_modes():  # the kept tensors are host memory
         prompt = picture_prompt(settings, pictures)
         tensors = _tensors(prompt.processor, rows, pictures)
-    with with_values():
+    with unset_fake_temporarily():
         width = max(tokens, len(prompt.ids))
         padded = torch.full((rows, width), prompt.ids[-1])
         padded[:, : len(prompt.ids)] = torch.tensor(prompt.ids)

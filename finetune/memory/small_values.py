@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from finetune.compat.torch import with_values
 
 #: Elements of the largest tensor that is computed: a mask of 4,096 x 4,096 tokens.
 MOST_ELEMENTS = 2**24
@@ -39,7 +37,7 @@ class SmallValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if sum(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
             return func(*args, **kwargs)
-        with with_values():
+        with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
@@ -48,7 +46,7 @@ def _as_positions(indices: Any) -> list[Any]:
     positions: list[Any] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and type(index) is not FakeTensor and index.dtype is torch.bool:
-            with with_values():
+            with unset_fake_temporarily():
                 positions += index.nonzero(as_tuple=True)
         else:
             positions.append(index)

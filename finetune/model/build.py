@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from finetune.compat.transformers import build_modules, loading_with, repeat_keys, replace_with_quantised_layers
+from finetune.compat.transformers import loading_with, repeat_keys, replace_with_quantised_layers
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
 from finetune.layers.layer_offloading import layers_offloaded, offload_layers
@@ -110,7 +110,12 @@ def build_on_meta(
     """The modules of a loaded model, on meta. transformers' own quantiser, or `quantiser`, replaces layers by bitsandbytes'."""
     bare = _without_quantization(config)
     with _build_errors(config), torch.device("meta"):
-        model = build_modules(_class_to_build(bare), bare, dtype, attention_by_part(bare, attention), remote_code)
+        arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_by_part(bare, attention)}
+        kind = _class_to_build(bare)
+        if kind is AutoModelForCausalLM:
+            model = kind.from_config(bare, trust_remote_code=remote_code, **arguments)
+        else:
+            model = kind._from_config(bare, **arguments)
     if isinstance(quantization, BitsAndBytesConfig):
         replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)

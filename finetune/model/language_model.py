@@ -14,8 +14,6 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from finetune.compat.transformers import causal_class, image_text_class
-
 #: Names of projectors in transformers' models: those beside the tower, and those at its end.
 _PROJECTORS = (
     "multi_modal_projector", "connector", "merger", "deepstack_merger_list", "embed_vision", "vision_projection", "aligner",
@@ -32,7 +30,13 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether the configuration is of a model with a language model among other parts."""
-    return image_text_class(config) is not None and text_config(config) is not config
+    return _image_text_class(config) is not None and text_config(config) is not config
+
+
+def _image_text_class(config: PretrainedConfig) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText._model_mapping.get(type(config), None)
 
 
 def mark_vision(config: PretrainedConfig) -> None:
@@ -50,10 +54,12 @@ def loads_vision(config: PretrainedConfig) -> bool:
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class to build: a causal language model, or a multimodal model, without its other parts unless the configuration is
     marked; None when neither."""
-    whole = image_text_class(config)
+    from transformers import AutoModelForCausalLM
+
+    whole = _image_text_class(config)
     if is_multimodal(config):
         return _with_vision(whole) if loads_vision(config) else _text_only(whole)
-    causal = causal_class(config)
+    causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return whole if causal is None and whole is not None and whole.__name__.endswith("ForCausalLM") else causal
 
 

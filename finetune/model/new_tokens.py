@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.compat.peft import give_wrapper_no_bias
 from finetune.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def check_wrapped(model: Any) -> None:
     head = model.get_output_embeddings()
     if not hasattr(head, "token_adapter"):
         raise RecipeError(f"new_tokens: PEFT does not tie the rows of a {model.config.model_type} model's output layer")
-    give_wrapper_no_bias(head)
+    head.bias = None  # which TRL's loss reads, and the wrapper lacks
 
 
 def embedding_rows(model: Any) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from finetune.compat.transformers import checkpointing_name
 from finetune.layers.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
 from finetune.layers.compiled import compile_layers
 from finetune.layers.host_embedding import offload_table
@@ -78,7 +77,7 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
     """Fields of SFTConfig (TrainingArguments). Checkpointing is off there, as `apply_techniques` has turned it on in the
     model; transformers and TRL would add theirs on top."""
     return {
-        checkpointing_name(): False,
+        "activation_checkpointing": False,
         "activation_offloading": False,
         "optim": "adamw_torch" if settings.optim in _OWN else settings.optim,
     }

@@ -6,6 +6,7 @@ Exit status: 0 finished, 130/143 stopped with a checkpoint, else that of the err
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 import traceback
@@ -18,7 +19,7 @@ from finetune.card import cuda
 from finetune.distributed import ranks
 from finetune.error_kinds import is_out_of_memory
 from finetune.errors import FINISHED, Diverged, FinetuneError, LossSpike, OutOfMemory
-from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds, skip_gc_at_exit
+from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
@@ -279,8 +280,6 @@ class Worker:
 
     def _end_load(self, took_s: float) -> None:
         """Emit the load phase, free its cached memory and reset the peak for the first step."""
-        import gc
-
         self.events.emit(events.Phase(phase="load", phase_s=took_s, **vars(self.memory.sample())))
         gc.collect()
         self.memory.reset_peak()
@@ -363,7 +362,7 @@ def main() -> int:
         return 1
     worker = Worker(run)
     code = worker.main()
-    skip_gc_at_exit()
+    gc.freeze()  # no collection at exit
     return ranks.tear_down(worker.rank, code)
 
 

@@ -13,7 +13,6 @@ from trl import SFTConfig, SFTTrainer
 
 import finetune
 from finetune.bundled import model_path
-from finetune.compat.transformers import checkpointing_name
 from finetune.errors import DoesNotFit, RecipeError
 
 IMPORTED = """
@@ -143,7 +142,7 @@ def test_offloaded_layers_give_the_same_losses_and_gradients_to_the_bit():
     resident, offloaded = small_model(), small_model()
     finetune.offload_layers(offloaded, 2)
     for model in (resident, offloaded):
-        getattr(model, f"{checkpointing_name()}_enable")()
+        model.activation_checkpointing_enable()
         model.enable_input_require_grads()
         model.train()
     loss, gradients = loss_and_gradients(resident)

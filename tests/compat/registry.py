@@ -1,6 +1,5 @@
 """The registry's rows, and a check of a row against the installed libraries."""
 
-import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -22,21 +21,13 @@ def problem(row: PrivateName) -> str:
     if row.kind != "attribute" and not hasattr(owner, attribute):
         return f"{row.name} is gone"
     if row.parameters is not None:
-        parameters = " ".join(inspect.signature(getattr(owner, attribute)).parameters)
+        own = inspect.signature(getattr(owner, attribute)).parameters.values()
+        parameters = " ".join(parameter.name for parameter in own if parameter.kind is not parameter.VAR_KEYWORD)
         if parameters != row.parameters:
             return f"{row.name} takes {parameters}, not {row.parameters}"
-    if not row.used_by or any(attribute in names_in(user.__code__) for user in users(row)):
+    if not row.used_by or attribute in names_in(function(row.used_by).__code__):
         return ""
     return f"{row.used_by} does not look {attribute} up"
-
-
-def users(row: PrivateName) -> list:
-    """The existing functions of the library that look the name up."""
-    functions = []
-    for name in row.used_by.split("|"):
-        with contextlib.suppress(ImportError, AttributeError):
-            functions.append(function(name))
-    return [user for user in functions if hasattr(user, "__code__")]
 
 
 def function(name: str):

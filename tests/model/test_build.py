@@ -8,7 +8,6 @@ import torch
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from finetune.compat.transformers import enable_checkpointing
 from finetune.errors import RecipeError
 from finetune.model import configuration
 from finetune.model.adapters import attach_adapters, cast_adapters, prepare_for_training, trainable_parameters
@@ -103,7 +102,7 @@ def test_training_reaches_the_first_layer_under_checkpointing(folder):
     recipe = settings(str(folder), load_in_4bit=True, activation_checkpointing=True)
     model = attach_adapters(build_base(recipe, load_config(recipe), device="cpu", weights=True), recipe)
     prepare_for_training(model, recipe)
-    enable_checkpointing(model.get_base_model(), {"use_reentrant": False}, 1)
+    model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     ids = torch.arange(32).reshape(2, 16)
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for _, parameter in trainable_parameters(model))

@@ -7,18 +7,18 @@ import sys
 CODE = """
 import gc, json
 usual = gc.get_threshold()
-from finetune.gc_settings import restore_gc_thresholds, raise_gc_thresholds, skip_gc_at_exit
+from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
 raise_gc_thresholds()
 rarely = gc.get_threshold()
 restore_gc_thresholds()
 print(json.dumps([usual, rarely, gc.get_threshold(), gc.get_freeze_count()]))
-skip_gc_at_exit()
+gc.freeze()
 """
 
 
 AT_EXIT = """
-import atexit, os, sys
-from finetune.gc_settings import raise_gc_thresholds, skip_gc_at_exit
+import atexit, gc, os, sys
+from finetune.gc_settings import raise_gc_thresholds
 atexit.register(os.write, 2, b"a leak report")
 raise_gc_thresholds()
 atexit.register(os.write, 2, b"a tracker's end")
@@ -26,7 +26,7 @@ try:
     import triton
 except ImportError:
     sys.modules["triton"] = sys
-skip_gc_at_exit()
+gc.freeze()
 sys.exit("an error")
 """
 
