@@ -79,6 +79,15 @@ def test_a_written_file_is_whole_or_not_there(work, call):
     assert "c" in killed_at_ten_moments(work, call)
 
 
+@pytest.fixture
+def imported():
+    """What takes seconds to import, and writes while it does, before there are forks."""
+    import peft  # noqa: F401
+
+    import finetune.evaluate.answerer
+    import finetune.evaluate.score  # noqa: F401
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -89,7 +98,7 @@ def test_a_written_file_is_whole_or_not_there(work, call):
         ("push", "finished", "alice/lora", "--dry-run"),
     ],
 )
-def test_a_command_that_only_looks_changes_nothing(work, arguments):
+def test_a_command_that_only_looks_changes_nothing(work, imported, arguments):
     before = files_in(work)
     assert "c" not in forked(command(*arguments), work) and files_in(work) == before
 
