@@ -13,7 +13,7 @@ EDGE := .venv-edge
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 CARD := .venv-card-$(TORCH)
 
-.PHONY: demo test test-quick test-card test-lowest test-newest test-edge check docs wheel setup setup-test setup-check setup-card charts ui clean
+.PHONY: demo test test-quick test-card test-lowest test-newest test-edge check size size-store docs wheel setup setup-test setup-check setup-card charts ui clean
 
 demo: setup
 	$(RUN) run recipes/tiny-cpu.yaml
@@ -60,6 +60,14 @@ check: setup-check docs
 	$(VENV)/bin/python scripts/dependencies.py check  # hashes are of the pinned versions; licences
 	$(VENV)/bin/python scripts/vague_names.py  # each local name says what its value is
 	$(VENV)/bin/python docs/generate.py --check --quick
+	$(PYTHON) scripts/size.py
+
+# Ceilings are in size.json.
+size: # how large the source is; fails when it has grown
+	$(PYTHON) scripts/size.py
+
+size-store: # the same, and smaller figures are the new ceilings
+	$(PYTHON) scripts/size.py --store
 
 docs: setup-check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

@@ -85,7 +85,6 @@ def catalogue(code: str) -> Mapping[str, str]:
 
 
 def _parts(entry: str) -> dict[str, str]:
-    """The strings of one entry by their keyword."""
     parts: dict[str, str] = {}
     keyword = ""
     for line in entry.splitlines():

@@ -91,7 +91,6 @@ class Digest:
             self.messages.append(event)
 
     def _add_phase(self, phase: str, memory: events.Memory) -> None:
-        """Raise the phase's peaks to what was measured."""
         for name in PHASE_PEAKS:
             value = getattr(memory, name)
             if value is not None:

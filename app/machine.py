@@ -34,7 +34,6 @@ class Machine:
             return self._status
 
     def _live(self) -> LiveRun | None:
-        """The run at work, followed; None when there is none."""
         run = next((run for run in self._workspace.list_runs() if is_alive(run)), None)
         if run is None:
             return None
@@ -58,7 +57,6 @@ def gpu_memory(live: LiveRun | None) -> list[GpuMemory]:
 
 
 def _run_bytes(live: LiveRun | None, device: Device) -> int | None:
-    """What the run takes of the device, by its newest step; None when it runs elsewhere or has not measured it."""
     step = live.digest.newest_step if live and live.plan().card.uuid == device.uuid else None
     if step is None or step.card_used_bytes is None or step.other_processes_bytes is None:
         return None

@@ -11,7 +11,7 @@ import gradio as gr
 from .context import Context
 from .language import tr
 from .machine import Machine
-from .pages import chat, data, fit, home, model, models, run, runs, settings
+from .pages import data, fit, home, model, models, run, runs, settings
 from .views import rail
 from .views.binding import QUIET, show
 
@@ -23,7 +23,6 @@ PAGES = (
     ("fit", "Fit", fit.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
-    ("try", "Chat", chat.build_page),
     ("models", "Models", models.build),
     ("settings", "Settings", settings.build),
 )
@@ -53,8 +52,6 @@ def _page(
 
 
 def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> None:
-    """The rail of the page at `address`, and the steps of a new run where it is one of them."""
-
     def status() -> str:
         return rail.status(*machine.status())
 
@@ -73,7 +70,6 @@ def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> 
 
 
 def _results(context: Context) -> dict[str, str]:
-    """What the draft has, by the step that chooses it."""
     recipe = context.draft.read().recipe
     if recipe is None:
         return {}

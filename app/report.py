@@ -18,7 +18,7 @@ from finetune.evaluate.paired import Difference, difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
-from finetune.files import read_json, write_output
+from finetune.files import read_object, write_output
 from finetune.planner.plan import plan_was_edited
 from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.base_adapter import base_adapter_of
@@ -158,7 +158,6 @@ def _evaluations(run: RunDirectory) -> str:
 
 
 def _paired(runs: list[RunDirectory]) -> str:
-    """Each two runs on the rows that both were scored on."""
     evaluations, rows = {run.path.name: read_evaluations(run) for run in runs}, []
     for (run_name, of_run), (other_name, of_other) in itertools.combinations(evaluations.items(), 2):
         for name in of_run.keys() & of_other.keys():
@@ -185,17 +184,11 @@ def _data(run: RunDirectory) -> str:
     path = run.data / "report.json"
     if changes := changes_in(run.data, required=False, only=path.name):
         return note(f"What the data is can't be said: {'; '.join(changes)}.")
-    try:
-        report = read_json(path, dict)
-    except FileNotFoundError:
-        return note("The run has no data report.")
-    except (OSError, ValueError) as error:
-        return note(f"{path.name} can't be read: {error}")
+    report = read_object(path)
+    if report is None:
+        return note("The run has no data report that can be read.")
     parts = (("training", report), ("held out", report.get("eval_report")))
-    try:
-        rows = [[name, _data_line(part)] for name, part in parts if part]
-    except (ValueError, TypeError, AttributeError) as error:  # edited: it has values of other types
-        return note(f"report.json can't be read: {error}")
+    rows = [[name, _data_line(part)] for name, part in parts if part]
     return table(["rows", "what they are"], rows, "Data", hidden_caption=True)
 
 

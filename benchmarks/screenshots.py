@@ -21,7 +21,7 @@ from PIL import Image
 
 ADDRESSES = {
     "home": "", "model": "model", "data": "data", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate",
-    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "try": "try", "models": "models",
+    "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "models": "models",
     "settings": "settings",
 }  # fmt: skip
 SIZES = {"wide": (1440, 900), "middle": (1024, 768), "phone": (390, 844)}

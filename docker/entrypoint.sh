@@ -6,7 +6,7 @@ set -u
 child= asked=
 stop() {
   asked=yes
-  finetune stop --all >&2
+  finetune pause --all >&2
   [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
 }
 trap stop TERM INT # set before the child starts, or a signal in between would end only this shell

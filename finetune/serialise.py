@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from finetune.files import read_object
 
 T = TypeVar("T")
 
@@ -43,6 +45,15 @@ def from_json(cls: type[T], values: Any) -> T:
         return _adapter(cls).validate_python(values)
     except ValidationError as error:
         raise ValueError("; ".join(_text(fault) for fault in error.errors(include_url=False, include_context=False))) from None
+
+
+def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
+    """The `cls` that this program wrote to a JSON file, whole or as the value of `key`; None without one that can be read."""
+    values = read_object(path)
+    try:
+        return None if values is None else from_json(cls, values.get(key) if key else values)
+    except ValueError:
+        return None
 
 
 def readable(cls: type[T], text: bytes) -> T | None:

@@ -70,14 +70,6 @@ def peak_rss_bytes() -> int:
     return 1024 * (int(peak.split()[0]) if there else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def load_averages() -> tuple[float, ...]:
-    """Threads of all programs that ran or waited for a CPU: means of 1, 5 and 15 minutes; empty where it isn't known."""
-    try:
-        return () if sys.platform == "win32" else os.getloadavg()
-    except OSError:
-        return ()
-
-
 def return_freed_memory() -> None:
     """Give the system the memory that this process has freed and that glibc keeps for later; elsewhere nothing."""
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Commands on a run's result, such as eval and serve: detached processes with their output in files."""
+"""Commands on a run's result, such as eval and merge: detached processes with their output in files."""
 
 from __future__ import annotations
 

@@ -12,21 +12,19 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from finetune.events import Event, read_events
 from finetune.run.directory import RunDirectory
 
-from ..language import tr
 from ..process import start_helper
 from ..workspace import Workspace
 
-#: The conversation of the page Chat, which belongs to no run: the name of a folder that is none.
-COMPARISON = ".comparison"
 #: After this long without a question the chat process ends and frees its memory.
 IDLE_S = 600.0
-#: Who answers: `base` or `tuned` of the run that the conversation belongs to, or of another one, such as `tuned/RUN`.
-Model = str
+#: Folder of the pictures of all conversations, beside their files.
+PICTURES = "pictures"
+Model = Literal["base", "tuned"]
 MODELS: tuple[Model, ...] = ("base", "tuned")
 
 
@@ -56,101 +54,54 @@ class Piece(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Event):
-    """The whole answer of a model to the question of that id, its calls of tools, how fast it was, and whether it was stopped.
-
-    `alone`: the model was loaded in place of the other one, as both may not fit.
-    """
+    """The whole answer of a model to the question of that id, with its calls of tools."""
 
     kind: ClassVar[str] = "answer"
 
     id: str
     model: Model
     text: str
-    tokens: int | None = None
+    tokens: int = 0
     tokens_per_s: float | None = None
     stopped: bool = False
     calls: tuple[dict[str, Any], ...] = ()
-    alone: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure(Event):
-    """Why there is no answer, or only one."""
-
-    kind: ClassVar[str] = "error"
-
-    id: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Event):
-    """All that were asked have answered."""
+    """All models that were asked have answered, or why not."""
 
     kind: ClassVar[str] = "done"
 
     id: str
+    error: str = ""
 
 
-KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece, Answer, Failure, Done)}
+KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece, Answer, Done)}
 
 
 @dataclass
 class Turn:
-    """A question with the answers as far as they are, or why there is none."""
+    """A question with its answers so far. `partial`: text of answers that are being generated."""
 
-    question: str
-    answers: dict[Model, str] = field(default_factory=dict)
-    error: str | None = None
-    done: bool = False
-    models: tuple[Model, ...] = MODELS
+    question: Question
+    answers: dict[Model, Answer] = field(default_factory=dict)
     partial: dict[Model, str] = field(default_factory=dict)
-    notes: dict[Model, str] = field(default_factory=dict)
-    calls: dict[Model, tuple[dict[str, Any], ...]] = field(default_factory=dict)
-    pictures: tuple[str, ...] = ()
+    done: Done | None = None
 
-    def add(self, event: Piece | Answer | Failure | Done) -> None:
-        """Add an event to the turn; an answer that nobody asked for is left out."""
-        if isinstance(event, (Piece, Answer)) and event.model not in self.models:
-            return
+    def add(self, event: Piece | Answer | Done) -> None:
         match event:
             case Piece():
                 self.partial[event.model] = self.partial.get(event.model, "") + event.text
             case Answer():
-                self.answers[event.model] = event.text
+                self.answers[event.model] = event
                 self.partial.pop(event.model, None)
-                if event.calls:
-                    self.calls[event.model] = event.calls
-                if event.tokens is not None:
-                    self.notes[event.model] = _note(event)
-            case Failure():
-                self.error, self.done = event.text, True
             case Done():
-                self.done = True
-
-
-def _note(answer: Answer) -> str:
-    """How long an answer is and how fast it came, in the language of the request that shows it."""
-    parts = [tr("{n} tokens", n=f"{answer.tokens:,}")]
-    if answer.tokens_per_s:
-        parts.append(tr("{rate} tokens/s", rate=f"{answer.tokens_per_s:.1f}"))
-    if answer.stopped:
-        parts.append(tr("stopped"))
-    if answer.alone:
-        parts.append(tr("loaded in turn: both may not fit"))
-    return ", ".join(parts)
-
-
-def pictures_beside(path: Path) -> Path:
-    """The folder of the pictures of a conversation's file."""
-    return path.with_name("pictures")
+                self.done = event
 
 
 class Chats:
-    """Keeps one process with models: a question in another conversation ends the previous one's.
-
-    A conversation is named by its run, or by the folder COMPARISON beside the runs.
-    """
+    """Keeps one process with a run's models: a question to another run ends it."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")
@@ -177,8 +128,8 @@ class Chats:
         turns: dict[str, Turn] = {}
         for event in read_events(self.path(run), KINDS):
             if isinstance(event, Question):
-                turns[event.id] = Turn(event.text, models=event.models, pictures=event.pictures)
-            elif isinstance(event, (Piece, Answer, Failure, Done)) and event.id in turns:
+                turns[event.id] = Turn(event)
+            elif isinstance(event, (Piece, Answer, Done)) and event.id in turns:
                 turns[event.id].add(event)
         return list(turns.values())
 
@@ -195,8 +146,7 @@ class Chats:
 
     @property
     def pictures(self) -> Path:
-        """The folder of the pictures of all conversations."""
-        return pictures_beside(self._folder / "any")
+        return self._folder / PICTURES
 
     def is_running(self, run: RunDirectory) -> bool:
         return self._name == run.path.name and self._process is not None and self._process.poll() is None

@@ -122,6 +122,5 @@ class _View:
         return problems_of(self.context.planner.ask("look", recipe=self.context.draft.read().text))
 
     def _changed(self, edited: Edited) -> list[Any]:
-        """Why a change was refused, and the draft's stamp."""
         refusal = settings_problem(edited.problems, edited.fix) if edited.problems else ""
         return [refusal, self.context.draft.stamp]

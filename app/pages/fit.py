@@ -171,5 +171,4 @@ def _for_script(values: dict[str, Any]) -> str:
 
 
 def _refusal(edited: Edited) -> str:
-    """Why a change was refused."""
     return settings_problem(edited.problems, edited.fix) if edited.problems and edited.recipe else ""

@@ -186,5 +186,4 @@ def _obstacle(blocked: Blocker | None) -> str:
 
 
 def _is_fault(blocked: Blocker | None) -> bool:
-    """Whether something is wrong with the recipe, and not only planned for another machine."""
     return blocked is not None and not blocked.elsewhere

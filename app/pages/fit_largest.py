@@ -48,8 +48,6 @@ class _Search:
 
 
 class _Searches:
-    """The newest search; a page that is opened again goes on with another one. A change of the recipe ends it."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
         self._newest: _Search | None = None
@@ -82,7 +80,6 @@ class _Searches:
         return [self._shown(search), gr.Timer(active=False)]
 
     def _shown(self, search: _Search) -> str:
-        """The answer, with a button that takes it."""
         name = setting_name(search.setting)
         try:
             largest = search.answer.result()["largest"]
@@ -96,7 +93,6 @@ class _Searches:
 
 
 def _sentence(name: str, largest: dict[str, Any]) -> str:
-    """The answer in words: the value, and what is above it."""
     value, too_large = (f"{part:,}" if isinstance(part, int) else part for part in (largest["value"], largest["too_large"]))
     if not largest["value"]:
         return tr("{setting}: {value} does not fit either", setting=name, value=too_large)

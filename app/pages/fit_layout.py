@@ -98,7 +98,6 @@ def _part(name: str, first: Callable[[], str] = str) -> None:
 
 
 def _head() -> dict[str, Any]:
-    """The verdict, the memory and the facts."""
     parts: dict[str, Any] = {}
     _part("refused")
     _part("trouble")
@@ -115,7 +114,6 @@ def _head() -> dict[str, Any]:
 
 
 def _middle() -> dict[str, Any]:
-    """What if, and other plans."""
     with gr.Row(elem_id="fit-more"):
         with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
             _part("bars-head", bars_head)
@@ -143,7 +141,6 @@ def bars_head(amount: str = "") -> str:
 
 
 def _largest() -> Largest:
-    """The search of the largest value that fits."""
     show(lambda: note(tr("The largest that fits:")))
     with gr.Row(elem_classes="ft-largest"):
         buttons = {name: gr.Button(SETTING_NAMES[name], size="sm", elem_id=f"fit-largest-{name}") for name in LARGEST}
@@ -151,13 +148,11 @@ def _largest() -> Largest:
 
 
 def _measure() -> Measure:
-    """What quantising costs, measured."""
     button = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
     return Measure(button, show(elem_id="fit-measured"), gr.Timer(1.0, active=False))
 
 
 def _bottom() -> dict[str, Any]:
-    """The bar with the start."""
     with gr.Row(elem_id="fit-go"):
         _part("ready")
         parts: dict[str, Any] = {"progress": show(elem_id="fit-progress")}

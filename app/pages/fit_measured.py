@@ -53,8 +53,6 @@ class _Measurement:
 
 
 class _Measurements:
-    """The newest one of all tabs: of a recipe's base model and held-out rows, so a change of other settings leaves it right."""
-
     def __init__(self, context: Context) -> None:
         self._context = context
         self._newest: _Measurement | None = None
@@ -114,7 +112,6 @@ class _Measurements:
 
 
 def _costs(measured: dict[str, Any]) -> str:
-    """The base's loss with each format of its weights, and what that costs."""
     lines = [
         [
             entry["label"], f"{entry['loss']:.4f}",

@@ -84,7 +84,6 @@ class _View:
 
 
 def _to_data(edited: Edited) -> str:
-    """Goes on to the page of the data, or says why the draft can't take it."""
     recipe: Recipe | None = edited.recipe
     if recipe is None or edited.problems:
         return settings_problem(edited.problems, edited.fix)

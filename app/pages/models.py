@@ -31,7 +31,6 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 def _of(context: Context, run: RunDirectory) -> list[ModelFile]:
-    """The models of one run; the server of a run answers with its adapter."""
     base = Path(str(context.lives.of(run).plan().settings.model_name_or_path)).name
     return [
         ModelFile(run.path.name, base, kind, path, size, context.scores.of(run) if kind == "adapter" else "")

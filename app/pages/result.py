@@ -276,7 +276,6 @@ class _View:
 
 
 def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
-    """Progress of the evaluation that was started here, and all that the run has, the newest first and in full."""
     status, results = task.status(), read_evaluations(run)
     progress = "" if status is None or (status["state"] == "done" and results) else _task("eval", task)
     damaged = unreadable_evaluations(run)
@@ -297,7 +296,6 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:
-    """Progress of writing them, and links to those that exist."""
     going = "".join(
         _task(verb, task) for verb, task in (("report", report), ("compare", compare))
         if (status := task.status()) is not None and status["state"] != "done"
@@ -338,12 +336,10 @@ def _exported(task: Task) -> str:
 
 
 def _serving(run: RunDirectory) -> str:
-    """The command that serves the run, to copy."""
     return note(tr("Type {command}.", command=f"finetune serve {run.path.name}"))
 
 
 def _named(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Choices that are called so in this request's language."""
     return [(tr(name), name) for name in names]
 
 

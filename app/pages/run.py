@@ -135,7 +135,6 @@ class _View:
         return to_fit(tr("Opening Fit with this run's recipe."))
 
     def _halve(self, run: RunDirectory) -> str:
-        """The run's recipe with half its learning rate, as the draft of a new run."""
         values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
         rate = self.context.lives.of(run).plan().settings.learning_rate / 2
         self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))

@@ -112,7 +112,6 @@ class _View:
         return note(tr("{run} is now called {name}.", run=run.path.name, name=renamed.path.name))
 
     def _delete(self, runs: list[RunDirectory]) -> str:
-        """Move the runs to the trash; those that are alive stay, with the reason."""
         deleted, refused = [], ""
         for run in runs:
             try:

@@ -114,7 +114,6 @@ def _spelt(name: str) -> str:
 
 
 def _folders(workspace: Workspace) -> list[Path]:
-    """Folders with a config.json, directly below the workspace or its `models`."""
     folders: list[Path] = []
     for parent in (workspace.root, workspace.root / "models"):
         if parent.is_dir():

@@ -52,7 +52,6 @@ class PlanPrefetcher:
             os.waitpid(self._children.pop(), 0)
 
     def _work(self, recipes: Iterator[Recipe], parent: int) -> None:
-        """In a fork. Does not return."""
         try:
             os.nice(10)
             for file in self._leave:

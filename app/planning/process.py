@@ -111,7 +111,6 @@ class Questions:
         }
 
     def _marked(self, recipe: Recipe, index: int) -> dict[str, Any]:
-        """The row at `index`, or the last one: its text in spans that are trained or not, and its tokens."""
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
         from finetune.data.trained_spans import example_spans
@@ -181,7 +180,6 @@ class Questions:
         return read
 
     def _encode(self, recipe: Recipe, report: Callable[[str], None]) -> EncodedRows:
-        """The rows as tokens, not yet limited to max_length. `report` receives progress messages."""
         from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
@@ -280,7 +278,6 @@ def _answer_in_fork(
 
 
 def _write_and_exit(make_answer: Callable[[], dict[str, Any]], writer: int, leave: tuple[int, ...]) -> None:
-    """In the fork."""
     try:
         for file in leave:
             os.close(file)

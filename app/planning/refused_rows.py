@@ -80,7 +80,6 @@ def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -
 
 
 def _corrected(line: str, meant: dict[str, str]) -> str:
-    """A row whose messages have the roles that were meant."""
     row = json.loads(line)
     for messages in row.values():
         for message in messages if isinstance(messages, list) else []:

@@ -120,7 +120,6 @@ def _panel(panel: Panel, marks: Sequence[Mark], right: float) -> str:
 
 
 def _range(panel: Panel) -> tuple[float, float, list[Level]]:
-    """Lowest and highest value shown; levels far above the lines would flatten them and are only in the legend."""
     values = [value for line in panel.lines for _, value in line.points if value is not None]
     highest = max(values, default=0.0)
     shown = [level for level in panel.levels if not values or level.value <= 2.5 * highest]
@@ -143,7 +142,6 @@ class Scale:
 
 
 def _polylines(points: Sequence[Point], scale: Scale) -> list[str]:
-    """Coordinates of one polyline for each stretch between gaps."""
     x_unit, y_zero, y_unit = scale.x_unit, scale.y_zero, scale.y_unit
     stretches: list[list[str]] = [[]]
     for step, value in points:
@@ -167,7 +165,6 @@ def _lone_points(line: Line, scale: Scale) -> list[str]:
 
 
 def _ticks(start: float, end: float, count: int) -> list[float]:
-    """Round values between `start` and `end`, about as many as asked."""
     if not end > start:
         return []
     raw_step = (end - start) / count

@@ -30,7 +30,6 @@ def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] =
 
 
 def _figures(rows: Sequence[RunRow]) -> str:
-    """Each run's losses, score, peak, time and speed side by side; a line that no run has is left out."""
     lines = [
         (tr("Held-out loss, best"), [row.held_out for row in rows]), (tr("Score, base → tuned"), [row.score for row in rows]),
         (tr("Loss, newest"), [row.loss for row in rows]), (tr("Peak / forecast, GiB"), [row.peak for row in rows]),

@@ -15,7 +15,6 @@ from ..planning.refused_rows import Problem
 from .charts import histogram
 from .markup import action, as_on_page, inert, note, page_title
 from .pictures import pixels, small_pictures
-from .refusals import reason_in_words
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
@@ -111,7 +110,7 @@ def _problem(number: int, problem: Problem) -> str:
     row = problem.rows[0]
     field = f"<small>{inert(row['field'])}</small>" if row["field"] and len(problem.rows) == 1 else ""
     reason = row["reason"] if len(problem.rows) == 1 else problem.reason
-    text = f"{inert(as_on_page(reason_in_words(reason)))} {field}"
+    text = f"{inert(as_on_page(reason))} {field}"
     if problem.correction:
         wrong, meant = problem.correction
         text = inert(tr("role '{wrong}', {meant} meant?", wrong=wrong, meant=meant))
@@ -130,7 +129,7 @@ def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
     )
     return (
         f'<div class="ft-boxhead"><h2>{where}</h2>{_steps(at, count, "walk", walk=number)}</div>'
-        f'<p class="ft-note bad">{field}{inert(reason_in_words(row["reason"]))}</p>{shown if text else ""}'
+        f'<p class="ft-note bad">{field}{inert(row["reason"])}</p>{shown if text else ""}'
         f"<button type='button' class='ft-act' {action(row=0)}>{tr('Show rows that are ready')}</button>"
     )
 

@@ -103,7 +103,6 @@ def memory(plan: Plan) -> str:
 
 
 def _simulation(method: str) -> str:
-    """The layers that the dry run ran; another method as the forecast names it."""
     if full := _FULL_DEPTH.fullmatch(method):
         return tr("dry run of all {n} layers", n=full[1])
     if few := _REPEATED.fullmatch(method):
@@ -154,7 +153,6 @@ def _piece(part: Part, width: float) -> str:
 
 
 def _axis(plan: Plan, over: int) -> str:
-    """Round values along the bar, and the GPU's end."""
     total = plan.card.total_bytes
     end = tr("{size} memory" if plan.card.is_cpu else "{size} GPU", size=gib(total))
     step = next(step for step in (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if total / GIB / step <= 7)
@@ -239,7 +237,6 @@ def _suggestion(item: Suggestion, plan: Plan) -> str:
 
 
 def _price(item: Suggestion) -> str:
-    """What a change costs; the planner's sentence where the page has none."""
     if longer := _LONGER.fullmatch(item.cost):
         return tr("{n} of {rows} rows ({share} of the tokens) are longer", **longer.groupdict())
     return tr(_PRICES.get(item.cost, item.cost))

@@ -72,7 +72,6 @@ def parts_of(plan: Plan, phase: str) -> tuple[list[Part], int]:
 
 
 def _training(plan: Plan) -> list[Part]:
-    """The allocated parts at the training peak, in groups that a person can tell apart."""
     forecast, settings = plan.forecast, plan.settings
     assert forecast is not None
     sizes = forecast.parts

@@ -14,7 +14,6 @@ from ..planning.blocker import Blocker
 from .charts import stacked_bar
 from .markup import Safe, action, inert, note, table
 from .problems import problem
-from .refusals import refusal_in_words
 from .verdicts import verdict_in_words
 from .words import rows
 
@@ -92,8 +91,7 @@ def blocker_note(blocker: Blocker) -> str:
     """Why a run would not start here, and the page with the fix where no button has it."""
     if blocker.elsewhere:
         return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
-    lines = [refusal_in_words(line) for line in blocker.problems]
-    shown = problem(blocker.title, lines, "" if blocker.override else blocker.fix)
+    shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
     if blocker.override:
         press = action(override=blocker.override)
         shown += f'<p id="fit-remedy"><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'

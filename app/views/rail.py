@@ -20,14 +20,11 @@ MARK = (
     '<rect x="5" y="14.2" width="4.8" height="2.6" rx="1.3"/></svg>'
 )
 _ICONS = {
-    "": "M2.5 7 8 2.5 13.5 7v6.5h-11z", "runs": "M2 12.5 6 7l3 3 5-6.5", "try": "M2.5 3.5h11v7.5h-6l-3 2.5v-2.5h-2z",
+    "": "M2.5 7 8 2.5 13.5 7v6.5h-11z", "runs": "M2 12.5 6 7l3 3 5-6.5",
     "models": "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6", "settings": "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
 }  # fmt: skip
 #: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (
-    ("", mark("Home")), ("runs", mark("Runs")), ("try", mark("Chat")), ("models", mark("Models")),
-    ("settings", mark("Settings")),
-)  # fmt: skip
+PAGES = (("", mark("Home")), ("runs", mark("Runs")), ("models", mark("Models")), ("settings", mark("Settings")))
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
 #: Steps of a new run: address, name and what is chosen there.

@@ -111,7 +111,6 @@ def _gpu(digest: Digest, plan: Plan) -> Cell | None:
 
 
 def _percent(measured: float, forecast: float) -> str:
-    """How much more or less than forecast was measured."""
     off = round(100 * (measured / forecast - 1), 1)
     return f"{'−' if off < 0 else '+' if off else ''}{abs(off):.1f} %"
 
@@ -138,7 +137,6 @@ def memory(digest: Digest, plan: Plan) -> str:
 
 
 def _summary(digest: Digest, plan: Plan) -> str:
-    """One sentence: as forecast or not, and what stays free."""
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
         return f'<p class="ft-calm plain">{tr("There was no forecast for this run.")}</p>'
@@ -187,7 +185,6 @@ def _bullet(pair: Pair, scale: float) -> str:
 
 
 def _parts(plan: Plan) -> str:
-    """What the training peak is made of, by the forecast."""
     if plan.forecast is None:
         return ""
     shown = [(part.key, part.name, part.size) for part in parts_of(plan, "train")[0] if part.key not in _NOT_TAKEN]

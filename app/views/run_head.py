@@ -87,7 +87,6 @@ def _meta(live: LiveRun) -> list[str]:
 
 
 def _clock(time_s: float) -> str:
-    """The time of day; with the date on another day."""
     moment, today = time.localtime(time_s), time.localtime()
     hour = time.strftime("%H:%M", moment)
     return hour if moment[:3] == today[:3] else f"{day(moment)} {hour}"
@@ -146,7 +145,6 @@ def _left(digest: Digest, state: RunState) -> str:
 
 
 def _age(digest: Digest) -> str:
-    """How old the newest step's values are, where that is worth saying."""
     newest = digest.newest_step
     seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
     if seconds <= _OLD_S:

@@ -94,7 +94,6 @@ def _held_out(digest: Digest) -> str:
 
 
 def _training_s(digest: Digest) -> float:
-    """Seconds in training steps, without loading and evaluations."""
     series = digest.series.get("step_s")
     return sum(part.total for part in series.bins.values()) if series else 0.0
 

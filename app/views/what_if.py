@@ -10,7 +10,6 @@ from finetune.units import GIB, gib
 from ..language import current, mark, tr
 from ..planning.what_if import Outcome
 from .markup import action, inert
-from .refusals import refusal_in_words
 from .words import slower_in_words
 
 
@@ -60,7 +59,7 @@ def compared(outcome: Outcome, now: Outcome) -> str:
     if not outcome.fits:
         over = (outcome.peak_high_bytes or 0) - (outcome.budget_bytes or 0)
         parts.append(tr("too big by {size}", size=gib(over)))
-    return " · ".join(filter(None, [*parts, refusal_in_words(outcome.rows_problem)]))
+    return " · ".join(filter(None, [*parts, outcome.rows_problem]))
 
 
 def _memory(outcome: Outcome, now: Outcome) -> str:

@@ -211,7 +211,6 @@ async def answer(send: Send, refusal: Refusal) -> None:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """Headers by lower-case name; the values of a repeated header are joined, which then match nothing."""
     headers: dict[str, str] = {}
     for key, value in scope["headers"]:
         name = key.decode("latin1").lower()

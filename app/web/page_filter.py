@@ -134,7 +134,6 @@ def rewritten(page: bytes, nonce: str, path: str) -> bytes:
 
 
 def _head(path: str) -> bytes:
-    """Icon, styles and scripts of the page at `path`, and the end of its head."""
     names = (*_SHARED, *_OF_PAGE.get(path.strip("/"), _OF_OTHERS))
     styles = "".join(f'<link rel="stylesheet" href="{OWN_FOLDER}/{name}">' for name in names if name.endswith(".css"))
     scripts = "".join(f'<script type="module" src="{OWN_FOLDER}/{name}"></script>' for name in names if name.endswith(".js"))
@@ -186,7 +185,6 @@ def _translation(text: str) -> str:
 
 
 def _in_script(value: Any) -> str:
-    """JSON that can't end its script element."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -71,7 +71,6 @@ def _version(text: str) -> tuple[str, int, int] | None:
 
 
 def _tab(query: dict[str, str]) -> tuple[str, list[str]]:
-    """The tab, and the checksums of the parts that the browser has."""
     tab, shown = query["tab"], query.get("shown", "")
     if tab not in TABS or not _SHOWN.fullmatch(shown):
         raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")

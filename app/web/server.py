@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import tempfile
 import threading
@@ -16,7 +17,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 from finetune.errors import CommandError, FinetuneError
-from finetune.http_server import ANY_HOST, choose_token, host_in_url, serve_until_interrupted
 from finetune.privacy import SETTINGS
 from finetune.system import port_socket
 
@@ -25,14 +25,25 @@ from ..workspace import Workspace
 from .guard import LOOPBACK, UPLOAD_BYTES, Access, Guard, UploadLimit
 from .page_filter import PageFilter
 
+_LEAST_TOKEN = 16
+_REQUEST_HEAD_S = 10.0
+#: More are answered with 503, before the process runs out of file descriptors.
+_MOST_CONNECTIONS = 512
+#: Every address of this machine.
+ANY_HOST = ("0.0.0.0", "::")
 #: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
 _SESSIONS = 64
 
 
 def page_token() -> str:
-    """FINETUNE_UI_TOKEN, or a new random one. Raises CommandError when the given one is too short."""
-    fix = 'Unset FINETUNE_UI_TOKEN for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"'
-    return choose_token(os.environ.get("FINETUNE_UI_TOKEN"), fix)
+    """FINETUNE_UI_TOKEN, or a new random one. Raises CommandError for a short one, or one that a header or link can't have."""
+    token = os.environ.get("FINETUNE_UI_TOKEN")
+    if token is None:
+        return secrets.token_urlsafe(32)
+    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable() or set(token) & set(' ;,"\\'):
+        fix = 'Unset FINETUNE_UI_TOKEN for a random one, or: export FINETUNE_UI_TOKEN="$(openssl rand -hex 32)"'
+        raise CommandError(f"the token must have at least {_LEAST_TOKEN} letters and digits", fix)
+    return token
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -113,7 +124,6 @@ def _named(run: str, tab: str) -> dict[str, str]:
 
 
 def _refused(context: Any) -> Any:
-    """The refused rows of the draft's data as a file."""
     from fastapi.responses import PlainTextResponse
 
     from ..views.data import as_csv
@@ -144,9 +154,9 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
     port = bound.getsockname()[1]
     workspace = Workspace(Path.cwd(), runs.absolute())
     application, context = build(workspace, make_access(host, port, token, allowed))
-    threading.Thread(target=_announce, args=(host_in_url(host), port, token, workspace), daemon=True).start()
+    threading.Thread(target=_announce, args=(_host_in_url(host), port, token, workspace), daemon=True).start()
     try:
-        serve_until_interrupted(application, bound)
+        _serve_until_interrupted(application, bound)
     finally:
         context.close()
     return 0
@@ -160,3 +170,37 @@ def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
             print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
             return
         time.sleep(0.05)
+
+
+def _host_in_url(host: str) -> str:
+    """The host of a listening address as links on this machine write it."""
+    return "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
+
+
+def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:
+    """Serve an ASGI application at a bound socket until Ctrl-C."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class ImpatientProtocol(H11Protocol):
+        """Closes a connection that has sent no complete request head in time, also after its first request."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent, True, None)
+
+        def close_if_silent(self, was_idle: bool, earlier_request: Any) -> None:
+            if self.transport.is_closing():
+                return
+            is_idle = self.cycle is None or self.cycle.response_complete
+            if is_idle and was_idle and self.cycle is earlier_request:
+                self.transport.close()
+            else:
+                self.loop.call_later(_REQUEST_HEAD_S, self.close_if_silent, is_idle, self.cycle)
+
+    config = uvicorn.Config(
+        application, http=ImpatientProtocol, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        ws="none", timeout_graceful_shutdown=2, limit_concurrency=_MOST_CONNECTIONS,
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[bound])

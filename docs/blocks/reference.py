@@ -39,22 +39,33 @@ def _described(row: Setting) -> str:
 
 
 def other_tools() -> str:
-    """What becomes of the keys of each tool whose configurations are read."""
-    from finetune.recipe.foreign import TOOLS, Ignore, Keep, Refuse
+    """The keys of each tool that become settings, and its defaults."""
+    from finetune.recipe.foreign import tools
 
     shown = ""
-    for tool in TOOLS:
-        carried = [f"`{key}` -> `{rule.setting}`" for key, rule in tool.keys.items() if isinstance(rule, Keep)]
-        together = [f"`{key}`" for key, rule in tool.keys.items() if not isinstance(rule, (Keep, Ignore, Refuse))]
-        without = sum(isinstance(rule, Ignore) for rule in tool.keys.values())
-        refused = [f"`{key}`" for key, rule in tool.keys.items() if isinstance(rule, Refuse)]
-        assumed = [f"`{name}` {_default(value)}" for name, value in tool.defaults.items()]
+    for tool in tools():
+        carried, by_value = [], []
+        for key, row in tool.keys.items():
+            if setting := row.get("else") if isinstance(row, dict) else row:
+                carried.append(f"`{key}` -> `{setting}`")
+            else:
+                by_value.append(f"`{key}`")
+        counts = {
+            outcome: sum(found == outcome for found, _ in tool.reasons.values())
+            for outcome in ("not carried over", "no effect")
+        }
         rows = [
-            ("carried over", ", ".join(carried)), ("read together", ", ".join(together)), ("without effect", f"{without} keys"),
-            ("refused where set", ", ".join(refused)), ("its defaults", ", ".join(assumed)),
+            ("carried over", ", ".join(carried)), ("by their values", ", ".join(by_value)),
+            ("the effective batch", " x ".join(f"`{key}`" for key in tool.table["batch"])),
+            ("not carried over", f"{counts['not carried over']} keys"), ("without effect", f"{counts['no effect']} keys"),
+            ("its defaults", ", ".join(f"`{key}` {_of_tool(value)}" for key, value in tool.defaults.items())),
         ]  # fmt: skip
-        shown += f"\n### {tool.name}\n\n{markdown(('', 'keys'), rows)}"
+        shown += f"\n### {tool.name}\n\nVersion {tool.table['version']}.\n\n{markdown(('', 'keys'), rows)}"
     return f"{shown}\n"
+
+
+def _of_tool(value: object) -> str:
+    return f"{value['times']} x {value['of']}" if isinstance(value, dict) else _default(value)
 
 
 def exits() -> str:
@@ -111,7 +122,7 @@ def plan_json() -> str:
     parts = (
         plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
         plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
-        plan.LayerCopies, plan.RunTime, plan.RunCost, AllocatorSettings,
+        plan.LayerCopies, plan.RunTime, AllocatorSettings,
     )  # fmt: skip
     shown = ""
     for part in parts:

@@ -65,7 +65,6 @@ class MemoryCallback(TrainerCallback):
         )
 
     def _explain_out_of_memory(self) -> None:
-        """Let the trainer's step say why it is out of memory before it raises."""
         training_step = self._trainer.training_step
 
         def explained_step(*arguments: Any, **named: Any) -> Any:
@@ -96,7 +95,6 @@ class MemoryCallback(TrainerCallback):
 
 
 def _memory_advice(args: Any) -> str:
-    """Advice: the first change of the arguments that saves memory."""
     name = checkpointing_name()
     if not getattr(args, name):
         return f"Set {name}=True"

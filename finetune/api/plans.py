@@ -101,7 +101,6 @@ def _require_plain_trl(settings: Settings) -> None:
 
 
 def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
-    """The model with its adapter and memory techniques."""
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_base
     from finetune.model.techniques import apply_techniques
@@ -120,7 +119,6 @@ def _config(arguments: dict[str, Any], total_steps: int | None) -> Any:
 
 
 def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Dataset:
-    """The rows of all epochs, as a run trains them."""
     from finetune.data.packing import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
 

@@ -149,7 +149,6 @@ def _fake_tensors(capability: Capability | None, batch: LargestBatch) -> Iterato
 
 
 def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
-    """The trainer with the fake model and metrics of its own."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = model
     shadow.optimizer = shadow.lr_scheduler = None
@@ -246,7 +245,6 @@ def _copy_parameter(parameter: torch.nn.Parameter, copies: _Copies) -> None:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of an attribute: itself, in a list, or those of a quantisation state and the states in it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

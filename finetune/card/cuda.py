@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -30,13 +29,11 @@ def device_of(number: int) -> str | int:
 
 
 def uuid() -> str:
-    """UUID of the current card, as the driver spells it; of a MIG instance the visible-devices variable has it."""
+    """UUID of the current card, as the driver spells it."""
     import torch
-    visible = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
-    if visible[0].startswith(nvidia.UUID_PREFIXES):
-        return visible[torch.cuda.current_device()]
+
     gpu_uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return gpu_uuid if gpu_uuid.startswith(prefix := nvidia.UUID_PREFIXES[0]) else f"{prefix}{gpu_uuid}"
+    return nvidia.UUID_PREFIX + gpu_uuid.removeprefix(nvidia.UUID_PREFIX)
 
 
 def total_bytes() -> int:

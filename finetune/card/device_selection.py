@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from finetune.card import nvidia
 from finetune.card.nvidia import Build, Device, Driver, DriverError, LostCard, driver_message, in_container
-from finetune.card.visible import for_processes, in_cuda_order, usable_devices, visible, visible_devices
+from finetune.card.visible import usable_devices, visible, visible_devices
 from finetune.errors import NoCard
 from finetune.units import format_bytes
 
@@ -31,15 +31,15 @@ def cards_here() -> list[tuple[str, str]]:
 
 
 def alike_cards(name: str) -> list[str]:
-    """Indexes of the whole cards of this name that this process may use; empty without a driver."""
-    return [device.index for device in usable_devices() if device.name == name and not device.is_instance]
+    """Indexes of the cards of this name that this process may use; empty without a driver."""
+    return [device.index for device in usable_devices() if device.name == name]
 
 
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
     """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
 
-    The fastest of the cards with about the most free memory; with several `processes`, which take CUDA's first cards, the one
-    of these with the least. Raises RecipeError, which names `gpu`, when there is none.
+    The fastest of the cards with about the most free memory; with several `processes`, which take the first cards, the one of
+    these with the least. Raises RecipeError, which names `gpu`, when there is none.
     """
     try:
         devices, lost_cards = nvidia.read_devices()
@@ -59,7 +59,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
     chosen = max((device for device in emptiest if device.speed >= SIMILAR * fastest), key=lambda device: device.free_bytes)
     reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
-        used = for_processes(allowed)[:processes]
+        used = allowed[:processes]
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
@@ -76,11 +76,11 @@ def _no_card(
 ) -> tuple[str, str]:
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
-        return f"gpu: {gpu}, but the driver can't describe {cards}", f"{nvidia.LOST_FIX} {_NO_CARD}"
+        return f"gpu: {gpu}, but no GPU can be used: {cards}", f"{lost_cards[0].fix} {_NO_CARD}"
     if not devices:
         return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
     described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
-    machine_cards = ", ".join([*described, *(f"{card.index}, which does not answer ({card.why})" for card in lost_cards)])
+    machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
     setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
     if not allowed or hidden:
         hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
@@ -98,9 +98,7 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
         reason += f"; card {chosen.index} of {len(allowed)} ({alternatives})"
     elif len(devices) > 1:
         reason += f"; card {chosen.index}, as {nvidia.VISIBLE_VARIABLE} says"
-        if in_cuda_order(devices) != devices and not (visible_devices() or "")[:1].isalpha():
-            reason += ", counted from the fastest as CUDA does"
-    return reason + "".join(f"; card {card.index} does not answer ({card.why})" for card in lost_cards)
+    return reason + "".join(f"; card {card.index} can't be used ({card.why})" for card in lost_cards)
 
 
 def torch_build() -> Build:

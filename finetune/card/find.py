@@ -23,8 +23,8 @@ from finetune.units import GIB, format_bytes
 ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
-#: A card of this machine: its index in nvidia-smi, `0:1` for a MIG instance, or (the beginning of) its UUID.
-_DEVICE_ID = re.compile(r"\d{1,2}(:\d{1,2})?|(gpu-|mig-)[0-9a-f/-]+")
+#: A card of this machine: its index in nvidia-smi, or (the beginning of) its UUID.
+_DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")
 #: In names of cards as people type them.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
@@ -77,20 +77,14 @@ def catalogue_sizes() -> dict[str, int]:
     return {name: entry["box_gb"] for name, entry in _entries().items()}
 
 
-def skypilot_name(gpu: str) -> str:
-    """A GPU's name in SkyPilot's catalogue: that of cards.json, else the usual spelling."""
-    return _entries().get(gpu.lower(), {}).get("skypilot") or gpu.upper().replace("-", "")
-
-
 def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
-    capability = tuple(entry["capability"]) if "capability" in entry else None
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
     desktop = f", {format_bytes(used)} assumed taken by a desktop" if used else ""
     return Card(
-        name=name, total_bytes=total, free_bytes=total - used, capability=capability,
+        name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
         reason=f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {entry['source']}",
@@ -124,7 +118,7 @@ def _measured_card(choice: Choice) -> Card:
 
 def _is_device(device: Device, wanted: str) -> bool:
     """Whether an index, or the beginning of a UUID, is this device's."""
-    return device.index == wanted or (len(wanted) > 4 and (device.uuid or "").lower().startswith(wanted))
+    return device.index == wanted or (len(wanted) > 4 and device.uuid.lower().startswith(wanted))
 
 
 def _entry_of(device: Device) -> str | None:

@@ -32,10 +32,10 @@ class DriverError(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one instance of a split GPU, as the driver reports it.
+    """One GPU as the driver reports it.
 
     `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
-    as the driver counts, `0:1` for an instance. `speed`: cores x MHz, which orders GPUs; 0 when unknown.
+    as in nvidia-smi. `speed`: cores x MHz, to compare GPUs; 0 when unknown.
     """
 
     name: str
@@ -45,21 +45,17 @@ class Device:
     pcie_bytes_s: float | None
     holders: tuple[str, ...]
     index: str = "0"
-    uuid: str | None = None
+    uuid: str = ""
     speed: int = 0
-
-    @property
-    def is_instance(self) -> bool:
-        """Whether it is a part of a split GPU (MIG)."""
-        return ":" in self.index
 
 
 @dataclass(frozen=True)
 class LostCard:
-    """A GPU that the driver lists and can't describe; `why` in the driver's words."""
+    """A GPU that the driver lists and that can't be used; `why` in the driver's words."""
 
     index: str
     why: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -96,24 +92,27 @@ _ARCHITECTURE = re.compile(r"(sm|compute)_(\d{2,3})([af]?)")
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SEES_NONE = "-1"  # CUDA has no such device, and an empty value would unset the variable on Windows
 DRIVER_ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # makes CUDA count GPUs as the driver does
-UUID_PREFIXES = ("GPU-", "MIG-")
+UUID_PREFIX = "GPU-"
 CONTAINER_FIX = "In a container: was it given the GPU (docker run --gpus all)?"
 DRIVER_FIX = "Install NVIDIA's driver and restart; give a container the GPU (docker run --gpus all; NVIDIA Container Toolkit)."
-LOST_FIX = (
-    "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
-)
+LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-    """Every GPU; one that is split by MIG is replaced by its instances: CUDA uses nothing else of it."""
+    """Every GPU that can be used, and the others."""
     devices: list[Device] = []
     lost_cards: list[LostCard] = []
     with _session():
         for number in range(pynvml.nvmlDeviceGetCount()):
             try:
-                devices += _of_card(number)
+                card = pynvml.nvmlDeviceGetHandleByIndex(number)
+                if _is_split(card):
+                    fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
+                    lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
+                else:
+                    devices.append(_read(card, str(number)))
             except pynvml.NVMLError as error:
-                lost_cards.append(LostCard(str(number), driver_message(error)))
+                lost_cards.append(LostCard(str(number), driver_message(error), LOST_FIX))
     return tuple(devices), tuple(lost_cards)
 
 
@@ -254,31 +253,20 @@ def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
     return bytes_by_pid
 
 
-def _of_card(number: int) -> Iterator[Device]:
-    card = pynvml.nvmlDeviceGetHandleByIndex(number)
+def _is_split(card: Any) -> bool:
     try:
-        split = pynvml.nvmlDeviceGetMigMode(card)[0] == 1
+        return pynvml.nvmlDeviceGetMigMode(card)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except _MISSING:
-        split = False
-    if not split:
-        yield _read(card, card, str(number))
-        return
-    for instance_index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card)):
-        try:
-            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(card, instance_index)
-        except (pynvml.NVMLError_NotFound, *_MISSING):
-            continue
-        yield _read(instance, card, f"{number}:{instance_index}")
+        return False
 
 
-def _read(handle: Any, card: Any, index: str) -> Device:
-    """`card`: the handle of the whole card, which knows what an instance does not."""
-    total, free, _ = read_memory(handle)
+def _read(card: Any, index: str) -> Device:
+    total, free, _ = read_memory(card)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
     return Device(
-        name=_text(pynvml.nvmlDeviceGetName(handle)), total_bytes=total, free_bytes=free, capability=(major, minor),
-        pcie_bytes_s=_pcie(card), holders=_holders(handle, total - free), index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)), speed=_speed(card),
+        name=_text(pynvml.nvmlDeviceGetName(card)), total_bytes=total, free_bytes=free, capability=(major, minor),
+        pcie_bytes_s=_pcie(card), holders=_holders(card, total - free), index=index,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(card)), speed=_speed(card),
     )  # fmt: skip
 
 

@@ -1,12 +1,9 @@
-"""Which of the machine's cards a program may use, in CUDA's order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-
-Source of the rules: CUDA programming guide, "CUDA Environment Variables".
-"""
+"""Which of the machine's GPUs a program may use: CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from finetune.card import nvidia
 from finetune.card.nvidia import Device, DriverError
@@ -40,24 +37,21 @@ def environment_with_gpus() -> dict[str, str]:
     return others if shown is None else {**others, nvidia.VISIBLE_VARIABLE: shown}
 
 
-def visible(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in the order in which it names them.
+def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; its numbers are the indexes of nvidia-smi.
 
-    An entry that names none hides all after it; one that is named twice hides all of them.
+    As in CUDA, an entry that names no device, or one that was named already, hides all entries after it.
     """
-    ordered = in_cuda_order(devices)
     setting = visible_devices()
     if setting is None:
-        return ordered
-    devices_in_order: list[Device] = []
-    for entry in setting.split(","):
-        device = _named(entry.strip(), ordered)
-        if device is None:
+        return tuple(devices)
+    shown: list[Device] = []
+    for entry in map(str.strip, setting.lower().split(",")):
+        named = [device for device in devices if entry and (entry == device.index or device.uuid.lower().startswith(entry))]
+        if len(named) != 1 or named[0] in shown:
             break
-        if device in devices_in_order:
-            return ()
-        devices_in_order.append(device)
-    return tuple(devices_in_order)
+        shown += named
+    return tuple(shown)
 
 
 def usable_devices() -> tuple[Device, ...]:
@@ -66,35 +60,3 @@ def usable_devices() -> tuple[Device, ...]:
         return visible(nvidia.read_devices()[0])
     except DriverError:
         return ()
-
-
-def for_processes(allowed: Iterable[Device]) -> tuple[Device, ...]:
-    """Of the visible devices those that several processes can have one of each: whole cards, else one instance.
-
-    CUDA shows a program one instance of all split cards, and NCCL connects none (NVIDIA's MIG user guide, "CUDA Device
-    Enumeration").
-    """
-    devices = tuple(allowed)
-    return tuple(device for device in devices if not device.is_instance) or devices[:1]
-
-
-def in_cuda_order(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """CUDA counts the fastest first, unless CUDA_DEVICE_ORDER says PCI_BUS_ID, which is the driver's own order.
-
-    How CUDA compares cards is not published; cores x clock is assumed, and the bus decides between equals.
-    """
-    variable, driver_order = nvidia.DRIVER_ORDER
-    if os.environ.get(variable) == driver_order:
-        return tuple(devices)
-    return tuple(sorted(devices, key=lambda device: -device.speed))
-
-
-def _named(entry: str, ordered: tuple[Device, ...]) -> Device | None:
-    """A device by CUDA's number, or by as much of its UUID as makes it the only one."""
-    if entry.isdecimal():
-        first: dict[str, Device] = {}
-        for device in ordered:  # a card that is split counts once, as its first instance
-            first.setdefault(device.index.partition(":")[0], device)
-        return [*first.values()][int(entry)] if int(entry) < len(first) else None
-    matches = [device for device in ordered if entry and (device.uuid or "").lower().startswith(entry.lower())]
-    return matches[0] if len(matches) == 1 else None

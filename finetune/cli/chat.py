@@ -1,20 +1,20 @@
-"""`finetune chat`: questions in the terminal, answered by the base model, by runs of it, or by both."""
+"""`finetune chat`: questions in the terminal, answered by a run's tuned model, its base, or both."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from finetune.cli.chat_tools import Tools, answer_turns, ask_for_replies, print_calls, read_tools_file, require_calls
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, show_progress
+from finetune.data.call_syntax import Answer, assistant_message, display_text
 from finetune.data.pictures.source import BadPicture, PictureSource, picture_file
 from finetune.errors import CommandError
 from finetune.planner.plan import read_plan
@@ -23,74 +23,89 @@ from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
 
 if TYPE_CHECKING:
-    from finetune.data.call_syntax import Answer
     from finetune.evaluate.answerer import Answerer
     from finetune.model.generate import Sampling, Streamed
+
+Tools = tuple[dict[str, Any], ...]
+
+
+def chat_command(source: str, *, base: bool, both: bool, **options: Any) -> None:
+    """Chat with the tuned model of a run, with its base, or with `both`."""
+    chat_with(source, models=("base", "tuned") if both else ("base",) if base else ("tuned",), **options)
 
 
 def chat_with(
     source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
-    temperature: float, top_p: float, seed: int, as_json: bool, others: Sequence[str] = (), tools_file: str | None = None,
+    temperature: float, top_p: float, seed: int, as_json: bool, tools_file: str | None = None,
 ) -> None:  # fmt: skip
     """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed.
 
-    The runs of `others` share the base model: all answer the prompt; in a chat the first does until `/use NAME`.
-    `tools_file`: JSON with the tools that the models may call; the user types what they answer.
+    `tools_file`: JSON with the tools that the models may call.
     """
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
         raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")
-    runs = [open_run(source) for source in dict.fromkeys([source, *others])]
-    if len({run.path.name for run in runs}) < len(runs):
-        raise CommandError("two of these runs have the same name", "Rename one: finetune runs rename RUN NAME")
-    answerers = _loaded(runs, models, tools, max_new_tokens, as_json=as_json)
+    answerer = _loaded(open_run(source), models, tools, max_new_tokens, as_json=as_json)
     from finetune.model.generate import Sampling
 
-    chat = _Chat(
-        answerers, models, tools, Sampling(temperature, top_p, seed), max_new_tokens, system, as_json=as_json,
-        is_interactive=prompt is None, answering=list(answerers),
-    )  # fmt: skip
+    sampling = Sampling(temperature, top_p, seed)
+    chat = _Chat(answerer, models, tools, sampling, max_new_tokens, system, as_json, is_interactive=prompt is None)
     if prompt is not None:
         chat.ask(prompt)
         return
-    chat.answering = chat.answering[:1]
-    if len(runs) > 1 and not as_json:
-        first, *silent = map(escape, answerers)
-        err.print(f"[dim]{first} answers; /use {' or /use '.join(silent)} changes that[/]")
     for line in _questions():
-        chat.obey(line)
+        if line.split()[0] == "/image":
+            chat.add_picture(Path(line.removeprefix("/image").strip()).expanduser())
+        else:
+            chat.ask(line)
 
 
-def _loaded(
-    runs: list[RunDirectory], models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool
-) -> dict[str, Answerer]:
-    """The runs' models by name, on one base model, and what a person must know of them before the first question."""
+def read_tools_file(path: str | None) -> Tools:
+    """The tools in a JSON file, as in the rows of a dataset. Raises CommandError."""
+    from finetune.data.checks import BadRow
+    from finetune.data.tool_calls import read_tools
+    from finetune.files import parse_json
+
+    if path is None:
+        return ()
+    try:
+        return read_tools(parse_json(Path(path).read_bytes()), "tools")
+    except OSError as error:
+        raise CommandError(f"{path} can't be read: {error.strerror}", "Give a JSON file with a list of tools.") from None
+    except (ValueError, BadRow) as error:
+        reason = f"it {error.reason}" if isinstance(error, BadRow) else "it is not JSON"
+        raise CommandError(f"{path} is no list of tools: {reason}", "Write them as in the rows' tools.") from None
+
+
+def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
+    """The run's models, after a person has read what they need to know before the first question."""
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
-        restrict_visible_devices(runs[0])
+        restrict_visible_devices(run)
         from finetune.evaluate.answerer import Answerer
         from finetune.evaluate.kv_cache import chat_memory
 
         if not as_json:
-            memory = chat_memory(read_plan(runs[0].plan), max_new_tokens)
+            memory = chat_memory(read_plan(run.plan), max_new_tokens)
             err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.summary()}[/]")
-        first = Answerer(runs[0], need_adapter="tuned" in models or len(runs) > 1)
-        answerers = {runs[0].path.name: first, **{other.path.name: first.sharing_base(other) for other in runs[1:]}}
-        if tools:
-            for answerer in answerers.values():
-                require_calls(answerer)
-    if first.plan.layer_copies and not as_json:
-        err.print(f"[dim]{first.plan.layer_copies.generation_summary}[/]")
-    if first.plain and not as_json:
+        answerer = Answerer(run, need_adapter="tuned" in models)
+        if tools and answerer.reader is None:
+            raise CommandError(
+                f"the chat template of {run.path.name} writes no calls of tools",
+                "Leave out --tools, or train with a chat_template that has tools.",
+            )
+    if answerer.plan.layer_copies and not as_json:
+        err.print(f"[dim]{answerer.plan.layer_copies.generation_summary}[/]")
+    if answerer.plain and not as_json:
         err.print("[dim]trained on prompts without the chat template: each message is sent as it is, without those before[/]")
-    return answerers
+    return answerer
 
 
 @dataclass
 class _Chat:
-    """A conversation with each run and model that answered in it. `answering`: the runs whose tuned models answer."""
+    """A conversation with each model."""
 
-    answerers: dict[str, Answerer]
+    answerer: Answerer
     models: tuple[str, ...]
     tools: Tools
     sampling: Sampling
@@ -98,66 +113,49 @@ class _Chat:
     system: str | None
     as_json: bool
     is_interactive: bool
-    answering: list[str]
-    #: That go with the next message.
+    #: Go with the next message.
     pictures: list[PictureSource] = field(default_factory=list)
-    #: By run and model: the messages, and the pictures in them.
-    turns: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
-    sent: dict[tuple[str, str], list[PictureSource]] = field(default_factory=dict)
-
-    def obey(self, line: str) -> None:
-        """A line of the user: a command of the chat, else a question."""
-        command = line.split()[0]
-        if command == "/use":
-            self.answering = _switch_run(line, self.answering, self.answerers, self.as_json)
-        elif command == "/image":
-            self._add_picture(Path(line.removeprefix("/image").strip()).expanduser())
-        else:
-            self.ask(line)
+    sent_pictures: list[PictureSource] = field(default_factory=list)
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def ask(self, question: str) -> None:
+        """Print the models' answers."""
         from finetune.data.pictures.placement import message_with_pictures
 
-        added, self.pictures = self.pictures, []
-        asked = [
-            (name, model) for model in self.models for name in (self.answering if model == "tuned" else self.answering[:1])
-        ]
-        for name, model in asked:
-            turns = self.turns.setdefault((name, model), self._start())
-            turns.append(message_with_pictures(question, len(added)))
-            self.sent[name, model] = [*self.sent.get((name, model), ()), *added]
-            if len(asked) > 1 and not self.as_json:
-                out.print(f"[bold]{escape(name) if len(self.answerers) > 1 and model == 'tuned' else model}[/]")
-            while self._answer(name, model, question):
-                pass  # the user typed what the called tools answer
+        message = message_with_pictures(question, len(self.pictures))
+        self.sent_pictures, self.pictures = [*self.sent_pictures, *self.pictures], []
+        for model in self.models:
+            turns = self.turns.setdefault(model, [{"role": "system", "content": self.system}] if self.system else [])
+            turns.append(message)
+            if len(self.models) > 1 and not self.as_json:
+                out.print(f"[bold]{model}[/]")
+            self._answer(model, question, turns)
 
-    def _start(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": self.system}] if self.system else []
+    def _answer(self, model: str, question: str, turns: list[dict[str, Any]]) -> None:
+        from finetune.evaluate.call_stream import stream_answer
 
-    def _answer(self, name: str, model: str, question: str) -> bool:
-        """Print an answer to the turns so far; whether it is to go on, with replies to its calls of tools."""
-        answerer, turns = self.answerers[name], self.turns[name, model]
-        with answerer.using(model), _stop_on_ctrl_c() as stopped:
-            reply, answer = answer_turns(
-                answerer, turns, self.tools, (lambda _: None) if self.as_json else _print_piece, self.sent[name, model],
+        with self.answerer.using(model), _stop_on_ctrl_c() as stopped:
+            reply, answer = stream_answer(
+                self.answerer, turns, (lambda _: None) if self.as_json else _print_piece, tools=self.tools,
+                reader=self.answerer.reader if self.tools else None, pictures=self.sent_pictures,
                 max_new_tokens=self.max_new_tokens, sampling=self.sampling, stopped=stopped,
             )  # fmt: skip
+        turns.append(assistant_message(answer.text, answer.calls))
         if self.as_json:
             calls = {"calls": answer.calls} if self.tools else {}
             print_json({
-                "run": str(answerer.run.path), "model": model, "prompt": question, "answer": answer.text, **calls,
+                "run": str(self.answerer.run.path), "model": model, "prompt": question, "answer": answer.text, **calls,
                 "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
             })  # fmt: skip
         else:
             _print_end(reply, answer)
-            if not self.is_interactive and reply.stopped:
+            if reply.stopped and not self.is_interactive:
                 raise KeyboardInterrupt
-        return self.is_interactive and ask_for_replies(answer, turns)
 
-    def _add_picture(self, path: Path) -> None:
+    def add_picture(self, path: Path) -> None:
         """Add the picture of `/image PATH`; a file that is no picture is said, and the chat goes on."""
         try:
-            next(iter(self.answerers.values())).require_vision()
+            self.answerer.require_vision()
             picture = picture_file(path)
             self.pictures.append(picture)
             note = f"{path.name}, {picture.width:,} x {picture.height:,} pixels, goes with the next message"
@@ -169,25 +167,17 @@ class _Chat:
             err.print(f"[dim]{escape(note)}[/]")
 
 
-def _switch_run(question: str, used: list[str], names: Collection[str], as_json: bool) -> list[str]:
-    """The run that `/use NAME` selects for the next answers."""
-    name = question.partition("/use")[2].strip()
-    if name in names:
-        used = [name]
-    if not as_json:
-        unknown = "" if name in names or not name else f"there is no {escape(name)} in this chat; "
-        err.print(f"[dim]{unknown}{escape(used[0])} answers, of {escape(', '.join(names))}[/]")
-    return used
-
-
 def _print_piece(piece: str) -> None:
     print(printable(piece), end="", flush=True)
 
 
 def _print_end(reply: Streamed, answer: Answer) -> None:
-    """What stands below a streamed answer: its calls, and how fast it was."""
+    """Print what stands below a streamed answer: its calls, and how fast it was."""
     print(end="\n" if answer.text or not answer.calls else "")
-    print_calls(answer)
+    for call in answer.calls:
+        out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
+    if answer.is_unreadable:
+        err.print("[yellow]this begins like a call, but can't be read as one[/]")
     rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
     err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
 

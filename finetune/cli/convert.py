@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,35 +12,43 @@ from finetune.cli.output import print_json
 from finetune.cli.render import err, out, print_text
 from finetune.cli.source import with_model_and_data
 from finetune.files import write_output
-from finetune.recipe import write_recipe
-
-_COLOURS = {"carried over": "green", "no effect": "dim"}
+from finetune.recipe import foreign, write_recipe
+from finetune.recipe.foreign import KeyReport, short
 
 
 def convert_file(
     source: str, overrides: list[str], *, model: str | None = None, data: str | None = None, output: str | None, as_json: bool
 ) -> None:
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
-    from finetune.recipe.foreign import convert_file as convert
-
-    recipe, read = convert(source, with_model_and_data(overrides, model, data))
-    text = write_recipe(recipe)
+    recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))
+    text, tool = write_recipe(recipe), read.tool.name
+    carried, lost = read.with_outcome("carried over"), read.with_outcome("not carried over")
+    unneeded = read.with_outcome("no effect")
     if output is not None:
         write_output(Path(output), text, new=True)
     if as_json:
-        keys = [asdict(entry) for entry in read.entries]
-        print_json({"tool": read.tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})
+        keys = [asdict(key) for key in (*carried, *lost, *unneeded)]
+        print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})
         return
-    err.print(f"[bold]{escape(source)}[/] is {read.tool}'s: {read.summary()}")
-    for entry in read.entries:
-        err.print(f"  [{_COLOURS[entry.outcome]}]{escape(entry.key)}[/]  {escape(entry.text)}", soft_wrap=True)
-        if entry.note:
-            err.print(f"    [yellow]{escape(entry.note)}[/]", soft_wrap=True)
-    for setting, value in read.assumed.items():
-        err.print(f"  [green]{setting}: {escape(str(value))}[/]  {read.tool}'s default", soft_wrap=True)
-    for remark in read.remarks:
-        err.print(f"  [yellow]{escape(remark)}[/]", soft_wrap=True)
+    counts = f"{len(carried)} keys carried over, {len(lost)} not, {len(unneeded)} without effect here"
+    err.print(f"[bold]{escape(source)}[/] is {tool}'s: {counts}", soft_wrap=True)
+    defaults = ", ".join(f"{setting}: {short(value)}" for setting, value in read.assumed.items())
+    lines = [
+        *(f"[green]{escape(key.key)}[/]  {escape(key.text)}" for key in carried),
+        f"[green]{tool}'s defaults[/]  {escape(defaults)}",
+        *(f"[dim]{names}[/]  {reason}" for reason, names in _by_reason(unneeded)),
+        *(f"[yellow]{names}[/]  not carried over: {reason}" for reason, names in _by_reason(lost, with_values=True)),
+        *(f"[yellow]{escape(note)}[/]" for note in read.notes),
+    ]
+    for line in lines:
+        err.print(f"  {line}", soft_wrap=True)
     if output is not None:
         out.print(f"{escape(output)} written; run it with: finetune run {escape(output)}")
     else:
         print_text(text)
+
+
+def _by_reason(keys: list[KeyReport], with_values: bool = False) -> Iterator[tuple[str, str]]:
+    for reason in dict.fromkeys(key.text for key in keys):
+        names = [f"{key.key} {key.value}" if with_values else key.key for key in keys if key.text == reason]
+        yield escape(reason), escape(", ".join(names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.text import Text
@@ -16,10 +16,6 @@ from finetune.data.report import refusal_lines
 from finetune.errors import DataError
 from finetune.units import format_count
 
-if TYPE_CHECKING:
-    from finetune.data.pictures.source import PictureSource
-    from finetune.data.preparation import PreparedData
-
 #: Around trained tokens where there are no colours.
 _BRACKETS = "\u27e6", "\u27e7"
 
@@ -28,9 +24,9 @@ def show_data(
     source: str | None, overrides: list[str], *, as_json: bool, model: str | None = None, data: str | None = None,
     alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print rows read, used and refused, token lengths, share of trained tokens, and one example as the model sees it.
+    """Print rows read, used and refused, token lengths, share of trained tokens, and the first example as the model sees it.
 
-    `alone`: the process does nothing else. Returns the exit code: 4 when a run would refuse the data, which it then says last.
+    Returns 4 if a run would refuse the data, else 0.
     """
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
@@ -46,40 +42,37 @@ def show_data(
         encoded = encode_rows(recipe, progress)
         selected = encoded.select(recipe, limit_of(recipe))
         prepared = selected.prepared()
+    refused = None
     try:
         selected.raise_problems()
-        refused = None
     except DataError as error:
         refused = error
     segments = example_spans(prepared, encoded.encoder.tokenizer)
-    exit_code = refused.exit_code if refused else 0
+    pictures = prepared.examples[0].pictures if len(prepared.examples) else ()
+    held_out = prepared.eval_report
     if as_json:
-        example = [{"text": text, "trained": trained} for text, trained in segments]
-        held_out = prepared.eval_report and prepared.eval_report.as_json()
-        values = {**prepared.report.as_json(), "eval_report": held_out}
-        problem = refused and {"problems": refused.problems, "fix": refused.fix}
-        values |= {"data_problem": problem, "fingerprint": prepared.fingerprint, "example": example}
-        print_json({**values, "example_pictures": [_describe(picture) for picture in _pictures_of_first(prepared)]})
-        return exit_code
+        print_json({
+            **prepared.report.as_json(),
+            "eval_report": held_out and held_out.as_json(),
+            "data_problem": refused and {"problems": refused.problems, "fix": refused.fix},
+            "fingerprint": prepared.fingerprint,
+            "example": [{"text": text, "trained": trained} for text, trained in segments],
+            "example_pictures": [
+                {"path": picture.path, "width": picture.width, "height": picture.height, "digest": picture.digest}
+                for picture in pictures
+            ],
+        })  # fmt: skip
+        return refused.exit_code if refused else 0
     _print_report("Training rows", prepared.report, refused)
-    if prepared.eval_report is not None:
+    if held_out is not None:
         out.print()
-        _print_report("Held-out rows", prepared.eval_report, refused)
+        _print_report("Held-out rows", held_out, refused)
     if segments:
         _print_example(segments)
-        for index, picture in enumerate(_pictures_of_first(prepared), 1):
+        for index, picture in enumerate(pictures, 1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
             out.print(f"picture {index} of this row: {picture.path or 'in the row'}, {size}", markup=False, soft_wrap=True)
     return report(refused) if refused else 0
-
-
-def _pictures_of_first(prepared: PreparedData) -> tuple[PictureSource, ...]:
-    return prepared.examples[0].pictures if len(prepared.examples) else ()
-
-
-def _describe(picture: PictureSource) -> dict[str, Any]:
-    path = None if picture.path is None else str(picture.path)
-    return {"path": path, "width": picture.width, "height": picture.height, "digest": picture.digest}
 
 
 def _print_example(segments: list[tuple[str, bool]]) -> None:
@@ -100,17 +93,17 @@ def _print_report(title: str, report: Any, refused: DataError | None) -> None:
         read = ", ".join(f"{column} as {name}" for name, column in report.columns.items())
         out.print(f"columns: {read}", markup=False)
     out.print(report.account(), markup=False)
+    share = "none" if report.trained_token_share is None else f"{report.trained_token_share:.1%}"
+    rows = [
+        ("read", f"{report.rows_read:,}"), ("used", f"{report.rows_used:,}"), ("refused", f"{len(report.rows_refused):,}"),
+        ("over max_length", f"{report.rows_too_long:,}"),
+        *((f"tokens {name}", format_count(report.lengths.get(name))) for name in ("p50", "p95", "p99", "max")),
+        ("trained tokens", share), *(report.pictures.lines() if report.pictures else ()),
+    ]  # fmt: skip
     shown = table("", ">")
     shown.show_header = False
-    shown.add_row("read", f"{report.rows_read:,}")
-    shown.add_row("used", f"{report.rows_used:,}")
-    shown.add_row("refused", f"{len(report.rows_refused):,}")
-    shown.add_row("over max_length", f"{report.rows_too_long:,}")
-    for name in ("p50", "p95", "p99", "max"):
-        shown.add_row(f"tokens {name}", format_count(report.lengths.get(name)))
-    shown.add_row("trained tokens", f"{report.trained_token_share:.1%}" if report.trained_token_share is not None else "none")
-    for label, value in report.pictures.lines() if report.pictures else ():
-        shown.add_row(label, value)
+    for row in rows:
+        shown.add_row(*row)
     out.print(shown)
     # an error lists them after everything else
     for line in refusal_lines(list(report.rows_refused), report.rows_read) if report.rows_refused and not refused else []:

@@ -23,7 +23,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 
 def process() -> int:
-    """Entry point of `finetune`: runs one command and exits."""
+    """Run one command; the entry point of `finetune`."""
     keep_private()
     raise_gc_thresholds()
     let_waiting_threads_sleep()
@@ -37,7 +37,7 @@ def process() -> int:
 
 
 def main(*, alone: bool = False) -> int:
-    """Runs a command and turns a FinetuneError into a message and its exit code. `alone`: the process does nothing else."""
+    """Run a command and return its exit code; an error becomes a message. `alone`: the process runs nothing else."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries, nothing a user can act on
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it suggests downloading another kernel
     try:
@@ -46,9 +46,7 @@ def main(*, alone: bool = False) -> int:
         return report(error)
     except typer.Exit as ended:
         return int(ended.exit_code)
-    except typer.Abort:
-        return 130
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         return _closed_pipe()

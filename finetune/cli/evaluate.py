@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -22,25 +21,46 @@ from finetune.units import format_measured, format_seconds
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
-    from finetune.evaluate.results import Forgetting, NoCall
+    from finetune.evaluate.results import NoCall
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scorers import Scorer
-    from finetune.run.directory import RunDirectory
 
 #: How shares and other numbers are written.
 _SHARE, _NUMBER = ".1%", ".4f"
-#: Orders of the rows that are shown, in words.
+#: Orders of the shown rows.
 ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
+
+
+def evaluate_run(
+    source: str, *, rows: int | None, last: bool, data: str | None, forgetting: bool, probe: bool, score: str | None,
+    pattern: str | None, tolerance: float, show: str, examples: int, quantisation: bool, tasks: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Score a run on rows, on tasks of lm-evaluation-harness, or by format of the base's weights."""
+    if tasks is not None:
+        of_rows = {
+            "--data": data, "--score": score, "--pattern": pattern, "--tolerance": tolerance,
+            "--forgetting": forgetting, "--quantisation": quantisation,
+        }  # fmt: skip
+        if others := ", ".join(name for name, value in of_rows.items() if value):
+            raise CommandError(f"--tasks has its own rows and scores, without {others}", "Leave one of them out.")
+        _show_tasks(source, tasks, rows=rows, last=last, as_json=as_json)
+    elif quantisation:
+        _show_quantisation(source, last=last, as_json=as_json)
+    else:
+        from finetune.evaluate.scorers import scorer
+
+        chosen = scorer(score or "exact", pattern=pattern, tolerance=tolerance) if score or pattern or tolerance else None
+        show_scores(
+            source, rows=rows, last=last, data=data, forgetting=forgetting, probe=probe, score=chosen, show=show,
+            examples=examples, as_json=as_json,
+        )  # fmt: skip
 
 
 def show_scores(
     source: str, *, rows: int | None, last: bool, data: str | None, score: Scorer | None, show: str, examples: int,
     as_json: bool, forgetting: bool = False, probe: bool = False,
 ) -> None:  # fmt: skip
-    """Score base and tuned model on the held-out rows, or those of the file `data`; progress is on standard error.
-
-    `forgetting`: on those of the run whose adapter it continued. `probe`: also measure forgetting.
-    """
+    """Score base and tuned model on held-out rows, on a file, or with `forgetting` on the rows of the run it continued."""
     if show not in ORDERS:
         raise CommandError(f"--show {show[:40]!r} is not known", f"Use one of {', '.join(ORDERS)}.")
     if forgetting and data is not None:
@@ -68,22 +88,35 @@ def show_scores(
         measured = {"lost": [asdict(group) for group in losses], "no_call": asdict(no_call) if no_call else None}
         print_json({"run": str(run.path), **asdict(result), **measured})
         return
-    print_scores(run, result, rows_in_words(run, result, data, forgetting=forgetting), no_call)
-    print_forgetting(losses, no_call)
-    print_rows(result, show, examples)
+    origin = base_adapter_of(run) if forgetting else None
+    kind = f"held-out rows of {Path(origin.name).name}" if origin else f"rows of {data}" if data else "held-out rows"
+    if (sequences := len(result.tuned.row_losses)) > result.rows:
+        kind = f"{kind}, loss of {sequences} sequences"
+    reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
+    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
+    names = ("before", "now") if result.against_adapter else ("base", "tuned")
+    gap = " - ".join(reversed(names))
+    _print_warnings(result, no_call, gap)
+    _print_table(result, names)
+    _print_differences(result, gap)
+    lost = [group.summary() for group in losses] + ([no_call.summary()] if no_call else [])
+    if losses:
+        out.print("\nforgetting:")
+    for line in lost:
+        out.print(f"  {escape(line)}")
+    _print_rows(result, names, show, examples)
 
 
-def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
-    """The loss of a run's base and tuned model on its held-out rows by format of the base's weights."""
+def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
+    """Print the held-out loss of base and tuned model by format of the base's weights."""
     run = open_run(source)
-    from finetune.cli.quantisation import measure_run, won_back
     from finetune.evaluate.answerer import adapter_folder
+    from finetune.evaluate.quantisation import measure_run
 
     folder = adapter_folder(run, last=last)
     assert folder is not None
     with show_progress(quiet=as_json) as progress:
-        costs = measure_run(run, folder, progress)
-    steps = won_back(run, costs["base"])
+        costs, steps = measure_run(run, folder, progress)
     if as_json:
         by_model = {name: cost.as_json() for name, cost in costs.items()}
         print_json({"run": str(run.path), "quantisation": by_model, "steps_to_win_back": steps})
@@ -94,55 +127,22 @@ def show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
         out.print(f"The run had won back what its format costs after about {steps:,} step{'' if steps == 1 else 's'}.")
 
 
-def rows_in_words(run: RunDirectory, result: Comparison, data: str | None, *, forgetting: bool) -> str:
-    """Which rows were scored: `held-out rows`, with their sequences where a row has several."""
-    origin = base_adapter_of(run) if forgetting else None
-    kind = f"held-out rows of {Path(origin.name).name}" if origin else f"rows of {data}" if data else "held-out rows"
-    sequences = len(result.tuned.row_losses)
-    return f"{kind}, loss of {sequences} sequences" if sequences > result.rows else kind
-
-
-def print_scores(run: RunDirectory, result: Comparison, kind: str, no_call: NoCall | None) -> None:
-    """How much was scored, what a person must know first, the scores, and their differences. `kind`: of rows."""
-    names = _names(result)
-    reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
-    out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
-    _print_warnings(result, no_call)
-    out.print(_table(result, names))
-    _print_differences(result, " - ".join(reversed(names)))
-
-
-def print_forgetting(losses: list[Forgetting], no_call: NoCall | None) -> None:
-    """What the training made worse of what the base could."""
-    if losses:
-        out.print("\nforgetting:")
-    for group in losses:
-        out.print(f"  {escape(group.summary())}")
-    if no_call:
-        out.print(f"  {escape(no_call.summary())}")
-
-
-def print_rows(result: Comparison, order: str, most: int) -> None:
-    """The first rows in this order, with the answers of both models."""
+def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: int) -> None:
+    """Print the first rows in an order with the answers of both models."""
     from finetune.evaluate.paired import rank_rows
 
-    base, tuned = result.base, result.tuned
-    before, after = _names(result)
-    rows = rank_rows(base.scores, tuned.scores, order)[:most]
+    models = dict(zip(names, (result.base, result.tuned), strict=True))
+    rows = rank_rows(result.base.scores, result.tuned.scores, order)[:most]
     if rows:
         out.print(f"\nrows, {ORDERS[order]} first:")
     for row in rows:
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
-        out.print(f"  {before:6} {base.scores[row]:5.3g} {escape(_one_line(base.answers[row]))}")
-        out.print(f"  {after:6} {tuned.scores[row]:5.3g} {escape(_one_line(tuned.answers[row]))}")
+        for name, model in models.items():
+            out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row]))}")
 
 
-def _names(result: Comparison) -> tuple[str, str]:
-    return ("before", "now") if result.against_adapter else ("base", "tuned")
-
-
-def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
+def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str) -> None:
     from finetune.evaluate.call_score import NO_CALL_DUE
     from finetune.evaluate.paired import format_difference
 
@@ -150,7 +150,7 @@ def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
         out.print(f"[red]worse:[/] {escape(no_call.summary())}")
     restraint = result.field_differences.get(NO_CALL_DUE)
     if restraint and restraint.is_significant and restraint.value < 0:
-        verdict = format_difference(restraint, 100, " points", " - ".join(reversed(_names(result))))
+        verdict = format_difference(restraint, 100, " points", gap)
         out.print(f"[red]worse:[/] calls tools in rows where none is due: {verdict}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
@@ -160,7 +160,7 @@ def _print_warnings(result: Comparison, no_call: NoCall | None) -> None:
 
 
 def _print_differences(result: Comparison, gap: str) -> None:
-    """Each difference with its interval; `gap`: what is subtracted from what."""
+    """Print each difference with its interval. `gap`: the operands, such as "tuned - base"."""
     from finetune.evaluate.paired import format_difference
     from finetune.evaluate.scorers import are_json_objects
 
@@ -184,13 +184,13 @@ def _print_differences(result: Comparison, gap: str) -> None:
         out.print(f"  {escape(name)}: {format_difference(gap_of_field, 100, ' points', gap)}")
 
 
-def _table(result: Comparison, names: tuple[str, str]) -> Any:
+def _print_table(result: Comparison, names: tuple[str, str]) -> None:
     base, tuned = result.base, result.tuned
     rows: list[tuple[str, str, float | None, float | None]] = []
     if tuned.answers:
         rows.append(("exact match", _SHARE, base.exact_match, tuned.exact_match))
-    if tuned.answers and result.score != "exact":
-        rows.append((escape(result.score), _NUMBER, base.score, tuned.score))
+        if result.score != "exact":
+            rows.append((escape(result.score), _NUMBER, base.score, tuned.score))
     if tuned.valid is not None:
         rows.append(("valid JSON", _SHARE, base.valid, tuned.valid))
     rows += [(f"  {escape(_one_line(name))}", _SHARE, base.fields[name], tuned.fields[name]) for name in tuned.fields]
@@ -203,7 +203,7 @@ def _table(result: Comparison, names: tuple[str, str]) -> Any:
     shown = table("", *(f">{name}" for name in names))
     for label, form, *values in rows:
         shown.add_row(label, *(format_measured(value, form) for value in values))
-    return shown
+    out.print(shown)
 
 
 def _one_line(text: str) -> str:
@@ -211,10 +211,8 @@ def _one_line(text: str) -> str:
     return flat if len(flat) <= 160 else flat[:157] + "..."
 
 
-def show_tasks(source: str, tasks: str, *, rows: int | None, last: bool, others: Sequence[str], as_json: bool) -> None:
-    """Score base and tuned model on tasks, separated by commas. `others`: given options that belong to other scores."""
-    if others:
-        raise CommandError(f"--tasks has its own rows and scores, without {', '.join(others)}", "Leave one of them out.")
+def _show_tasks(source: str, tasks: str, *, rows: int | None, last: bool, as_json: bool) -> None:
+    """Score base and tuned model on tasks, separated by commas."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.evaluate.paired import format_difference

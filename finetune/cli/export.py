@@ -97,10 +97,12 @@ def _bytes(text: str | None) -> int | None:
 
 
 def push_run(
-    source: str, repo: str, *, merged: bool, gguf: list[str], public: bool, update: bool, dry_run: bool, yes: bool,
-    as_json: bool,
+    source: str, repo: str, *, adapter: bool, merged: bool, gguf: list[str], public: bool, update: bool, dry_run: bool,
+    yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """List the files with their sizes, and send them when that is confirmed."""
+    if adapter and (merged or gguf):
+        raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Give one of them.")
     if merged and gguf:
         raise CommandError("--merged and --gguf are two kinds of model", "Push them to two repositories.")
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -16,7 +17,7 @@ from finetune.cli.source import recipe_of
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.memory.forecast import PARTS, Forecast
-from finetune.planner.plan import Alternative, LayerCopies, ManyCards, Plan, Shortfall, Verdict
+from finetune.planner.plan import Alternative, ManyCards, Plan, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
@@ -31,37 +32,33 @@ def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
     largest: str | None = None, images: str | None = None, measure: bool = False, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Print the plan of a recipe, or that with the `largest` value of a setting. `measure`: first what quantising costs.
-    `images`: pictures of each row, as `1024x1024x2`, in place of data. `alone`: the process does nothing else.
-
-    Returns the exit code.
-    """
+    """Print the plan of a recipe, or with the `largest` value of a setting the plan that fits. Returns the exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
-    try:
-        free_bytes = parse_bytes(f"{free}GiB" if free.isdecimal() and len(free) <= 4 else free) if free is not None else None
-    except ValueError as error:
-        raise CommandError(f"--free: {error}") from None
+    free_bytes = None if free is None else _free_bytes(free)
     if alone:
         hide_gpus()
     from finetune.card import find_card
-    from finetune.cli.quantisation import measure_recipe
     from finetune.planner.largest import plan_largest
     from finetune.planner.planning import encode_rows, plan_recipe, read_rows, rows_with_pictures, without_rows
 
     without = recipe.dataset.path == NO_DATASET
     if images is not None and not without:
         raise CommandError("--images is for a plan without data; the rows of this recipe say what pictures they have", "")
-    typed = [source, *(f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)]
+
+    def noted(plan: Plan) -> Plan:
+        note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
+        return plan.with_note(note) if without else plan
+
     with show_progress(quiet=as_json) as progress:
         unread = rows_with_pictures(_picture_sizes(images)) if images is not None else without_rows
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
         shown: list[Plan] = []
-        cost = measure_recipe(recipe, card, rows, progress) if measure else None
+        cost = _measured_cost(recipe, card, rows, progress) if measure else None
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
-            _print_result(_with_note(plan, without=without))
+            _print_result(noted(plan))
             shown.append(plan)
 
         if largest:
@@ -69,7 +66,7 @@ def show_plan(
             plan, overrides = answer.plan, [*overrides, *answer.overrides]
         else:
             plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
-    plan = _with_note(plan, without=without)
+    plan = noted(plan)
     if as_json:
         values = {**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json()
         print_json({**values, "quantisation": cost.as_json()} if cost else values)
@@ -83,14 +80,28 @@ def show_plan(
         _print_reasons_and_alternatives(plan)
     if cost:
         out.print(f"\n{escape(cost.sentence)}")
+    options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]
     here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
-    arguments = " ".join([*(argument for argument in typed if argument), *map(shlex.quote, [*overrides, *here])])
+    arguments = " ".join([*filter(None, [source]), *options, *map(shlex.quote, [*overrides, *here])])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
 
 
+def _measured_cost(recipe: Any, card: Any, rows: Any, progress: Any) -> Any:
+    from finetune.evaluate.quantisation import measure_recipe  # here: most plans measure nothing, and start sooner without it
+
+    return measure_recipe(recipe, card, rows, progress)
+
+
+def _free_bytes(text: str) -> int:
+    try:
+        return parse_bytes(f"{text}GiB" if text.isdecimal() and len(text) <= 4 else text)
+    except ValueError as error:
+        raise CommandError(f"--free: {error}") from None
+
+
 def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
-    """The sizes in `1024x768` or, for three such pictures, `1024x768x3`. Raises CommandError."""
+    """Return the sizes in `1024x768` or, for three such pictures, `1024x768x3`. Raises CommandError."""
     match = _IMAGES.fullmatch(text.strip())
     width, height, count = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
     if not match or not 1 <= count <= _MOST_PICTURES:
@@ -103,13 +114,8 @@ def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
     return ((width, height),) * count
 
 
-def _with_note(plan: Plan, *, without: bool) -> Plan:
-    note = f"no dataset is given: planned for rows of {plan.settings.max_length:,} tokens; add --data FILE"
-    return plan.with_note(note) if without else plan
-
-
 def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
-    """The verdict once more, and what to type next. `arguments`: those of `finetune plan`, without its own options."""
+    """Return the verdict and the next command. `arguments`: recipe and overrides as typed."""
     card, forecast = plan.card, plan.forecast
     verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
     if forecast:
@@ -132,39 +138,41 @@ def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
 
 
 def _print_result(plan: Plan) -> None:
-    settings, card = plan.settings, plan.card
-    out.print(
-        f"[bold]{escape(str(settings.model_name_or_path))}[/] on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
-    )
+    card, forecast = plan.card, plan.forecast
+    free = f"{format_bytes(card.free_bytes)} free"
+    out.print(f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] on {escape(card.name)}, {free}")
     if card.problem:
         out.print(f"[yellow]no run can use this card now: {escape(card.problem)}[/]\nFix: {escape(card.problem_fix)}")
-    if plan.forecast:
-        _print_ledger(plan.forecast, card.free_bytes)
-        lower, upper = format_bytes(plan.forecast.peak_low_bytes), format_bytes(plan.forecast.peak_high_bytes)
-        verdict = f"[bold]{_coloured(plan.verdict)}[/]"
-        free = f"{format_bytes(card.free_bytes)} are free"
-        if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
-            free = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {format_bytes(card.free_bytes)} free"
-        out.print(f"\n{verdict}: needs {lower} to {upper}; {free}")
-        if plan.verdict == Verdict.AT_LIMIT and plan.forecast.at_limit:
-            out.print(plan.forecast.at_limit.summary)
-        if plan.shortfall:
-            _print_shortfall(plan.shortfall)
-        if plan.forecast.step_s:
-            speed = f"{plan.forecast.tokens_per_s:,.0f} tokens/s"
-            whole = format_seconds(plan.forecast.step_s * (plan.total_steps or 0))
-            steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
-            out.print(f"about {speed} (estimated){steps}")
-        if plan.total_steps and plan.run_time:
-            out.print(f"the run takes {plan.run_time.summary}")
-        if plan.cost is not None:
-            out.print(f"it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour")
-        if plan.layer_copies:
-            out.print(_layers_line(plan.layer_copies))
-        for note in plan.forecast.notes:
-            out.print(f"note: {escape(note)}")
-    else:
+    if not forecast:
         out.print("no memory forecast for this machine")
+        return
+    _print_ledger(forecast, card.free_bytes)
+    budget = f"{format_bytes(card.free_bytes)} are free"
+    if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
+        budget = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {free}"
+    needs = f"{format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)}"
+    out.print(f"\n[bold]{_coloured(plan.verdict)}[/]: needs {needs}; {budget}")
+    if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
+        out.print(forecast.at_limit.summary)
+    if lacking := plan.shortfall:
+        missing, part = format_bytes(lacking.missing_bytes), f"{lacking.part}, {format_bytes(lacking.part_bytes)}"
+        out.print(f"{missing} short at the upper end; the largest part is {part}")
+        if lacking.largest_model_that_fits:
+            out.print(f"largest catalogue model that fits this card: {escape(lacking.largest_model_that_fits)}")
+    if forecast.step_s:
+        whole = format_seconds(forecast.step_s * (plan.total_steps or 0))
+        steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
+        out.print(f"about {forecast.tokens_per_s:,.0f} tokens/s (estimated){steps}")
+    if plan.total_steps and plan.run_time:
+        out.print(f"the run takes {plan.run_time.summary}")
+    if plan.cost is not None:
+        out.print(f"it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour")
+    if copies := plan.layer_copies:
+        pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
+        where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
+        out.print(f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.summary}")
+    for note in forecast.notes:
+        out.print(f"note: {escape(note)}")
 
 
 def _print_reasons_and_alternatives(plan: Plan) -> None:
@@ -172,19 +180,14 @@ def _print_reasons_and_alternatives(plan: Plan) -> None:
     for name, reason in plan.reasons.items():
         out.print(f"[bold]{name}[/] = {escape(str(getattr(plan.settings, name, '')))}")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
-    _print_alternatives(plan.alternatives)
-    if plan.verdict == Verdict.NO_FIT:
+    if plan.alternatives:
+        _print_alternatives(plan.alternatives)
+    if plan.verdict == Verdict.NO_FIT and plan.suggestions:
         _print_suggestions(plan)
     if plan.many_cards:
         _print_many_cards(plan.many_cards)
     if plan.data_problem:
         report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
-
-
-def _layers_line(copies: LayerCopies) -> str:
-    pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
-    where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
-    return f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.summary}"
 
 
 def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
@@ -201,20 +204,10 @@ def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
 
 
 def _bar(size: int, whole: int) -> str:
-    filled = min(_BAR, round(_BAR * size / whole)) if whole else 0
-    return "█" * filled if filled else "▏"
-
-
-def _print_shortfall(lacking: Shortfall) -> None:
-    missing, part = format_bytes(lacking.missing_bytes), f"{lacking.part}, {format_bytes(lacking.part_bytes)}"
-    out.print(f"{missing} short at the upper end; the largest part is {part}")
-    if lacking.largest_model_that_fits:
-        out.print(f"largest catalogue model that fits this card: {escape(lacking.largest_model_that_fits)}")
+    return "█" * (min(_BAR, round(_BAR * size / whole)) if whole else 0) or "▏"
 
 
 def _print_alternatives(rows: tuple[Alternative, ...]) -> None:
-    if not rows:
-        return
     title = "\n[bold]Alternatives considered[/]"
     shown = table(">at most", ">tokens/s", "verdict", "plan, and how it differs", title=title)
     for row in rows:
@@ -225,8 +218,6 @@ def _print_alternatives(rows: tuple[Alternative, ...]) -> None:
 
 
 def _print_suggestions(plan: Plan) -> None:
-    if not plan.suggestions:
-        return
     enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
     title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
     shown = table("override", ">saves", ">at most", "cost", title=title)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +16,72 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, table
 from finetune.errors import CommandError
 from finetune.files import write_output
-from finetune.model.catalogue import Entry, entries, sources
+from finetune.model.catalogue import entries, sources
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes
 from finetune.settings.reference import settings_reference
 from finetune.units import format_count
 
+Row = dict[str, Any]
+
 
 def show_recipes(verb: str, name: str | None, *, as_json: bool) -> None:
     """List, show or copy recipes, or list the settings or the models of the catalogue."""
-    if verb == "keys":
-        _show_keys(as_json)
-    elif verb == "models":
-        show_models(as_json=as_json)
+    if verb in _LISTS:
+        rows, show = _LISTS[verb]
+        (print_json if as_json else show)(rows())
     elif verb == "show" and name:
         print_text(find_recipe(name).read_text(encoding="utf-8"))
     elif verb == "copy" and name:
-        _copy(find_recipe(name))
-    elif verb == "list":
-        _list(as_json)
+        path = find_recipe(name)
+        write_output(Path(path.name), path.read_text(encoding="utf-8"), new=True)
+        out.print(f"{path.name} written; run it with: finetune run {path.name}")
     else:
         raise CommandError(
             f"finetune recipes {verb}: unknown, or its NAME is missing", "Use: list, show NAME, copy NAME, keys, models."
         )
 
 
-def _list(as_json: bool) -> None:
-    rows = []
-    for name, path in shipped_recipes().items():
-        recipe = load_recipe(path)
-        rows.append({"name": name, "model": recipe.model_name_or_path, "gpu": recipe.gpu, "max_length": recipe.max_length})
-    if as_json:
-        print_json(rows)
-        return
+def _recipes() -> list[Row]:
+    recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
+    return [
+        {"name": name, "model": recipe.model_name_or_path, "gpu": recipe.gpu, "max_length": recipe.max_length}
+        for name, recipe in recipes.items()
+    ]
+
+
+def _print_recipes(rows: list[Row]) -> None:
     shown = table("recipe", "model", "card", ">max_length")
     for row in rows:
-        shown.add_row(*(str(value) for value in row.values()))
+        shown.add_row(*map(str, row.values()))
     out.print(shown)
 
 
-def _copy(path: Path) -> None:
-    target = Path(path.name)
-    write_output(target, path.read_text(encoding="utf-8"), new=True)
-    out.print(f"{target} written; run it with: finetune run {target}")
+def _keys() -> list[Row]:
+    return [asdict(row) for row in settings_reference()]
 
 
-def _show_keys(as_json: bool) -> None:
-    rows = settings_reference()
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
+def _print_keys(rows: list[Row]) -> None:
     for row in rows:
-        out.print(f"[bold]{row.name}[/] = {escape(str(row.default))}")
-        out.print(Padding(f"[dim]{escape(row.description)}[/]", (0, 0, 0, 4)))
+        out.print(f"[bold]{row['name']}[/] = {escape(str(row['default']))}")
+        out.print(Padding(f"[dim]{escape(row['description'])}[/]", (0, 0, 0, 4)))
 
 
-def show_models(*, as_json: bool) -> None:
-    """List every model of the catalogue, by family; as JSON with the source of its values."""
-    rows = sorted((_row(name, entry) for name, entry in entries().items()), key=lambda row: row["family"])
-    if as_json:
-        print_json(rows)
-        return
-    for family, models in groupby(rows, key=lambda row: row["family"]):
+def _models() -> list[Row]:
+    """Return the catalogue's models by family, each with the sources of its values."""
+    rows = []
+    for name, entry in entries().items():
+        language_model = entry.config.get("text_config", entry.config)
+        rows.append({
+            "name": name, "family": entry.config["model_type"], "parameters": round(entry.parameters),
+            "max_positions": language_model.get("max_position_embeddings", language_model.get("model_max_length")),
+            "pretrained_only": entry.pretrained, "sources": [sources()[key] for key in entry.source.split(", ")],
+            "date": entry.date,
+        })  # fmt: skip
+    return sorted(rows, key=itemgetter("family"))
+
+
+def _print_models(rows: list[Row]) -> None:
+    for family, models in groupby(rows, key=itemgetter("family")):
         out.print(f"[bold]{family}[/]")
         for row in models:
             context = f"{row['max_positions']:,}" if row["max_positions"] else "?"
@@ -85,14 +92,6 @@ def show_models(*, as_json: bool) -> None:
     )
 
 
-def _row(name: str, entry: Entry) -> dict[str, Any]:
-    language_model = entry.config.get("text_config", entry.config)
-    return {
-        "name": name,
-        "family": entry.config["model_type"],
-        "parameters": round(entry.parameters),
-        "max_positions": language_model.get("max_position_embeddings", language_model.get("model_max_length")),
-        "pretrained_only": entry.pretrained,
-        "sources": [sources()[key] for key in entry.source.split(", ")],
-        "date": entry.date,
-    }
+_LISTS: dict[str, tuple[Callable[[], list[Row]], Callable[[list[Row]], None]]] = {
+    "list": (_recipes, _print_recipes), "keys": (_keys, _print_keys), "models": (_models, _print_models),
+}  # fmt: skip

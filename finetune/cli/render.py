@@ -36,7 +36,8 @@ out = SafeConsole(highlight=False)
 err = SafeConsole(stderr=True, highlight=False)
 _MOST_ROWS = 15
 _STATE_COLOURS = {
-    "finished": "green", "running": "cyan", "starting": "cyan", "stopping": "yellow", "stopped": "yellow", "paused": "yellow"
+    "finished": "green", "running": "cyan", "starting": "cyan", "stopping": "yellow", "stopped": "yellow", "paused": "yellow",
+    "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
 #: Seconds between two lines of the same count.
 _REPEAT_S = 10.0
@@ -125,6 +126,6 @@ def memory_now(memory: Memory) -> str:
     return f"process {format_bytes(memory.process_rss_bytes)} / {format_bytes(memory.process_peak_rss_bytes)}"
 
 
-def state_text(state: str) -> Text:
-    """A run's state in its colour."""
-    return Text(state, style=_STATE_COLOURS.get(state, "red" if state in ("failed", "diverged", "lost") else ""))
+def state_text(state: str, style: str = "") -> Text:
+    """Return a run's state in its colour."""
+    return Text(state, f"{style} {_STATE_COLOURS.get(state, '')}")

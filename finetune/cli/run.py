@@ -1,4 +1,4 @@
-"""`finetune run`, `resume`, `watch` and `stop`: start a run, or follow the events of one."""
+"""`finetune run`, `resume`, `watch`, `pause` and `finish`: start, follow and end a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from finetune import events
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
-from finetune.cli.render import err, memory_now, out, show_progress, step_line
+from finetune.cli.render import err, memory_now, out, show_progress, state_text, step_line
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
 from finetune.printable import printable
@@ -45,12 +47,9 @@ _EXIT_OF = {"finished": FINISHED, **{error.run_state: error.exit_code for error 
 
 def run_recipe(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool, force: bool, detach: bool,
-    measure: bool = False, alone: bool = False,
+    measure: bool, alone: bool,
 ) -> int:  # fmt: skip
-    """Plan, create the run directory, start and follow the run. Returns the exit code.
-
-    `measure`: before that, what quantising costs. `alone`: the process does nothing else.
-    """
+    """Plan, create the run directory, start and follow the run. Returns the exit code."""
     recipe = recipe_of(source, overrides, model=model, data=data)
     require_dataset(recipe)
     if alone:
@@ -78,8 +77,7 @@ def run_recipe(
 
 
 def _with_measured_cost(prepared: Prepared, progress: Any) -> tuple[Prepared, QuantisationCost]:
-    """What quantising costs on the held-out rows, and the plan with it in its reason for the number of bits."""
-    from finetune.cli.quantisation import measure_plan
+    from finetune.evaluate.quantisation import measure_plan
     from finetune.planner.quantisation_cost import held_out_sequences, with_quote
 
     plan = prepared.plan
@@ -89,7 +87,7 @@ def _with_measured_cost(prepared: Prepared, progress: Any) -> tuple[Prepared, Qu
 
 
 def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
-    """Resume a run, with changed settings where they don't affect the result. Returns the exit code."""
+    """Resume a run and follow it; `overrides` are settings that don't affect the result. Returns the exit code."""
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
@@ -105,59 +103,43 @@ def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
 
 
 def watch_run(source: str, *, as_json: bool) -> int:
-    """Follow a run started elsewhere; Ctrl-C does not stop it. Returns the exit code."""
+    """Follow a run; Ctrl-C ends only the watching. Returns the exit code."""
     return _follow(open_run(source), 0, as_json, owner=False)
 
 
-def stop_run(source: str, *, now: bool, as_json: bool) -> int:
-    """Ask a run to stop and wait until it has."""
-    run = open_run(source)
-    if control.stop(run):
-        if now:
-            time.sleep(0.3)  # two signals at once would be one
+def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: bool) -> None:
+    """Stop a run, or `every` run, after its step with a checkpoint, or `now` without one; wait for its processes to end."""
+    runs = runs_from_here() if every else [open_run(source)]
+    asked = [run for run in runs if control.stop(run)]
+    if now:
+        time.sleep(0.3)  # two signals at once would be one
+        for run in asked:
             control.stop(run, now=True)
+    for run in asked:
         control.wait(run, deadline_s=300)
-    _print_state(run, read_state(run), as_json)
-    return 0
+        state = read_state(run)
+        if now or state.state != "stopped" or as_json:
+            _print_state(run, state, as_json)
+        else:
+            at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
+            out.print(f"paused at {at}; the card is free. To continue:  finetune resume {escape(str(run.path))}")
+    if not asked and not every:
+        _print_state(runs[0], read_state(runs[0]), as_json)
+    elif not asked and not as_json:
+        out.print("No run is running.")
 
 
-def pause_run(source: str, *, as_json: bool) -> int:
-    """Free the card: ask a run to stop after its step, with a checkpoint, and wait until no process of it is left."""
-    run = open_run(source)
-    if is_asked := control.stop(run):
-        control.wait(run, deadline_s=300)
-    state = read_state(run)
-    if not is_asked or state.state != "stopped" or as_json:
-        _print_state(run, state, as_json)
-    else:
-        at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
-        out.print(f"paused at {at}; the card is free. To continue:  finetune resume {escape(str(run.path))}")
-    return 0
-
-
-def finish_run(source: str, *, as_json: bool) -> int:
-    """Ask a run to end after its step with its best step as the result, and wait until it has. Raises CommandError."""
+def finish_run(source: str, *, as_json: bool) -> None:
+    """End a run after its step with its best step as the result, and wait for it. Raises CommandError."""
     run = open_run(source)
     state = read_state(run)
     if state.state == "queued":
-        raise CommandError(f"{run.path} has not begun: {state.message}", f"Remove it from the queue: finetune stop {run.path}")
+        raise CommandError(f"{run.path} has not begun: {state.message}", f"Remove it from the queue: finetune pause {run.path}")
     if not control.finish(run):
         fix = "" if state.state == "finished" else f"Resume it first: finetune resume {run.path}"
         raise CommandError(f"{run.path} is not running: {state.state}", fix)
     control.wait(run, deadline_s=3600)
     _print_state(run, read_state(run), as_json)
-    return 0
-
-
-def stop_all(*, as_json: bool) -> int:
-    """Stop all running runs at once and wait for them."""
-    asked = [run for run in runs_from_here() if control.stop(run)]
-    for run in asked:
-        control.wait(run, deadline_s=300)
-        _print_state(run, read_state(run), as_json)
-    if not asked and not as_json:
-        out.print("No run is running.")
-    return 0
 
 
 def _print_start(run: RunDirectory, prepared: Any) -> None:
@@ -186,7 +168,7 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
 
 
 def _data_lines(name: str, report: DataReport) -> Iterator[str]:
-    """Markup of what to know of the rows of a split: those left out, columns that aren't used, and findings."""
+    """Yield markup for a split: rows left out, columns not used, findings."""
     if report.rows_read != report.rows_used:
         yield f"{name} data: {escape(report.account())}"
     if report.unused_columns:
@@ -197,15 +179,14 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
 
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
-    """Show events until the run ends. Ctrl-C and SIGTERM stop the run if `owner`, else only the watching."""
+    """Show events until the run ends. Ctrl-C and SIGTERM pause the run if `owner`, else end the watching."""
     interrupts: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM)
     previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
     try:
-        show = _JsonView() if as_json else _BarView() if sys.stdout.isatty() else _LineView()
-        with show:
-            for event, left in _events(run, offset, interrupts, owner):
-                show.event(event, left)
+        with _printer(as_json) as show:
+            for event, left_s in _events(run, offset, interrupts, owner):
+                show(event, left_s)
     finally:
         for number, handler in zip(signals, previous_handlers, strict=True):
             signal.signal(number, handler)
@@ -218,10 +199,8 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
     return state.exit_code if state.exit_code is not None else _EXIT_OF.get(state.state, FAILED)
 
 
-def _events(
-    run: RunDirectory, offset: int, interrupts: list[int], owner: bool
-) -> Iterator[tuple[events.Event, float | None]]:
-    """Events until the run ends; with a step the time that is left, None where it isn't known."""
+def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[events.Event, float | None]]:
+    """Yield events until the run ends, each step with the seconds left if they are known."""
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
@@ -247,10 +226,7 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
         facts = {"state": state.state, "message": state.message, "step": state.step, "exit_code": state.exit_code}
         print_json({"run": str(run.path), **facts})
         return
-    colour = {"finished": "green", "stopped": "yellow", "paused": "yellow", "running": "cyan", "starting": "cyan"}.get(
-        state.state, "red"
-    )
-    out.print(f"[bold {colour}]{state.state}[/]  {escape(state.message)}")
+    out.print(state_text(state.state, "bold"), "", escape(state.message))
     if state.state == "finished":
         name = escape(shell_join([str(run.path)]))
         held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
@@ -262,74 +238,52 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
         out.print(f"Log: {escape(str(run.log))}")
 
 
-class _JsonView:
-    def __enter__(self) -> _JsonView:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def event(self, event: events.Event, left_s: float | None) -> None:
-        times = {} if left_s is None else {"left_s": left_s}
-        print_json(events.event_json(event) | times)
-        sys.stdout.flush()
-
-
-class _LineView(_JsonView):
-    """Plain lines for a file or a pipe: about forty step lines, whatever the number of steps."""
-
-    def event(self, event: events.Event, left_s: float | None) -> None:
-        if isinstance(event, events.Step):
-            every = max(1, (event.total_steps or 0) // 40)
-            if event.step % every == 0 or event.step in (1, event.total_steps):
-                print(step_line(event, left_s), flush=True)
-        elif text := _text_of(event):
-            print(printable(text), flush=True)
+@contextmanager
+def _printer(as_json: bool) -> Iterator[Callable[[events.Event, float | None], None]]:
+    """Yield what prints an event: as JSON, as a line in a file or a pipe, or above a live bar."""
+    if as_json:
+        yield _print_as_json
+    elif not sys.stdout.isatty():
+        yield _print_line
+    else:
+        state, now = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
+        with Progress(state, BarColumn(bar_width=None), MofNCompleteColumn(), now, console=out) as bar:
+            yield partial(_update_bar, bar, bar.add_task("starting", total=None, now=""))
 
 
-class _BarView(_JsonView):
-    """A live bar with step, loss, speed, memory and time left."""
-
-    def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            console=out,
-        )
-        self._task = self._bar.add_task("starting", total=None, shown="")
-
-    def __enter__(self) -> _BarView:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
-
-    def event(self, event: events.Event, left_s: float | None) -> None:
-        if isinstance(event, events.Step):
-            loss = "-" if event.loss is None else f"{event.loss:.3f}"
-            speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
-            shown = f"loss {loss} {speed} tok/s {memory_now(event)} {'-' if left_s is None else format_seconds(left_s)}"
-            self._bar.update(self._task, description="training", completed=event.step, total=event.total_steps, shown=shown)
-        elif isinstance(event, events.State):
-            self._bar.update(self._task, description=event.state)
-        if text := _text_of(event):
-            self._bar.print(escape(text))
+def _print_as_json(event: events.Event, left_s: float | None) -> None:
+    print_json(events.event_json(event) | ({} if left_s is None else {"left_s": left_s}))
+    sys.stdout.flush()
 
 
-def _metrics_text(metrics: dict[str, float]) -> str:
-    shown_metrics = (METRICS[name] + (metrics[name],) for name in MAIN_METRICS if name in metrics)
-    return "".join(f", {label} {text.format(value)}" for label, text, value in shown_metrics)
+def _print_line(event: events.Event, left_s: float | None) -> None:
+    if isinstance(event, events.Step):
+        every = max(1, (event.total_steps or 0) // 40)  # about forty lines, however long the run
+        if event.step % every == 0 or event.step in (1, event.total_steps):
+            print(step_line(event, left_s), flush=True)
+    elif text := _text_of(event):
+        print(printable(text), flush=True)
+
+
+def _update_bar(bar: Progress, task: TaskID, event: events.Event, left_s: float | None) -> None:
+    if isinstance(event, events.Step):
+        loss = "-" if event.loss is None else f"{event.loss:.3f}"
+        speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
+        now = f"loss {loss} {speed} tok/s {memory_now(event)} {'-' if left_s is None else format_seconds(left_s)}"
+        bar.update(task, description="training", completed=event.step, total=event.total_steps, now=now)
+    elif isinstance(event, events.State):
+        bar.update(task, description=event.state)
+    if text := _text_of(event):
+        bar.print(escape(text))
 
 
 def _text_of(event: events.Event) -> str:
-    """The line for an event that is worth one, or nothing."""
+    """Return an event in words, or "" if it needs none."""
     match event:
         case events.Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
-            loss = f"step {event.step}: held-out loss {event.eval_loss:.4f}"
-            return f"{loss}{_metrics_text(event.metrics)} ({format_seconds(event.eval_s)})"
+            metrics = ((*METRICS[name], event.metrics[name]) for name in MAIN_METRICS if name in event.metrics)
+            shown = "".join(f", {label} {text.format(value)}" for label, text, value in metrics)
+            return f"step {event.step}: held-out loss {event.eval_loss:.4f}{shown} ({format_seconds(event.eval_s)})"
         case events.Checkpoint():
             took_s = (event.save_s or 0) + (event.seal_s or 0)
             return f"step {event.step}: checkpoint sealed, {format_bytes(event.bytes)} in {took_s:.2f} s"

@@ -1,4 +1,4 @@
-"""`finetune runs` and `show`: the runs with their states, and one of them; renames and deletes them."""
+"""`finetune runs`: list runs with their states, show, rename or delete them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from finetune.cli.memory import show_memory
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
@@ -13,92 +14,85 @@ from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.planner.plan import read_plan
 from finetune.planner.run_time import cost_of, seconds_spent
-from finetune.run.directory import RunDirectory, open_run, runs_from_here
-from finetune.run.state import read_state
+from finetune.run.directory import open_run, runs_from_here
+from finetune.run.rename_delete import delete_run, rename_run
+from finetune.run.state import RunState, read_state
 
-_ARGUMENTS = {
-    "list": "takes no RUN",
-    "show": "takes one RUN",
-    "rm": "a RUN is missing",
-    "rename": "takes RUN and NAME",
-}
+_ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
 _SCORES = {
     "exact_match": "exact match", "score": "score", "pairs_in_order": "pairs in order", "loss": "loss per trained token",
     "token_accuracy": "token accuracy",
 }  # fmt: skip
 
 
-def change_runs(verb: str, names: list[str], *, as_json: bool) -> None:
+def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: bool) -> None:
     """List, show, delete or rename runs."""
+    if memory and verb != "show":
+        raise CommandError(f"finetune runs {verb}: takes no --memory", "Use: finetune runs show RUN --memory")
     if verb == "list" and not names:
-        _show_runs(as_json)
+        _list(as_json)
     elif verb == "show" and len(names) <= 1:
-        show_run(*(names or ["latest"]), as_json=as_json)
+        show = show_memory if memory else _show
+        show(*(names or ["latest"]), as_json=as_json)
     elif verb == "rm" and names:
-        _remove(names, as_json)
+        runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
+        for run in {run.path.resolve(): run for run in runs}.values():
+            trash = str(delete_run(run))
+            _print(as_json, f"{run.path} deleted; it can be restored from {trash}", run=str(run.path), trash=trash)
     elif verb == "rename" and len(names) == 2:
-        from finetune.run.rename_delete import rename_run
-
-        renamed = rename_run(open_run(names[0]), names[1])
-        _print(as_json, f"renamed to {renamed.path}", {"run": str(renamed.path)})
+        renamed = str(rename_run(open_run(names[0]), names[1]).path)
+        _print(as_json, f"renamed to {renamed}", run=renamed)
     else:
         problem = _ARGUMENTS.get(verb, "unknown")
         raise CommandError(f"finetune runs {verb}: {problem}", "Use: list, show RUN, rm RUN ..., rename RUN NAME.")
 
 
-def _remove(names: list[str], as_json: bool) -> None:
-    from finetune.run.rename_delete import delete_run
-
-    runs = [open_run(name) for name in names]  # all of them exist, or none is deleted
-    for run in {run.path.resolve(): run for run in runs}.values():
-        trashed = delete_run(run)
-        _print(as_json, f"{run.path} deleted; it can be restored from {trashed}", {"run": str(run.path), "trash": str(trashed)})
-
-
-def _print(as_json: bool, text: str, values: dict[str, Any]) -> None:
+def _print(as_json: bool, text: str, **values: str) -> None:
     if as_json:
         print_json(values)
     else:
         out.print(escape(text), soft_wrap=True)
 
 
-def _show_runs(as_json: bool) -> None:
-    rows = [_row(run) for run in runs_from_here()]
+def _list(as_json: bool) -> None:
+    rows = [(run, read_state(run)) for run in runs_from_here()]
     if as_json:
-        print_json(rows)
+        print_json([{"path": str(run.path), **_facts(state)} for run, state in rows])
         return
     if not rows:
         out.print("No runs yet. Start one: finetune run tiny-cpu")
         return
     shown = table("run", "state", ">step", ">loss")
-    for row in rows:
-        step = f"{row['step'] or 0}/{row['total_steps'] or '?'}"
-        shown.add_row(row["path"], state_text(row["state"]), step, "-" if row["loss"] is None else f"{row['loss']:.4f}")
+    for run, state in rows:
+        step, loss = f"{state.step or 0}/{state.total_steps or '?'}", "-" if state.loss is None else f"{state.loss:.4f}"
+        shown.add_row(str(run.path), state_text(state.state), step, loss)
     out.print(shown)
 
 
-def _row(run: RunDirectory) -> dict[str, Any]:
-    state = read_state(run)
-    return {
-        "path": str(run.path), "state": state.state, "message": state.message, "step": state.step,
-        "total_steps": state.total_steps, "loss": state.loss,
-    }  # fmt: skip
+def _facts(state: RunState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in ("state", "message", "step", "total_steps", "loss")}
 
 
-def show_run(source: str, *, as_json: bool) -> None:
-    """Print one run: how far it is, its losses, the scores of its evaluations, and its recipe."""
+def _show(source: str, *, as_json: bool) -> None:
+    """Print how far a run is, its losses, the scores of its evaluations, and its recipe."""
     run = open_run(source)
     state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
     events = list(EventReader(run.events).new())
-    losses = [event.eval_loss for event in events if isinstance(event, Evaluation)]
     spent_s = seconds_spent(events)
-    cost = cost_of(spent_s, _price_of(run))
+    try:
+        cost = cost_of(spent_s, read_plan(run.plan).settings.price_per_hour)
+    except CommandError:  # the plan is damaged
+        cost = None
+    losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
     held_out = min((loss for loss in losses if loss is not None), default=None)
-    scores = _scores(run)
+    evaluations = read_evaluations(run)
     if as_json:
+        scores = {
+            name: {"rows": values["rows"], **{of: {key: values[of][key] for key in _SCORES} for of in ("base", "tuned")}}
+            for name, values in evaluations.items()
+        }
         print_json({
-            "run": str(run.path), "state": state.state, "message": state.message, "step": state.step,
-            "total_steps": state.total_steps, "loss": state.loss, "eval_loss": held_out, "scores": scores, "recipe": recipe,
+            "run": str(run.path), **_facts(state), "eval_loss": held_out, "scores": scores, "recipe": recipe,
             "seconds": spent_s, "cost": cost,
         })  # fmt: skip
         return
@@ -108,35 +102,18 @@ def show_run(source: str, *, as_json: bool) -> None:
     out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
     if cost is not None:
         out.print(f"cost {cost:,.2f}")
-    if scores:
-        _print_scores(scores)
+    if evaluations:
+        _print_scores(evaluations)
     else:
         out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
     print_text(f"\n{recipe}")
 
 
-def _price_of(run: RunDirectory) -> float | None:
-    """The price in the run's plan; None where that is damaged."""
-    try:
-        return read_plan(run.plan).settings.price_per_hour
-    except CommandError:
-        return None
-
-
-def _scores(run: RunDirectory) -> dict[str, dict[str, Any]]:
-    """The scores of each evaluation, base and tuned, without their rows."""
-    return {
-        name: {"rows": values["rows"], **{model: {key: values[model][key] for key in _SCORES} for model in ("base", "tuned")}}
-        for name, values in read_evaluations(run).items()
-    }
-
-
-def _print_scores(scores: dict[str, dict[str, Any]]) -> None:
+def _print_scores(evaluations: dict[str, dict[str, Any]]) -> None:
     shown = table("evaluation", "score", ">base", ">tuned")
-    for name, values in scores.items():
+    for name, values in evaluations.items():
         for key, title in _SCORES.items():
-            if values["tuned"][key] is not None and values["base"][key] is not None:
-                shown.add_row(
-                    f"{name}, {values['rows']} rows", title, f"{values['base'][key]:.4f}", f"{values['tuned'][key]:.4f}"
-                )
+            base, tuned = values["base"][key], values["tuned"][key]
+            if base is not None and tuned is not None:
+                shown.add_row(f"{name}, {values['rows']} rows", title, f"{base:.4f}", f"{tuned:.4f}")
     out.print(shown)

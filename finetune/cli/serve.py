@@ -1,11 +1,11 @@
-"""`finetune serve`: start an installed server with a run's result, or print the command of each that can serve it."""
+"""`finetune serve`: start vLLM with a run's base model and adapter, or llama-server with its GGUF, or print the commands."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
-from pathlib import Path
 
 from rich.markup import escape
 
@@ -13,50 +13,57 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.evaluate.answerer import adapter_folder
 from finetune.files import read_json
-from finetune.model.configuration import ADAPTER_CONFIG, resolve_model_path
+from finetune.model.configuration import ADAPTER_CONFIG, read_config, resolve_model_path
 from finetune.planner.plan import read_plan
+from finetune.planner.shape import shape_of
+from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import RunDirectory, open_run
+from finetune.settings.base_formats import BITS_16, base_format_of
 from finetune.system import shell_join
+from finetune.units import format_bytes
 
-#: The values that vLLM accepts: MaxLoRARanks in https://github.com/vllm-project/vllm/blob/main/vllm/config/lora.py
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Where a server reads its key. Every user of the machine could see an argument, --api-key, in the list of processes.
+_KEYS = {"vllm": "VLLM_API_KEY", "llama-server": "LLAMA_API_KEY"}
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in its vllm/config/lora.py
 
 
 def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> None:
-    """Replace this process by the first installed server that can serve the run; print the commands if there is none."""
-    commands = server_commands(open_run(source), port)
+    """Print the commands, then replace this process by the first server that is installed and takes a key."""
+    run, key = open_run(source), secrets.token_urlsafe(32)
+    commands, note = server_commands(run, port)
+    prefixes = {program: f"{name}={key} " for program, name in _KEYS.items() if not os.environ.get(name)}
+    lines = [prefixes.get(command[0], "") + shell_join(command) for command in commands]
     if as_json:
-        print_json({name: shell_join(command) for name, command in commands.items()})
+        print_json({"commands": lines, "note": note})
         return
-    for name, command in commands.items():
-        out.print(f"[dim]{name}:[/] {escape(shell_join(command))}", soft_wrap=True)
-    installed = next((command for command in commands.values() if shutil.which(command[0])), None)
-    if only_commands or installed is None:
-        return
-    sys.stdout.flush()
-    os.execvp(installed[0], installed)
+    out.print(escape("\n".join([*lines, *filter(None, [note])])), soft_wrap=True)
+    started = next((command for command in commands if command[0] in _KEYS and shutil.which(command[0])), None)
+    if started and not only_commands:
+        restrict_visible_devices(run)
+        sys.stdout.flush()
+        os.execvpe(started[0], started, {**os.environ, **({_KEYS[started[0]]: key} if started[0] in prefixes else {})})
 
 
-def server_commands(run: RunDirectory, port: int) -> dict[str, list[str]]:
-    """The command of each server that can serve the run. Only vLLM reads an adapter; the others need a merged model or GGUF."""
-    name, merged = run.path.resolve().name, run.path / "merged"
-    commands = {}
-    if gguf := next(iter(sorted(run.path.glob("gguf-*/*.gguf"))), None):
-        commands["llama.cpp"] = ["llama-server", "--model", str(gguf), "--alias", name, "--jinja", "--port", str(port)]
-    if rank := _vllm_rank(run):
-        base, folder = resolve_model_path(read_plan(run.plan).settings), adapter_folder(run)
-        commands["vLLM"] = ["vllm", "serve", str(base), "--enable-lora", "--max-lora-rank", str(rank), "--port", str(port),
-                            "--lora-modules", f"{name}={folder}"]  # fmt: skip
-    if (merged / "config.json").is_file():
-        commands["transformers"] = ["transformers", "serve", str(merged), "--port", str(port)]
-    return commands or {"first": ["finetune", "merge", str(run.path)]}
-
-
-def _vllm_rank(run: RunDirectory) -> int | None:
-    """The --max-lora-rank that the adapter needs; None for an adapter that vLLM can't load."""
-    folder = adapter_folder(run) or Path()
-    config = read_json(folder / ADAPTER_CONFIG, dict)
-    if config.get("use_dora") or config.get("trainable_token_indices"):
-        return None
-    rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
-    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), None)
+def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]:
+    """Return the command of each server that can serve the run, the preferred one first, and a note if vLLM can't."""
+    plan, path, address = read_plan(run.plan), run.path.resolve(), ["--host", "127.0.0.1", "--port", str(port)]
+    settings, card, base, adapter = plan.settings, plan.card, resolve_model_path(plan.settings), adapter_folder(run) or path
+    gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
+    commands = [["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *address]] if gguf else []
+    config, note = read_json(adapter / ADAPTER_CONFIG, dict), ""
+    needed = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+    rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= needed), None)
+    weights = shape_of(read_config(settings), settings).weight_bytes(BITS_16) if base_format_of(settings).setting else 0
+    if rank is None or config.get("use_dora") or config.get("trainable_token_indices"):
+        note = f"vLLM can't read this adapter (DoRA, new tokens or a rank over 512). Merge it: finetune merge {run.path}"
+    elif weights > card.total_bytes:
+        note = f"vLLM loads 16-bit weights: {format_bytes(weights)}, {card.name} has {format_bytes(card.total_bytes)}. "
+        note += f"Use {gguf}" if gguf else f"Make a GGUF: finetune export {run.path} --type q4_k_m"
+    else:
+        revision = ["--revision", settings.model_revision] if settings.model_revision else []
+        template = ["--chat-template", str(file.resolve())] if (file := adapter / "chat_template.jinja").is_file() else []
+        lora = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{path.name}={adapter.resolve()}"]
+        commands.append(["vllm", "serve", base, *address, *revision, *template, *lora])
+    if (path / "merged" / "config.json").is_file():
+        commands.append(["transformers", "serve", str(path / "merged"), *address])
+    return commands, note

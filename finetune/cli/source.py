@@ -13,9 +13,9 @@ from finetune.settings import Recipe
 
 
 def recipe_of(source: str | None, overrides: list[str], *, model: str | None = None, data: str | None = None) -> Recipe:
-    """The recipe `source` with overrides; where `source` or `model` is a model, the default recipe with it.
+    """Return the recipe `source`, or the default recipe of a model, with overrides. Raises RecipeError.
 
-    Raises RecipeError. The dataset is NO_DATASET when none is given; an adapter is a folder, where a run was named.
+    The dataset is NO_DATASET if none is given; a run named as adapter becomes its adapter's folder.
     """
     recipe = _recipe_of(source, overrides, model, data)
     if recipe.adapter_name_or_path is None:

@@ -13,35 +13,40 @@ from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import CommandError, FinetuneError
 from finetune.requirements import refuse_missing_extra
-from finetune.run.directory import open_run
+from finetune.run.directory import RunDirectory, open_run
 from finetune.system import exec_command
 
 
 def page_command(module: str = "") -> list[str]:
-    """The command line of the page, or of its `module`, such as ".report".
-
-    An installed page is `finetune.app`; a checkout's is `app`, a folder of its own (setup.py). `-P`: a folder named app in the
-    working directory is neither.
-    """
-    package = "finetune.app" if find_spec("finetune.app") else "app"
-    return [sys.executable, "-P", "-m", f"{package}{module}"]
+    """Return the command line of the page, or of its `module`, such as ".report"."""
+    package = "finetune.app" if find_spec("finetune.app") else "app"  # in a checkout it is a folder beside finetune (setup.py)
+    return [sys.executable, "-P", "-m", f"{package}{module}"]  # -P: never a folder named app in the working directory
 
 
 def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int:
     """Become the page's process."""
     refuse_missing_extra("ui", "the page")
-    command = [*page_command(), "--host", host, "--port", str(port), "--runs", runs]
-    for name in allow_host:
-        command += ["--allow-host", name]
-    return exec_command(command)
+    names = [part for name in allow_host for part in ("--allow-host", name)]
+    return exec_command([*page_command(), "--host", host, "--port", str(port), "--runs", runs, *names])
 
 
-def write_report(sources: list[str], *, output: str | None, as_json: bool) -> int:
-    """Write the report of one run, or the comparison of several; returns the exit code."""
-    runs = [open_run(source) for source in dict.fromkeys(sources)]
-    if len(runs) > 10:
-        raise CommandError(f"{len(runs)} runs are too many for one page", "Give at most 10.")
-    target = Path(output) if output else runs[0].path / "report.html" if len(runs) == 1 else Path("comparison.html")
+def report_run(source: str, *, output: str | None, as_json: bool) -> None:
+    """Write the report of a run."""
+    run = open_run(source)
+    _write_page([run], Path(output) if output else run.path / "report.html", as_json)
+
+
+def compare_runs(sources: list[str], *, output: str | None, as_json: bool) -> None:
+    """Write the comparison of several runs."""
+    names = dict.fromkeys(sources)
+    if len(names) < 2:
+        raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
+    if len(names) > 10:
+        raise CommandError(f"{len(names)} runs are too many for one page", "Give at most 10.")
+    _write_page([open_run(name) for name in names], Path(output or "comparison.html"), as_json)
+
+
+def _write_page(runs: list[RunDirectory], target: Path, as_json: bool) -> None:
     command = [*page_command(".report"), str(target), *(str(run.path) for run in runs)]
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
@@ -51,4 +56,3 @@ def write_report(sources: list[str], *, output: str | None, as_json: bool) -> in
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
         out.print(f"report in {escape(str(target))}", soft_wrap=True)
-    return 0

@@ -58,7 +58,6 @@ class AnswerReader:
         return text
 
     def _learn(self) -> tuple[CallSyntax | None, str | None]:
-        """The form of calls and the special token after them."""
         for count in (2, 1):
             calls = _PROBE[:count]
             try:

@@ -29,6 +29,11 @@ class Answer:
     is_unreadable: bool = False
 
 
+def assistant_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """An answer as the message that templates write."""
+    return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
+
+
 @dataclass(frozen=True)
 class CallSyntax:
     """A form of calls. `opening` begins a call, `openings` are the literal texts with which that may begin.
@@ -179,7 +184,6 @@ def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str)
 
 
 def _python(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-    """A Python list of calls with keyword arguments."""
     end = text.find("<|tool_call_end|>", match.end())
     while end >= 0:
         try:

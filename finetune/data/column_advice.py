@@ -75,7 +75,6 @@ def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]
 
 
 def _lines(suggestions: Iterable[Suggestion], rows: list[Row], file: str, dataset: DatasetRecipe) -> list[str]:
-    """Those that read the rows, as lines."""
     lines: list[str] = []
     for reason, settings in suggestions:
         if len(lines) < _MAX_SUGGESTIONS and (complete := _tried(settings, rows, file, dataset)):
@@ -85,7 +84,6 @@ def _lines(suggestions: Iterable[Suggestion], rows: list[Row], file: str, datase
 
 
 def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: DatasetRecipe) -> dict[str, Any]:
-    """The settings, and what they need beside them, if they read at least half of the rows; else nothing."""
     for json_columns in ([], [column for field, column in settings["columns"].items() if field in ("output", "completion")]):
         tried = {**settings, "json_columns": json_columns} if json_columns else dict(settings)
         if dataset.format != "auto" or "format" in tried:
@@ -108,7 +106,6 @@ def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: Datase
 
 
 def _unknown_columns(rows: list[dict[str, Any]]) -> Iterator[Suggestion]:
-    """For rows whose columns no format has."""
     values = {name: value for row in reversed(rows) for name, value in row.items() if not is_missing(value)}
     for name, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -131,7 +128,6 @@ def _unknown_columns(rows: list[dict[str, Any]]) -> Iterator[Suggestion]:
 
 
 def _unused_columns(columns: list[str], asked: dict[str, ColumnUse], parser: RowParser) -> Iterator[Suggestion]:
-    """For columns of rows in a known format that aren't read."""
     names = {field: parser.columns.get(field, field) for field in (*FORMATS[parser.format].required, "input", "system")}
     if parser.format == "text":
         pair = _question_and_answer([names["text"], *columns])
@@ -152,7 +148,6 @@ def _unused_columns(columns: list[str], asked: dict[str, ColumnUse], parser: Row
 
 
 def _chosen_answers(rows: list[dict[str, Any]], chosen: str, rejected: str) -> Iterator[Suggestion]:
-    """For preference data: its better answers."""
     reason = "To train on the chosen answers"
     ignored = {"ignore_columns": [rejected]}
     yield reason, {"format": "messages", "columns": {"messages": chosen}, **ignored}
@@ -177,7 +172,6 @@ def _question_and_answer(columns: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _first_named(columns: list[str], names: Iterable[str]) -> str | None:
-    """The column with the first of `names`: as a whole, else as one of its words."""
     for words_of in (lambda name: {name.strip().lower()}, lambda name: set(re.findall(r"[a-z]+", name.lower()))):
         for wanted in names:
             if (column := next((name for name in columns if wanted in words_of(name)), None)) is not None:

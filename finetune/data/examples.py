@@ -169,7 +169,6 @@ def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
 
 
 def _bytes_in(value: Any) -> int:
-    """How many raw bytes a value has."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, dict):
@@ -190,7 +189,6 @@ def _parser_of(source: Source, sample: list[Row | Refused], dataset: DatasetReci
 
 
 def _approximate_size(value: Any) -> int:
-    """About the size of a row."""
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):

@@ -24,17 +24,6 @@ _LONGER_CHOSEN_SHARE = 0.8
 _MAX_COMPARED = 20_000
 #: Weights of all good answers to those of all bad ones that KTO's paper advises (section 4.2), and TRL.
 _BALANCE = 1.0, 4 / 3
-#: Damage in a row's texts -> its description and what to do.
-_DAMAGE = {
-    "replaced": (
-        "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded",
-        "Make the file again from its source with the right encoding.",
-    ),
-    "mojibake": (
-        "{rows} look like UTF-8 that was read in another encoding, as \u00c3\u00a9 for \u00e9",
-        "Make the file again, or repair it with the package ftfy.",
-    ),
-}
 #: Note on a tokenised row -> its description and what to do.
 _NOTES = {
     "unrolled": ("the chat template changes answers as the conversation continues, so each is its own sequence, in {rows}", ""),
@@ -102,9 +91,10 @@ def find_problems(
         no_end = bool(answers.sum() >= _MIN_ROWS) and not (answers & ~truncated).any()
         fix = "Raise max_length, or leave them out: excess_length=drop"
         yield finding("truncated", text, truncated, fix, blocks=no_end)
-    for name, (text, fix) in _DAMAGE.items():
-        if (rows := used & stored.has(name)).any():
-            yield finding(name, text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
+    if (rows := used & stored.has("replaced")).any():
+        text = "{rows} have U+FFFD, which stands for characters that were lost when the text was decoded"
+        fix = "Make the file again from its source with the right encoding."
+        yield finding("replaced", text, rows, fix, blocks=bool(2 * rows.sum() > used.sum() >= _MIN_ROWS))
     answers, counts = np.unique(stored.answer_digests[used & (stored.answer_digests != 0)], return_counts=True)
     if len(counts) and counts.max() >= _MIN_ROWS and counts.max() >= _SAME_ANSWER_SHARE * counts.sum():
         text = f"{{rows}} of {counts.sum():,} have the same answer, which the model will give to anything"
@@ -132,7 +122,6 @@ def find_problems(
 
 
 def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """The text of a finding about answers that are not in the main script, and their rows; None if they are few."""
     rows = {name: used_mask & stored.has(name) for name in SCRIPTS}
     counts = {name: int(mask.sum()) for name, mask in rows.items() if mask.any()}
     if not counts:
@@ -207,7 +196,6 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
 
 
 def _finding(stored: StoredRows, kind: str, text: str, rows: np.ndarray, fix: str, *, blocks: bool = False) -> Finding:
-    """A finding about rows, with the locations of the first three."""
     indices = np.flatnonzero(rows) if rows.dtype == bool else rows
     first = format_locations([stored.row_location(index) for index in indices[:4]])
     return Finding(kind, text, len(indices), (first,), fix, blocks)

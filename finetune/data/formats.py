@@ -83,7 +83,6 @@ def _message_list(value: Any, role: str) -> Any:
 
 
 def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """A question and the calls that answer it, with the tools to choose from."""
     calls = read_calls(row["answers"], "answers")
     if not calls:
         raise BadRow("answers", "has no call; there is nothing to train on")

@@ -62,7 +62,6 @@ def _prompt(row: dict[str, Any], keys: tuple[str, str]) -> tuple[list[Message] |
 
 
 def _answer(row: dict[str, Any], field: str) -> Any:
-    """Text, or a list of messages."""
     value = row[field]
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         try:
@@ -76,7 +75,6 @@ def _answer(row: dict[str, Any], field: str) -> Any:
 
 
 def _conversation(value: Any, field: str, prompt: list[Message] | str | None, keys: tuple[str, str]) -> list[Message]:
-    """The whole conversation with this answer."""
     if isinstance(value, str):
         if prompt is None:
             return _transcript(value, field)

@@ -229,7 +229,6 @@ def _json_rows(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def _json_content(path: Path, name: str) -> Any:
-    """The value of a file of JSON; None without any. Raises DataError."""
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
     if len(data) > JSON_LIMIT:
@@ -341,12 +340,10 @@ def _header(cells: list[str], name: str) -> list[str]:
 
 
 def _cell(cell: str) -> str | float:
-    """The cell's text, or NaN where pandas wrote a missing value."""
     return float("nan") if re.fullmatch(r"nan|NaN|#N/A", cell) else cell
 
 
 def _text(path: Path, name: str) -> Iterator[Row | Refused]:
-    """A row of plain text for each line that isn't blank."""
     with _open(path) as file:
         for number, line in _lines(file, name):
             yield Row(name, number, {"text": line.decode("utf-8", "surrogateescape")})
@@ -369,7 +366,6 @@ def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
 
 @contextlib.contextmanager
 def _data_errors(path: Path, name: str, type_name: str) -> Iterator[None]:
-    """Raises DataError if the file is empty or pyarrow can't read it."""
     import pyarrow as pa
 
     if not path.stat().st_size:

@@ -23,15 +23,10 @@ from finetune.data.writing_scripts import SCRIPTS, script_of
 
 #: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (
-    "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "mojibake", "placeholder", "media",
+    "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "placeholder", "media",
     "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
 )  # fmt: skip
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
-#: UTF-8 that was read as Windows-1252 or Latin-1: an accented letter, a quotation mark, an emoji.
-_MOJIBAKE = re.compile(
-    "\u00c3[\u0080-\u00bf\u0152\u0153\u0160\u0161\u017d\u017e\u2018-\u203a]|\u00e2\u20ac[\u0080-\u00bf\u2122\u0153\u201c\u201d\u00a6]|\u00f0\u0178"
-)
-_REPLACED = "\ufffd"
 #: A name to be filled in, as in a list of answers about who the model is.
 _PLACEHOLDER = re.compile(r"\{\{ ?[A-Za-z_][\w-]* ?\}\}")
 #: Fields of an Example that are tuples.
@@ -76,7 +71,6 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
 
 
 def _content_digest(example: Example, encoded: bytes) -> bytes:
-    """The digest of the encoded content; of tools and calls with sorted keys, as the order of theirs varies."""
     if example.tools or any("tool_calls" in message for message in example.messages):
         encoded = _sorted_json(example.content()).encode()
     return blake2b(encoded, digest_size=16).digest()
@@ -100,8 +94,7 @@ def _flags(example: Example, sequences: list[Encoded]) -> int:
     for text in example.texts():
         bits |= _BIT["placeholder"] if "{{" in text and _PLACEHOLDER.search(text) else 0
         bits |= _BIT["media"] if any(tag in text for tag in MEDIA_TAGS) else 0
-        if not text.isascii():
-            bits |= (_BIT["replaced"] if _REPLACED in text else 0) | (_BIT["mojibake"] if _MOJIBAKE.search(text) else 0)
+        bits |= _BIT["replaced"] if "\ufffd" in text else 0
     return bits
 
 

@@ -143,7 +143,6 @@ class LimitedSplit:
         return int(self._sequence_lengths.sum(dtype=np.int64))
 
     def _lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
-        """Tokens of each training sequence made from the stored ones in `sequence_mask`."""
         lengths, in_chunks = self.stored.lengths[sequence_mask], self._in_chunks[sequence_mask]
         return _chunk_lengths(lengths, self._limit) if in_chunks.any() else np.minimum(lengths, self._limit)
 
@@ -297,7 +296,6 @@ def _chunk_lengths(lengths: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
-    """The same tokens as sequences of these lengths; the first of each is not trained."""
     import pyarrow as pa
 
     ends = np.cumsum(lengths)
@@ -318,7 +316,6 @@ def _truncate(table: pa.Table, limit: int) -> pa.Table:
 
 
 def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:
-    """The tables in a temporary file, which is gone when nothing uses it any more."""
     import pyarrow as pa
 
     with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, tables[0].schema) as writer:

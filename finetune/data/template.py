@@ -204,7 +204,6 @@ class Template:
         return with_picture != text and question in with_picture and not re.search(r"""['"]type['"]""", with_picture)
 
     def _call_form(self) -> _CallForm:
-        """How the template takes calls, by rendering one."""
         if self._call_options is None:
             forms = (_CallForm(as_text, with_ids) for with_ids in (False, True) for as_text in (False, True))
             form = next(filter(self._writes_call, forms), _CallForm())
@@ -215,7 +214,6 @@ class Template:
         return self._call_options
 
     def _writes_call(self, form: _CallForm, call_id: str | None = None) -> bool:
-        """Whether the template writes a call in this form."""
         arguments = {"place": 'a "place"', "count": 3}
         call = {"type": "function", "function": {"name": "find_it", "arguments": arguments}}
         reply: Message = {"role": "tool", "name": "find_it", "content": "found"}
@@ -363,7 +361,6 @@ def _with_reasoning_key(message: Message, reasoning: str) -> Message:
 
 
 def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
-    """The messages with calls as the template takes them. New ids have nine characters, as Mistral's templates require."""
     converted, unanswered_ids = [], list[str]()
     ids: dict[str, str] = {}  # id in the row -> id in the template
     call_count = 0

@@ -109,7 +109,6 @@ _SAVE_HINT = "Save it next to the weights, for example:  AutoTokenizer.from_pret
 
 
 def _path_or_hub_id(name: str) -> Path | str:
-    """A local folder, or an unchanged hub id."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
         return path

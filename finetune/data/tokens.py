@@ -285,7 +285,6 @@ class Encoder:
         ]
 
     def _mask_by_prefix(self, ids: list[int], rendered: Rendered, plain: bool) -> np.ndarray:
-        """Mask of trained tokens for slow tokenizers, which give no offsets: count the tokens before each span."""
         mask = np.zeros(len(ids), dtype=bool)
         for start, end in rendered.spans:
             prefixes = self._tokenise_texts([rendered.text[:start], rendered.text[:end]], plain=plain)
@@ -311,7 +310,6 @@ class Encoder:
         return Encoded(tokens, labels, notes)
 
     def _with_final_eos(self, ids: list[int], trained_mask: np.ndarray, end_ids: set[int]) -> tuple[list[int], np.ndarray]:
-        """Adds a trained EOS if the sequence ends with an answer that has none."""
         last_trained = len(ids) - 1 - int(trained_mask[::-1].argmax()) if trained_mask.any() else None
         if last_trained is None or self.tokenizer.eos_token_id is None or not self._is_blank(ids, last_trained + 1, len(ids)):
             return ids, trained_mask

@@ -52,7 +52,6 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """xLAM's parameters (`{"city": {"type": "str, optional", ...}}`) as JSON Schema."""
     properties, required = {}, []
     for name, description in parameters.items():
         description = description if isinstance(description, dict) else {"description": str(description)}
@@ -107,7 +106,6 @@ def calls_in_text(text: str, path: str) -> tuple[str, list[Call]]:
 
 
 def _parse_literal(text: str, path: str) -> Any:
-    """JSON, or a Python literal as some of Hermes' rows have."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -147,10 +147,7 @@ class UnusedColumns:
         for owner, uses in (("columns", self.values.columns), ("fields of messages", self.values.fields)):
             described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in others.items() if uses.get(name) is use]
             if described:
-                more = f" and {len(described) - 10} more" if len(described) > 10 else ""
-                lines.append(
-                    f"{self._file}: {owner} that aren't used may change what is learnt: {', '.join(described[:10])}{more}"
-                )
+                lines.append(f"{self._file}: {owner} that aren't used may change what is learnt: {', '.join(described)}")
         return lines
 
     def _general_uses(self) -> list[tuple[str, ColumnUse, int, bool]]:

@@ -86,8 +86,6 @@ class Workers:
 
 
 class _TaskError:
-    """A fork's error in a form that can be pickled."""
-
     def __init__(self, error: Exception) -> None:
         self._error = error.as_json() if isinstance(error, FinetuneError) else error
 

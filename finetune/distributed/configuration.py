@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card import nvidia
-from finetune.card.visible import for_processes, visible
+from finetune.card.visible import visible
 from finetune.files import write_json
 from finetune.planner.plan import Plan
 from finetune.recipe.yaml import dump
@@ -31,10 +31,9 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
         problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
     local_processes = launch.processes_here
     if not on_cpu and local_processes > 1:
-        devices = visible(nvidia.read_devices()[0])
-        if (cards := len(for_processes(devices))) < local_processes:
-            split = " (instances of a split card can't work together)" if any(device.is_instance for device in devices) else ""
-            problems.append(f"launch.num_processes needs {local_processes} cards on this machine; {cards} can be used{split}")
+        cards = len(visible(nvidia.read_devices()[0]))
+        if cards < local_processes:
+            problems.append(f"launch.num_processes needs {local_processes} cards on this machine; {cards} can be used")
     return problems
 
 

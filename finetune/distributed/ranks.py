@@ -146,7 +146,6 @@ def _share_out_of_memory(number: int) -> None:
 
 
 def _shared_out_of_memory() -> int | None:
-    """The rank that ran out of memory, if one has reported it."""
     store = _store()
     try:
         is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])

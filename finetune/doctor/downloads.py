@@ -134,7 +134,6 @@ def _source_finding(source: Source) -> Finding:
 
 
 def _missing(find: Find) -> list[str]:
-    """A message for each file of the model that is missing or incomplete."""
     missing = [] if find("config.json") else ["config.json is missing"]
     if not any(find(file) for file in _TOKENIZERS):
         missing.append("its tokenizer is missing")

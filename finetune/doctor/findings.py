@@ -69,7 +69,6 @@ def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
 
 
 def _without_home(value: Any) -> Any:
-    """Replace the home directory, which has the user's name, by `~`: reports are pasted in public."""
     home = str(Path.home())
     if isinstance(value, str):
         return value.replace(home, "~") if len(home) > 1 else value

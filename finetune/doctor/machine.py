@@ -66,8 +66,8 @@ def check_cards() -> Iterator[Finding]:
     for device in devices:
         yield _card_finding(device, hidden=device not in allowed)
     for card in unresponsive:
-        what = f"card {card.index} does not answer ({card.why})"
-        yield Finding("card memory", "fail", what, nvidia.LOST_FIX, {"index": card.index})
+        what = f"card {card.index} can't be used ({card.why})"
+        yield Finding("card memory", "fail", what, card.fix, {"index": card.index})
 
 
 def _card_finding(device: Device, *, hidden: bool) -> Finding:

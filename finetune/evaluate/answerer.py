@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,6 @@ from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
 from finetune.settings import Settings
-from finetune.settings.base_formats import base_format_of
 
 
 class Answerer:
@@ -50,10 +48,16 @@ class Answerer:
         quiet_libraries()
         require_data(run)
         folder = adapter_folder(run, last=last, required=need_adapter)
-        self.set_run(run, read_plan(run.plan), folder)
+        self.run, self.plan, self.adapter = run, read_plan(run.plan), folder.name if folder else None
+        settings = self.plan.settings
         self.device = "cpu" if self.plan.card.is_cpu else "cuda"
+        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", settings)
+        pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
+        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
+        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
+        self.plain = is_plain(run)
         self.model = self.load(folder)
-        self.set_adapters("default", {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()})
+        self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
     def require_vision(self) -> None:
         """Raises CommandError for a model that reads no pictures."""
@@ -66,30 +70,6 @@ class Answerer:
         with _adapter_errors(folder):
             self.model.load_adapter(str(folder), name, use_safetensors=True)
         return name
-
-    def sharing_base(self, run: RunDirectory) -> Answerer:
-        """An answerer for another run on this one's base model. Raises CommandError if that run was trained on another base."""
-        require_data(run)
-        require_shared_base(run, self.run)
-        plan, folder = read_plan(run.plan), adapter_folder(run)
-        assert folder is not None
-        answerer = copy.copy(self)
-        answerer.set_run(run, plan, folder)
-        answerer.set_adapters(self._load_adapter(folder), {})
-        return answerer
-
-    def set_run(self, run: RunDirectory, plan: Plan, folder: Path | None) -> None:
-        """Use the run's own tokenizer and template."""
-        self.run, self.plan, self.adapter = run, plan, folder.name if folder else None
-        self.tokenizer: PreTrainedTokenizerBase = run_tokenizer(run.data / "tokenizer", plan.settings)
-        pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
-        self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
-        self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
-        self.plain = is_plain(run)
-
-    def set_adapters(self, own: str, others: dict[str, str]) -> None:
-        """PEFT's names for the run's own adapter, and by name for others."""
-        self._adapter_name, self._adapter_names = own, others
 
     def load(self, adapter: Path | None) -> Any:
         """The model in evaluation mode."""
@@ -104,7 +84,7 @@ class Answerer:
             with self.model.disable_adapter():
                 yield
         else:
-            self.model.set_adapter(self._adapter_names.get(name, self._adapter_name))
+            self.model.set_adapter(self._adapter_names.get(name, "default"))
             yield
 
     def answer(
@@ -179,26 +159,6 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
         return None
     require_own_adapter(run, folder)
     return folder
-
-
-def require_shared_base(run: RunDirectory, other: RunDirectory) -> None:
-    """Raises CommandError, with what differs, for runs that can't share a loaded base model."""
-    expected, actual = (_base_key(read_plan(path).settings) for path in (other.plan, run.plan))
-    if differing := [name for name in expected if expected[name] != actual[name]]:
-        raise CommandError(
-            f"{run.path} was trained on another base model than {other.path}, or on another form of it: they differ in "
-            f"{', '.join(differing)}",
-            "Use each of them alone.",
-        )
-
-
-def _base_key(settings: Settings) -> dict[str, Any]:
-    """The values, by name, that two runs must have in common to share a loaded base model."""
-    return {
-        "weights": weights_fingerprint(settings) or (settings.model_name_or_path, settings.model_revision),
-        "configuration": configuration_fingerprint(settings), "format": base_format_of(settings),
-        **{name: getattr(settings, name) for name in ("dtype", "vision", "new_tokens", "trained_embedding_rows")},
-    }  # fmt: skip
 
 
 def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:

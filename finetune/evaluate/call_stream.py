@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.answer_reader import AnswerReader
 from finetune.data.call_syntax import Answer
 
+if TYPE_CHECKING:
+    from finetune.evaluate.answerer import Answerer
+    from finetune.model.generate import Streamed
+
+
+def stream_answer(
+    answerer: Answerer, turns: list[dict[str, Any]], say: Callable[[str], None], *, reader: AnswerReader | None,
+    tools: tuple[dict[str, Any], ...] = (), **options: Any,
+) -> tuple[Streamed, Answer]:  # fmt: skip
+    """The answer to `turns`, whose text is passed to `say` as it arrives; with a reader, also its calls of tools.
+
+    `options`: of `Answerer.stream`.
+    """
+    prompt_ids = answerer.prompt_ids(turns, tools, options.get("pictures", ()))
+    if reader is None:
+        reply = answerer.stream(prompt_ids, say=say, **options)
+        return reply, Answer(reply.text)
+    call_stream = CallStream(reader, tools, say)
+    return answerer.stream(prompt_ids, say=call_stream.add, with_calls=True, **options), call_stream.finish()
+
 
 class CallStream:
-    """Passes on the text before a call, and delays what may be the beginning of one.
+    """Passes on the text before a call, and delays what may be the beginning of one."""
 
-    `start`: the beginning of the answer that is in the prompt already. `limit`: the most calls that are read.
-    """
-
-    def __init__(
-        self, reader: AnswerReader, tools: Sequence[dict[str, Any]], on_text: Callable[[str], None], *, start: str = "",
-        limit: int | None = None,
-    ) -> None:  # fmt: skip
-        self._reader, self._tools, self._on_text, self._limit = reader, tools, on_text, limit
-        self._pieces, self._pending, self._emitted = start, start, ""
-        self._is_delaying = bool(start)
+    def __init__(self, reader: AnswerReader, tools: Sequence[dict[str, Any]], on_text: Callable[[str], None]) -> None:
+        self._reader, self._tools, self._on_text = reader, tools, on_text
+        self._pieces = self._pending = self._emitted = ""
+        self._is_delaying = False
 
     def add(self, piece: str) -> None:
         """The next piece, with its special tokens."""
@@ -41,7 +55,7 @@ class CallStream:
             self._emit(len(self._pending))
         elif text_after := answer.text.removeprefix(self._emitted.strip()).strip():
             self._on_text(f"\n{text_after}" if self._emitted else text_after)
-        return Answer(answer.text, answer.calls[: self._limit], answer.is_unreadable)
+        return answer
 
     def _find(self, opening: str) -> int:
         """Where a call may begin; bare JSON only at the beginning of the answer."""

@@ -1,6 +1,7 @@
-"""Measure what quantising the base costs on held-out rows: one model at a time, in a process of its own.
+"""Measure what quantising the base costs on held-out rows, for `plan --measure`, `run --measure` and `eval --quantisation`.
 
-`python -m finetune.evaluate.quantisation JOB.json` prints its progress as lines; the last one is the result as JSON.
+One model at a time, in a process of its own: `python -m finetune.evaluate.quantisation JOB.json` prints its progress as lines;
+the last one is the result as JSON.
 """
 
 from __future__ import annotations
@@ -8,35 +9,54 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.errors import CommandError, FinetuneError
+from finetune.card.visible import environment_with_gpus
+from finetune.errors import CommandError, DataError, FinetuneError
 from finetune.evaluate.paired import difference
-from finetune.files import read_json, sha256_of
+from finetune.events import Evaluation, read_events
+from finetune.files import read_json, sha256_of, write_json
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
-from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Sequences, cost_path, read_losses, write_losses
+from finetune.planner.plan import Plan, read_plan
+from finetune.planner.quantisation_cost import (
+    FormatLoss,
+    QuantisationCost,
+    Sequences,
+    cost_path,
+    stored_sequences,
+)
 from finetune.planner.shape import shape_of
 from finetune.privacy import keep_private
+from finetune.run.card import cards_of, visibility
 from finetune.run.card_queue import card_queue
-from finetune.serialise import from_json
-from finetune.settings import LaunchRecipe, Settings
+from finetune.run.directory import RunDirectory
+from finetune.serialise import from_json, read_own, to_json
+from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, BaseFormat, base_format_of, switches
+
+if TYPE_CHECKING:
+    from finetune.card.card import Card
+    from finetune.planner.planning import RowsRead
 
 Progress = Callable[[str], None]
 #: Of a file with MOST_ROWS long rows.
 MOST_JOB_BYTES = 2**30
 #: Weights that take more of the free memory than this leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
+_HOLD_OUT = "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE."
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured. `free_bytes`: of the GPU; None on a CPU. `cards`: GPUs that it is queued for. `adapter`: its folder."""
+    """`free_bytes`: of the GPU; None on a CPU. `cards`: GPUs that it is queued for. `adapter`: its folder."""
 
     settings: Settings
     sequences: Sequences
@@ -50,21 +70,113 @@ class Job:
         return self.free_bytes is None
 
 
+def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], progress: Progress) -> QuantisationCost:
+    """The base's losses on the recipe's held-out rows. Raises CommandError where nothing can be measured."""
+    from finetune.planner.planning import plan_recipe
+
+    if not card.is_cpu and card.source == "catalogue":
+        raise CommandError(f"measuring needs {card.name}, which is not in this machine", "Set gpu=auto, or measure nothing.")
+    read: list[RowsRead] = []
+
+    def read_rows(resolved: Recipe) -> RowsRead:
+        read.append(rows(resolved))
+        return read[-1]
+
+    plan = plan_recipe(recipe, card, read_rows, progress=progress)
+    if read[-1].held_out is None and plan.data_problem:
+        raise DataError([*plan.data_problem.problems], plan.data_problem.fix)
+    return measure_plan(plan, read[-1].held_out, progress)
+
+
+def measure_run(run: RunDirectory, adapter: Path, progress: Progress) -> tuple[dict[str, QuantisationCost], int | None]:
+    """Costs for a run's base and tuned model on its held-out rows, and the steps that won the base's cost back.
+
+    The steps are those after which the held-out loss had fallen by what the run's format costs; None where it never had, or
+    that is not known. Raises CommandError without held-out rows.
+    """
+    plan, held_out = read_plan(run.plan), stored_sequences(run.data / "eval")
+    costs = {name: measure_plan(plan, held_out, progress, folder) for name, folder in (("base", None), ("tuned", adapter))}
+    entry = costs["base"].of(base_format_of(plan.settings).label)
+    if entry is None or entry.cost is None:
+        return costs, None
+    evaluations = [event for event in read_events(run.events) if isinstance(event, Evaluation) and event.step > 0]
+    curve = {0: entry.loss} | {event.step: event.eval_loss for event in evaluations if event.eval_loss is not None}
+    return costs, steps_to_win_back(entry.cost, sorted(curve.items()))
+
+
+def steps_to_win_back(cost: float, curve: list[tuple[int, float]]) -> int | None:
+    """Optimizer steps after which a held-out loss had fallen by `cost`, between its evaluations by a straight line.
+
+    `curve`: steps and losses, from the one before training.
+    """
+    for (step, loss), (next_step, next_loss) in zip(curve, curve[1:], strict=False):
+        if curve[0][1] - next_loss >= cost > 0:
+            share = (loss - curve[0][1] + cost) / (loss - next_loss)
+            return max(1, round(step + share * (next_step - step)))
+    return None
+
+
+def measure_plan(
+    plan: Plan, held_out: Callable[[], Sequences] | None, progress: Progress, adapter: Path | None = None
+) -> QuantisationCost:
+    """The losses of a plan's base model, or with an adapter, measured in a process of their own.
+
+    Raises CommandError without held-out rows, and the errors of the process.
+    """
+    if held_out is None:
+        raise CommandError("no rows are held out", _HOLD_OUT)
+    free_bytes = None if plan.card.is_cpu else plan.usable_bytes
+    cards = cards_of(plan)[:1]
+    job = Job(plan.settings, held_out(), free_bytes, cards or (() if plan.card.is_cpu else (plan.card.name,)), adapter)
+    environment = {**environment_with_gpus(), **visibility(cards), "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        path, errors_path, last = Path(folder) / "job.json", Path(folder) / "errors", ""
+        write_json(path, to_json(job))
+        command = [sys.executable, "-P", "-m", "finetune.evaluate.quantisation", str(path)]
+        with errors_path.open("wb") as errors, subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8", env=environment
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    last = line.strip()
+                    if not last.startswith("{"):
+                        progress(last)
+            except BaseException:
+                process.terminate()
+                raise
+        if process.returncode:
+            stderr = errors_path.read_text("utf-8", errors="replace").strip()
+            reason = stderr.rpartition("\n")[2] or "its process was killed"
+            raise FinetuneError.written_by(stderr) or FinetuneError(f"measuring ended: {reason}")
+    return from_json(QuantisationCost, json.loads(last))
+
+
 def measure(job: Job, progress: Progress = lambda _: None) -> QuantisationCost:
     """The loss of the rows in the plain format, int8 and NF4. Formats measured before, also by a killed call, are not again.
 
     Raises CommandError for a checkpoint that is stored quantised, and without rows that have a trained token.
     """
-    settings = job.settings
-    _require_plain_weights(settings)
+    settings, name = job.settings, job.settings.model_name_or_path
+    stored = trainable_formats(stored_quantisation(read_config(settings), name))
+    if stored and BITS_16 not in stored:
+        raise CommandError(
+            f"{name} is stored in {stored[0].label}: what that costs can't be measured on it",
+            "Give the 16-bit model that it was made from.",
+        )
     tokens = [sum(label != -100 for label in labels[1:]) for labels in job.sequences.labels]
     if not any(tokens):
-        raise CommandError("no held-out row has a trained token", "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE.")
+        raise CommandError("no held-out row has a trained token", _HOLD_OUT)
     files = sorted(job.adapter.glob("adapter_*")) if job.adapter else []
     path = cost_path(settings, job.sequences, on_cpu=job.on_cpu, adapter=[sha256_of(file) for file in files])
-    plain = BITS_32 if settings.dtype == "float32" else BITS_16
-    row_losses, left_out = read_losses(path), []
-    for base_format in (plain, INT8, NF4):
+    row_losses, left_out = read_own(path, dict[str, list[float]], "row_losses") or {}, []
+
+    def keep(cost: QuantisationCost | None) -> None:
+        with contextlib.suppress(OSError):  # without a cache it is measured again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"row_losses": row_losses, "cost": cost and to_json(cost)})
+
+    for base_format in (BITS_32 if settings.dtype == "float32" else BITS_16, INT8, NF4):
         if base_format.label in row_losses:
             continue
         settings_of_format = _settings_of(job, base_format)
@@ -73,24 +185,11 @@ def measure(job: Job, progress: Progress = lambda _: None) -> QuantisationCost:
             continue
         progress(f"measuring {base_format.label}: loading")
         row_losses[base_format.label] = _row_losses(job, settings_of_format, base_format.label, progress)
-        _keep(path, row_losses, None)
-    cost = _cost_of(job, row_losses, tokens, tuple(left_out))
-    _keep(path, row_losses, cost)
+        keep(None)
+    formats = _with_costs(row_losses, tokens)
+    cost = QuantisationCost(name, len(tokens), sum(tokens), formats, job.adapter is not None, tuple(left_out))
+    keep(cost)
     return cost
-
-
-def _keep(path: Path, row_losses: dict[str, list[float]], cost: QuantisationCost | None) -> None:
-    with contextlib.suppress(OSError):  # without a cache it is measured again
-        write_losses(path, row_losses, cost)
-
-
-def _require_plain_weights(settings: Settings) -> None:
-    stored = trainable_formats(stored_quantisation(read_config(settings), settings.model_name_or_path))
-    if stored and BITS_16 not in stored:
-        raise CommandError(
-            f"{settings.model_name_or_path} is stored in {stored[0].label}: what that costs can't be measured on it",
-            "Give the 16-bit model that it was made from.",
-        )
 
 
 def _settings_of(job: Job, base_format: BaseFormat) -> Settings | None:
@@ -142,55 +241,20 @@ def _row_losses(job: Job, settings: Settings, label: str, progress: Progress) ->
     return values
 
 
-def _cost_of(job: Job, row_losses: dict[str, list[float]], tokens: list[int], left_out: tuple[str, ...]) -> QuantisationCost:
-    weights = [float(count) for count in tokens]
-    total, (plain, *_) = sum(weights), row_losses.values()
-
-    def entry(label: str, values: list[float]) -> FormatLoss:
-        loss = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+def _with_costs(row_losses: dict[str, list[float]], tokens: list[int]) -> tuple[FormatLoss, ...]:
+    plain, weights, formats = next(iter(row_losses.values())), [float(count) for count in tokens], []
+    for label, values in row_losses.items():
+        loss = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
         if values is plain or len(values) < 2:  # noqa: PLR2004 - an interval needs two rows
-            return FormatLoss(label, loss)
-        gap = difference(plain, values, weights)
-        return FormatLoss(label, loss, gap.value, gap.low, gap.high)
-
-    formats = tuple(entry(label, values) for label, values in row_losses.items())
-    name = job.settings.model_name_or_path
-    return QuantisationCost(name, len(tokens), sum(tokens), formats, job.adapter is not None, left_out)
-
-
-def steps_to_win_back(cost: float, curve: list[tuple[int, float]]) -> int | None:
-    """Optimizer steps after which a run's held-out loss had fallen by `cost`, between its evaluations by a straight line.
-
-    `curve`: steps and losses, from the one before training. None where it never fell that far.
-    """
-    for (step, loss), (next_step, next_loss) in zip(curve, curve[1:], strict=False):
-        if curve[0][1] - next_loss >= cost > 0:
-            share = (loss - curve[0][1] + cost) / (loss - next_loss)
-            return max(1, round(step + share * (next_step - step)))
-    return None
-
-
-@contextlib.contextmanager
-def _turn(job: Job, path: Path, progress: Progress) -> Iterator[None]:
-    """Waits for runs on the GPU, as a run would."""
-    if job.on_cpu or not job.cards:
-        yield
-        return
-    import time
-
-    queue = card_queue(job.cards)
-    queue.join(path)
-    try:
-        while ahead := queue.ahead():
-            progress(f"waiting for the GPU: {ahead[-1]}")
-            time.sleep(0.5)
-        yield
-    finally:
-        queue.leave()
+            formats.append(FormatLoss(label, loss))
+        else:
+            gap = difference(plain, values, weights)
+            formats.append(FormatLoss(label, loss, gap.value, gap.low, gap.high))
+    return tuple(formats)
 
 
 def main() -> int:
-    """Entry point of the process."""
+    """Entry point of the process. On a GPU it waits for runs, as a run would."""
     keep_private()
     path = Path(sys.argv[1])
 
@@ -200,7 +264,14 @@ def main() -> int:
 
     try:
         job = from_json(Job, read_json(path, dict, max_bytes=MOST_JOB_BYTES))
-        with _turn(job, path, progress):
+        with contextlib.ExitStack() as stack:
+            if job.cards and not job.on_cpu:
+                queue = card_queue(job.cards)
+                queue.join(path)
+                stack.callback(queue.leave)
+                while ahead := queue.ahead():
+                    progress(f"waiting for the GPU: {ahead[-1]}")
+                    time.sleep(0.5)
             cost = measure(job, progress)
     except FinetuneError as error:
         sys.stderr.write(json.dumps(error.as_json()) + "\n")

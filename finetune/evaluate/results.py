@@ -9,7 +9,7 @@ from typing import Any
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.files import read_json, remove_left_over, write_json
 from finetune.run.directory import RunDirectory
-from finetune.serialise import from_json
+from finetune.serialise import read_own
 from finetune.units import format_measured
 
 #: Scores of benchmark tasks, in a run's folder of evaluations.
@@ -161,29 +161,20 @@ def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
 
 def read_tasks(run: RunDirectory) -> list[TaskScore]:
     """The scores of benchmark tasks that a run has."""
-    try:
-        return from_json(list[TaskScore], read_json(run.path / "evaluations" / TASKS_FILE, dict)["tasks"])
-    except (OSError, ValueError, KeyError):
-        return []
+    return read_own(run.path / "evaluations" / TASKS_FILE, list[TaskScore], "tasks") or []
 
 
 def read_no_call(run: RunDirectory) -> NoCall | None:
     """The last measurement of calls where none is due; None without one."""
-    try:
-        return from_json(NoCall, read_json(run.path / "evaluations" / "no-call.json", dict))
-    except (OSError, ValueError):
-        return None
+    return read_own(run.path / "evaluations" / "no-call.json", NoCall)
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """The evaluations that a run has, from the page or the command line, by the name of their file."""
     evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        try:
-            comparison = from_json(Comparison, read_json(path, dict))
-        except (OSError, ValueError):
-            continue
-        if _is_consistent(comparison):
+        comparison = read_own(path, Comparison)
+        if comparison and _is_consistent(comparison):
             evaluations[path.stem.removeprefix("scores-")] = asdict(comparison)
     return evaluations
 
@@ -213,8 +204,5 @@ def _is_consistent(comparison: Comparison) -> bool:
 
 def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
     """Forgetting as the last evaluation measured it."""
-    try:
-        groups = read_json(run.path / "evaluations" / "lost.json", dict)["groups"]
-        return [asdict(group) for group in from_json(list[Forgetting], groups)]
-    except (OSError, ValueError, KeyError):
-        return []
+    groups = read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
+    return [asdict(group) for group in groups]

@@ -175,25 +175,22 @@ class ModelOutputs:
         self._run_batches(self._answer_keys, lengths, self._add_answers, "answered")
         self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
 
-    def _batch_tokens(self, verb: str) -> int:
-        """Tokens of a batch."""
-        answerer = self._load()
-        if verb == "answered":
-            return batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
-        return loss_batch_tokens(answerer.model)
-
     def _run_batches(self, keys: list[str], lengths: list[int], work: Callable[[list[int]], None], verb: str) -> None:
         """Work on the batches with a row without an entry; the batches are the same as those of a killed evaluation."""
         entries = self._journal.entries
         if all(key in entries for key in keys):
             self.reused += len(keys)
             return
-        planned = batches(lengths, self._batch_tokens(verb))
-        remaining = [batch for batch in planned if any(keys[row] not in entries for row in batch)]
+        answerer = self._load()
+        if verb == "answered":
+            batch_tokens = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
+        else:
+            batch_tokens = loss_batch_tokens(answerer.model)
+        remaining = [batch for batch in batches(lengths, batch_tokens) if any(keys[row] not in entries for row in batch)]
         finished = reused = len(keys) - sum(map(len, remaining))
         self.reused += reused
         started, reported = time.monotonic(), 0.0
-        with self._load().using(self._model):
+        with answerer.using(self._model):
             for batch in remaining:
                 now = time.monotonic()
                 if now - reported > _PROGRESS_S:
@@ -266,7 +263,6 @@ def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list
 
 
 def _sources(pictures: list[list[dict[str, Any]]], rows: list[int]) -> list[list[PictureSource]]:
-    """The pictures of each of these rows."""
     return [[source_of(picture) for picture in pictures[row]] for row in rows]
 
 
@@ -316,6 +312,5 @@ def losses(
 
 
 def _padded(rows: list[list[int]], value: int, device: str) -> torch.Tensor:
-    """Rows as one tensor, padded on the right."""
     width = max(len(row) for row in rows)
     return torch.tensor([row + [value] * (width - len(row)) for row in rows], device=device)

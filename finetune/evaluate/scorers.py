@@ -194,6 +194,8 @@ def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
 
 def _function(reference: str) -> Callable[[str, str, str], Any]:
     file, _, name = reference.rpartition(":")
+    if name in SCORES:
+        raise CommandError(f"{name} is a score of finetune", f"Call your function otherwise, or use --score {name}.")
     example = "For example --score score.py:score, with  def score(prompt, expected, answer):"
     if not file.endswith(".py") or not name.isidentifier():
         raise CommandError(f"{reference[:200]!r} is not file.py:name", example)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import psutil
 from finetune.data.report import first_line
 from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
-from finetune.files import existing_parent, free_disk_bytes, read_json, read_safetensors_header
+from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
@@ -24,12 +26,15 @@ from finetune.system import rename
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
+    from finetune.export.shards import Tensor
 
 
 _MARGIN_BYTES = 2**30  # for python, torch and the tensor being written
+_FILE_BYTES = 5 * 10**9  # as transformers and the hub split models
 #: Weights in other formats, which would still have their old values.
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite"}
+#: The end of the names that FP8 and mxfp4 checkpoints store a weight under.
+_QUANTISED_PART = re.compile("_(scale_inv|scales|blocks)$")
 
 
 def merge(
@@ -51,7 +56,7 @@ def merge(
     require_own_adapter(run, run.adapter, reread=True)
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     with written_folder(target) as building:
-        _write(settings, run, building, max_shard_bytes, progress)
+        write_merged(settings, run.adapter, building, max_shard_bytes, progress)
     return target
 
 
@@ -77,92 +82,99 @@ def written_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write(
-    settings: Any, run: RunDirectory, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
+def write_merged(
+    settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
 ) -> None:
+    """Write a standard model folder. Raises OutOfMemory and DiskFull before anything is written."""
     from finetune.data.tokenizer import run_tokenizer
-    from finetune.export.shards import ShardMergeError
+    from finetune.export.shards import StoredOtherwiseError, stored_tensors, write_tensors
     from finetune.model.language_model import is_multimodal
     from finetune.model.library_warnings import quiet_libraries
     from finetune.model.transformers_config import load_config
 
     quiet_libraries()
-    config = load_config(settings)
+    config, source = load_config(settings), model_folder(settings)
+    stored, is_streamed = stored_tensors(source), True
     try:
-        _merge_by_shards(settings, config, run, folder, max_shard_bytes, progress)
-    except ShardMergeError:
-        shutil.rmtree(folder, ignore_errors=True)
-        _merge_loaded(settings, config, run, folder, max_shard_bytes, progress)
-    if settings.trained_embedding_rows:
-        _write_vocabulary(folder, settings.trained_embedding_rows[1])
-    elif is_multimodal(config) and settings.chat_template is None:
-        return  # the model's own tokenizer and processor are copied already
-    run_tokenizer(run.adapter, settings).save_pretrained(str(folder))
+        tensors = _merged_one_by_one(settings, config, adapter, stored, progress)
+    except StoredOtherwiseError:
+        tensors, is_streamed = _merged_in_memory(settings, config, adapter, stored, progress), False
+        max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files have other tensors
+    require_disk(sum(tensor.size for tensor in tensors), folder)
+    folder.mkdir(parents=True)
+    progress("writing")
+    write_tensors(tensors, folder, max_bytes=max_shard_bytes, progress=progress)
+    for path in sorted(source.iterdir()):  # last: without them a part of a model does not load
+        if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    if settings.trained_embedding_rows or not is_streamed:
+        _write_config(folder / "config.json", settings, is_streamed)
+    if settings.trained_embedding_rows or not is_multimodal(config) or settings.chat_template is not None:
+        run_tokenizer(adapter, settings).save_pretrained(str(folder))  # else the base's own are copied
 
 
-def _write_vocabulary(folder: Path, rows: int) -> None:
-    """Write a grown vocabulary into config.json, where the model has fewer rows."""
-    path = folder / "config.json"
+def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
+    """Write the merged weights' dtype and the grown vocabulary into config.json, where the base's differ."""
     values = read_json(path, dict)
+    if not is_streamed:
+        for name in ("quantization_config", "torch_dtype"):
+            values.pop(name, None)
+        values["dtype"] = settings.dtype
     parts = [part for part in (values, values.get("text_config")) if isinstance(part, dict) and "vocab_size" in part]
-    for part in parts:
-        part["vocab_size"] = max(part["vocab_size"], rows)
+    for part in parts if settings.trained_embedding_rows else []:
+        part["vocab_size"] = max(part["vocab_size"], settings.trained_embedding_rows[1])
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merge_by_shards(
-    settings: Any, config: Any, run: RunDirectory, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
-) -> None:
-    """Read and write one tensor at a time. Raises ShardMergeError, before anything is written, if that is impossible."""
-    from finetune.export.shards import AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
+def _merged_one_by_one(
+    settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Callable[[str], None]
+) -> list[Tensor]:
+    """Raises StoredOtherwiseError where that is impossible."""
+    from finetune.export.shards import StoredOtherwiseError, merged_tensors, with_adapter
     from finetune.model.build import build_base
     from finetune.model.new_tokens import grow_vocabulary
 
     if getattr(config, "quantization_config", None):
-        raise ShardMergeError("the base model is stored quantised")
-    source = model_folder(settings)
-    tensors = stored_tensors(source)
-    require_disk(sum(stored.size for stored in tensors), folder)
+        raise StoredOtherwiseError("the base model is stored quantised")
+    _check_memory(4 * max(tensor.size for tensor in stored), "the largest tensor and its change")
     progress("reading the adapter")
     base = build_base(settings, config, device="meta", weights=True)
     grow_vocabulary(base, settings, None)
-    changes = AdapterChanges(with_adapter(base, run.adapter), tensors)
-    _check_memory(4 * max(stored.size for stored in tensors), "the largest tensor and its change")
-    folder.mkdir(parents=True)
-    progress("writing")
-    write_shards(tensors, changes, folder, max_bytes=max_shard_bytes, progress=progress)
-    for path in sorted(source.iterdir()):  # last: without them a part of a model does not load
-        if path.is_file() and path.suffix not in (*OTHER_WEIGHTS, ".safetensors") and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
+    return merged_tensors(with_adapter(base, adapter), stored)
 
 
-def _merge_loaded(
-    settings: Any, config: Any, run: RunDirectory, folder: Path, shard_bytes: int | None, progress: Callable[[str], None]
-) -> None:
-    """Load the whole model and write it as transformers does: for checkpoints that store weights in another form."""
+def _merged_in_memory(
+    settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Callable[[str], None]
+) -> list[Tensor]:
+    """Load the whole model in 16 bit and merge it: for checkpoints that store weights in another form."""
     from peft import PeftModel
+    from transformers.core_model_loading import revert_weight_conversion
 
+    from finetune.export.shards import tensor_in_memory
     from finetune.model.build import build_base, build_on_meta
     from finetune.model.language_model import is_multimodal
     from finetune.model.new_tokens import grow_vocabulary
     from finetune.model.quantisation import model_dtype
 
+    is_quantised = bool(getattr(config, "quantization_config", None))  # loading removes it
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
-    require_disk(weight_bytes, folder)
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
     grow_vocabulary(base, settings, None)
     progress("merging")
-    merged: Any = PeftModel.from_pretrained(base, str(run.adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
-    progress("writing")
-    if is_multimodal(config):
-        write_merged_checkpoint(merged, model_folder(settings), folder)
-        return
-    merged.save_pretrained(str(folder), safe_serialization=True, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
-    for path in folder.glob("*.safetensors"):  # which its library makes readable by their owner only
-        shutil.copymode(folder / "config.json", path)
+    merged: Any = PeftModel.from_pretrained(base, str(adapter), use_safetensors=True).merge_and_unload(safe_merge=True)
+    tied = getattr(merged, "all_tied_weights_keys", {})
+    values = {name: tensor for name, tensor in merged.state_dict().items() if name not in tied}
+    # a loaded model's conversions have its dequantisation, and would revert that, too: FP8 values without their scales
+    values = revert_weight_conversion(model if is_quantised else merged, values)
+    tensors = [tensor_in_memory(name, tensor) for name, tensor in values.items()]
+    if not is_multimodal(config):
+        return tensors
+    merged_names = {tensor.name for tensor in tensors}  # of the language model, whose scales have no use; the rest stays
+    others = [tensor for tensor in stored if _QUANTISED_PART.sub("", tensor.name) not in merged_names]
+    return [*tensors, *(replace(tensor, file=tensors[0].file) for tensor in others)]
 
 
 def model_folder(settings: Any) -> Path:
@@ -201,56 +213,3 @@ def require_disk(needed_bytes: int, target: Path, what: str = "the merged model"
             f"{what} needs {format_bytes(needed_bytes)}, but {existing} has {format_bytes(free_bytes)} free",
             "Give another --output.",
         )
-
-
-def write_merged_checkpoint(model: Any, source: Path, target: Path) -> list[str]:
-    """Copy the folder `source` to `target` with the tensors that differ in `model`; returns their names in the files.
-
-    `model`: loaded by transformers from `source`, then changed. Raises CommandError if `source` lacks one of its tensors.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    target.mkdir(parents=True)
-    tensors: dict[str, torch.Tensor] = dict(model.state_dict())
-    for name in getattr(model, "all_tied_weights_keys", {}):
-        tensors.pop(name, None)
-    remaining = revert_weight_conversion(model, tensors)
-    changed = []
-    for path in sorted(source.iterdir()):
-        if path.suffix == ".safetensors":
-            shutil.copyfile(path, target / path.name)
-            changed += _replace_changed(target / path.name, remaining)
-        elif path.is_file() and path.suffix not in OTHER_WEIGHTS:
-            shutil.copyfile(path, target / path.name)
-    if remaining:
-        missing = f"{next(iter(remaining))} ({len(remaining)} such)"
-        raise CommandError(
-            f"{source} has no tensor {missing}, so the merged model can't be written in its form",
-            "Use the adapter without merging: servers can load base + adapter.",
-        )
-    return changed
-
-
-def _replace_changed(path: Path, remaining: dict[str, torch.Tensor]) -> list[str]:
-    """Overwrite the tensors of a safetensors file that differ from `remaining`, and remove the file's tensors from it."""
-    import torch
-    from safetensors import safe_open
-
-    changed: dict[str, bytes] = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dictionary
-            if name not in remaining:
-                continue
-            new, old = remaining.pop(name), file.get_tensor(name)
-            if new.shape != old.shape:
-                raise CommandError(f"{path.name}: {name} has shape {tuple(old.shape)}, merged {tuple(new.shape)}")
-            if not torch.equal(old.to(new.dtype), new):
-                changed[name] = new.to(old.dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    with path.open("r+b") as output:
-        header, data_begin = read_safetensors_header(output)
-        for name, data in changed.items():
-            begin, end = header[name]["data_offsets"]
-            assert end - begin == len(data)
-            output.seek(data_begin + begin)
-            output.write(data)
-    return list(changed)

@@ -1,14 +1,14 @@
-"""The README.md that `finetune push` sends: base model, licence, recipe, data, scores, memory; nothing that identifies the user."""
+"""The README.md that `finetune push` sends: base, licence, recipe, data, scores, memory; nothing that identifies the user."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import os
 import re
 import socket
 from pathlib import Path
 from typing import Any
-
-from huggingface_hub import ModelCard
 
 from finetune import __version__
 from finetune.errors import SECRET, FinetuneError, RecipeError
@@ -47,7 +47,7 @@ _METRICS = (
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
-    """Return the model card of an `adapter`, `merged` model or `gguf`. Raises FinetuneError if it would reveal a token or path."""
+    """Return the card of an `adapter`, `merged` model or `gguf`. Raises FinetuneError if it would reveal a token or path."""
     plan = read_plan(run.plan)
     title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {_KINDS[kind][0]}"
     sections = {
@@ -56,9 +56,10 @@ def model_card(run: RunDirectory, kind: str) -> str:
     }  # fmt: skip
     body = "\n\n".join(f"{heading}\n\n{text}" for heading, text in sections.items() if text)
     text = f"---\n{yaml.dump(_metadata(plan, kind))}---\n\n{body}\n"
-    for name in {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}:
-        if len(name) > 2 and name.lower() not in _COMMON_NAMES:
-            text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
+    with contextlib.suppress(OSError, KeyError, RuntimeError):  # a container's user may have no name and no home folder
+        for name in {getpass.getuser(), Path.home().name, socket.gethostname().partition(".")[0]}:
+            if len(name) > 2 and name.lower() not in _COMMON_NAMES:
+                text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w-])", "user", text, flags=re.I)
     require_nothing_private("the model card", text, every_path=True)
     return text
 
@@ -82,8 +83,9 @@ def without_local_paths(value: Any, key: str = "") -> Any:
 
 def last_part(text: str) -> str:
     """Return the last part of a local path; a hub id or other text unchanged."""
-    looks_local = len(text) < 4096 and "\n" not in text and (re.match(r"[/~.]|[A-Za-z]:\\", text) or Path(text).exists())
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if looks_local else text
+    is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
+    exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or exists else text
 
 
 def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
@@ -107,9 +109,12 @@ def _licence(plan: Plan) -> str | None:
     try:
         model = resolve_model_path(plan.settings)
         path = Path(model) / CARD if Path(model).is_dir() else cached_file(model, CARD, plan.settings.model_revision)
-        return ModelCard.load(path).data.license if path else None
-    except (RecipeError, OSError, ValueError):  # the base model is gone, or its card is not YAML
+        text = path.read_text(encoding="utf-8") if path else ""
+    except (RecipeError, OSError, ValueError):  # the base model is gone, or its card is not UTF-8
         return None
+    front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
+    match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
+    return match[1] if match else None
 
 
 def _description(run: RunDirectory, plan: Plan, kind: str) -> str:

@@ -42,7 +42,6 @@ def offload_table(model: torch.nn.Module) -> None:
 
 
 def _look_up(self: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the table for `ids`, on their device, which is synchronised."""
     embeddings = torch.empty((*ids.shape, self.embedding_dim), dtype=self.weight.dtype, device=ids.device)
     pinned = ids.is_cuda and not host_memory.is_forecast(ids)
     rows, host_ids = host_memory.host_empty(embeddings, pinned=pinned), host_memory.host_empty(ids, pinned=False)

@@ -71,7 +71,6 @@ def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
 
 
 def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Owner and attribute of each tensor."""
     for parameter in layer.parameters():
         if parameter.requires_grad or parameter.dim() < 2:
             continue

@@ -339,7 +339,6 @@ def _backward(
     needs_dx: bool = True,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, A and B. That of x is added to `into`, or written to `out`, which may hold x."""
     (a, b), weight, da, db = cast, linear.weight, None, None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
         lora_grad = _scaled_product(grad, b, linear.scale)

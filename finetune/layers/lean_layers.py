@@ -290,7 +290,6 @@ def _computes_norm(module: Any, form: NormForm) -> bool:
 
 
 def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
-    """Whether its class computes down(act(gate(x)) * up(x)) with layers so named, also for large values."""
     required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
     if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 2:  # self and x
         return False

@@ -157,7 +157,6 @@ def _header_bytes(parts: tuple[Part, ...]) -> int:
 
 
 def _header(parts: tuple[Part, ...], facts: Mapping[str, Any], hashes: Mapping[str, str], states: Mapping[str, Any]) -> bytes:
-    """The header of a safetensors file (https://github.com/huggingface/safetensors#format), without its length."""
     layout = [
         [part.name, part.size, hashes.get(part.name, _ZEROS), [dataclasses.astuple(entry) for entry in part.entries]]
         for part in parts

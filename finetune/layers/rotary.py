@@ -151,7 +151,6 @@ def _form(theirs: Any) -> Form | None:
 def _computes(
     model_rope: Any, names: list[str], width: int, dtype: torch.dtype = torch.float64, angle_dtype: torch.dtype = torch.float64
 ) -> bool:
-    """Whether it rotates the first `width` of a head by any cos and sin, with the heads before the tokens and after them."""
     generator = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 2, 5, width, generator=generator, dtype=angle_dtype)
     for dim, shapes in ((1, ((2, 3, 5, _WIDTH), (2, 1, 5, _WIDTH))), (2, ((2, 5, 3, _WIDTH), (2, 5, 1, _WIDTH)))):

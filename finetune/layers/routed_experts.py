@@ -207,7 +207,6 @@ def _times(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(rows: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """(rows, hidden) -> (tokens, hidden)."""
     return _unsorted(rows, routing).view(-1, top_k, rows.shape[-1]).sum(dim=1)
 
 

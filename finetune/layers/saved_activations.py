@@ -30,8 +30,6 @@ class _Stored:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Handle:
-    """Saved by autograd in place of a tensor."""
-
     stored: _Stored
     size: torch.Size
     stride: tuple[int, ...]

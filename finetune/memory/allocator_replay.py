@@ -67,8 +67,6 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
 
 
 class _Peaks:
-    """Peaks of each phase, from one `end` to the next."""
-
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
         self.allocated: dict[str, int] = {}

@@ -272,7 +272,6 @@ class CachingAllocator:
         self.returned += size
 
     def _merge(self, block: Block) -> None:
-        """`try_merge_blocks` with both neighbours, which leave the pool; `block` is in no pool."""
         before, after = block.prev, block.next
         if before is not None and before.free and before.mapped is block.mapped:
             before.pool.remove(before)

@@ -184,7 +184,6 @@ def _adapter_bytes(peaks: dict[PhaseKey, Peak]) -> int:
 
 
 def _with_more_states(peak: Peak, more: float) -> Peak:
-    """Scale optimizer states that belong to no layer (foreach and fused updates) with the adapters' bytes."""
     by_tag = dict(peak.by_tag)
     if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
         by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)

@@ -301,7 +301,6 @@ def _bucket_bytes(run: DryRun, settings: Settings) -> int:
 
 
 def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
-    """The dry run with DDP's gradient buckets, from the first step to the end."""
     buckets = _bucket_bytes(run, settings)
     peaks = {phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()}
     return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + buckets})
@@ -319,7 +318,6 @@ def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
 
 
 def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
-    """Host memory that offloading pins in a step."""
     if card.is_cpu or settings.layer_offloading != "nvme":
         return 0 if card.is_cpu else run.host_bytes
     # the layers are in a file, and are staged in as many buffers as there are on the card

@@ -159,7 +159,6 @@ def _fill(
 
 
 def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: torch.dtype) -> dict[int, torch.nn.Parameter]:
-    """Adapters before they are cast, in the dtype of their layer, by the id of the parameter that they become."""
     uncast: dict[int, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
         for name in getattr(module, "lora_A", ()):

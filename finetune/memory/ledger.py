@@ -258,7 +258,6 @@ def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
 
 
 def _memory_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that change memory, according to the schema."""
     key: dict[str, Any] = {}
     for name in settings_that_decide(Decides.BYTES):
         reduce = _REDUCED.get(name, lambda settings, name=name: getattr(settings, name))
@@ -295,7 +294,6 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
 
 
 def _lean_notes(simulation: Simulation) -> Iterator[str]:
-    """How many decoder layers are lean in which parts."""
     kinds = Counter(simulation.lean)
     if kinds:
         yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())

@@ -73,7 +73,6 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
 
 
 def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
-    """The peak of a phase and layer; for a layer that was repeated instead of run, that of the last layer but one, shifted."""
     phase, layer = key
     if key in simulation.peaks or layer is None:
         return simulation.peaks.get(key, Peak())

@@ -79,7 +79,7 @@ def _prompt(
     encoder = Encoder(_own_tokenizer(name, revision, template), pictures=ModelPictures(recipe))
     message: dict[str, Any] = {"role": "user", "content": PICTURE_MARK * len(pictures) + "1"}
     message |= {"pictures": len(pictures)} if pictures else {}
-    sources = [PictureSource(None, None, "", *size) for size in pictures]
+    sources = [PictureSource(Path(), "", *size) for size in pictures]
     return _made(encoder.conversation_ids([message], pictures=sources), encoder.picture_processor, pictures)
 
 
@@ -131,7 +131,6 @@ def _facts() -> dict[str, dict[str, Any]]:
 
 @cache
 def _tokenizer(tokens: Sequence[str], attributes: Sequence[tuple[str, str]]) -> Any:
-    """The bundled tokenizer with a type's special tokens: which ids they have is replaced by the model's."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"), extra_special_tokens=dict(attributes))

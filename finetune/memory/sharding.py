@@ -92,12 +92,10 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
 
 
 def _all_bytes(units: tuple[Unit, ...]) -> int:
-    """Bytes of all parameters, whole."""
     return sum(sum(_sums(unit, lambda parameter: parameter.size_bytes)) for unit in units)
 
 
 def _adapters(units: tuple[Unit, ...]) -> int:
-    """Bytes of the trained parameters, whole."""
     return sum(_sums(unit, lambda parameter: parameter.size_bytes)[1] for unit in units)
 
 
@@ -182,7 +180,6 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
 
 
 def _hidden_size(units: tuple[Unit, ...]) -> int:
-    """The model's hidden size, which DeepSpeed's `auto` buffers follow, from the width of its embeddings."""
     ends = [parameter for unit in units if unit.name in (EMBEDDING, HEAD) for parameter in unit.parameters]
     return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
 

@@ -56,7 +56,6 @@ def _as_positions(indices: Any) -> list[Any]:
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator without tensors makes a small one: of integers or booleans, or a range."""
     out = func(*args, **kwargs)
     if not isinstance(out, torch.Tensor) or out.is_meta or out.numel() > MOST_ELEMENTS:
         return False

@@ -209,7 +209,6 @@ class _Deepening:
         self.events = events
 
     def _chunks(self, events: list[tuple[int, int, int, int]], starts: list[int]) -> list[tuple[int, _Chunk]]:
-        """The chunks, each with the index of its first event; a new part begins a new section."""
         chunks: list[tuple[int, _Chunk]] = []
         runs: Counter[tuple[int, int]] = Counter()
         section_and_layer, sizes = None, []

@@ -171,7 +171,6 @@ class StorageTracker(TorchDispatchMode):
                 self.recording.keep(size)
 
     def _set_source(self, tensor: torch.Tensor) -> None:
-        """Tag what is allocated next with the layer of this parameter, gradient or state."""
         layer = self.recording.layer_of(tensor.untyped_storage()._cdata)
         self._source = self._source if layer is None else layer
 

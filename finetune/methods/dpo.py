@@ -111,12 +111,10 @@ def _hinge(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
 
 
 def _apo_zero(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    """For chosen answers better than the model's own."""
     return 1 - (beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
 def _apo_down(beta: float, chosen: Any, rejected: Any, *_: Any) -> torch.Tensor:
-    """For chosen answers worse than the model's own."""
     return (beta * chosen).sigmoid() + 1 - (beta * (chosen - rejected)).sigmoid()
 
 

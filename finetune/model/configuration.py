@@ -115,7 +115,6 @@ def _exists(repo: str) -> bool:
 
 
 def _did_you_mean(name: str) -> str:
-    """`Did you mean A or B? `, what the name stands for, or nothing."""
     if unknown := why_unknown(name):
         return f"{name} {unknown[0]}. {unknown[1]} "
     close = suggestions(name)

@@ -119,7 +119,6 @@ def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str
 
 
 def _end_tokens(model: Any, stops: Collection[int]) -> list[int]:
-    """The tokens that end an answer: `stops` and the model's own."""
     own = model.generation_config.eos_token_id
     own_ids = own if isinstance(own, list) else [] if own is None else [own]
     return sorted({*own_ids, *stops})

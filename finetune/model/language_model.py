@@ -103,13 +103,11 @@ def _unread_layers(model: Any) -> str | None:
 
 @cache
 def _with_vision(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass that says where its language model is."""
     return _subclass(whole, _name_decoder)
 
 
 @cache
 def _text_only(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass without the parts for images, video and sound."""
     return _subclass(whole, _keep_language_model, base_model=property(_body), get_output_embeddings=_head)
 
 
@@ -131,7 +129,6 @@ def _name_decoder(model: Any) -> None:
 
 
 def _decoder(model: Any) -> Any:
-    """The language model; where that has an output layer of its own, it is a causal language model."""
     path = getattr(model, "language_model_path", None)
     return model.get_submodule(path) if path else None
 
@@ -158,7 +155,6 @@ def _has_head(decoder: Any) -> bool:
 
 
 def _keep_language_model(model: Any) -> None:
-    """Remove all modules but the language model and the output layer, and pass text straight to it."""
     decoder_path, decoder = _find_decoder(model)
     parent = decoder_path.rpartition(".")[0]
     own_head = bool(decoder_path) and _has_head(decoder)
@@ -178,14 +174,12 @@ def _keep_language_model(model: Any) -> None:
 
 
 def _find_decoder(model: Any) -> tuple[str, Any]:
-    """The language model of a whole model, and its name; empty where it is no part of it."""
     own = [part for name in ("language_model", "text_model") if (part := getattr(model, name, None)) is not None]
     decoder = own[0] if own else model.get_decoder()
     return next((name for name, module in model.named_modules() if module is decoder), ""), decoder
 
 
 def _kept_modules(model: Any) -> list[str]:
-    """Names of the modules that are kept: the language model, and the output layer where that is outside it."""
     path = model.language_model_path
     return [path] if _has_head(_decoder(model)) else [path, "lm_head"]
 

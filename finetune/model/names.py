@@ -1,38 +1,29 @@
-"""From a model's name as people type it to the hub id that the catalogue knows; never to another model.
+"""From a model's name as people type it to the hub id in the catalogue; never to another model.
 
-Names are compared as sets of words: family, version, size, date. How the weights are packed (GGUF, AWQ, bnb-4bit) and by whom
-is left out; whether a name is a chat model or a pretrained one is compared apart.
+A name is known if it is an id, an id without its account, a packed copy (GGUF, AWQ, bnb-4bit) of a model, or in names.json.
+Case, spaces and punctuation do not count, nor how a name says that it is a chat model.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from finetune.model.catalogue import entries
 from finetune.model.unknown_names import why_unknown
 
-#: Accounts that publish copies of others' models under the same names: quantised, converted or without a gate.
-_COPIES = {
-    "bartowski", "casperhansen", "ggml-org", "hugging-quants", "lmstudio-community", "maziyarpanahi", "mlx-community",
-    "mradermacher", "neuralmagic", "nousresearch", "quantfactory", "redhatai", "solidrust", "thebloke", "turboderp", "unsloth",
-}  # fmt: skip
-#: Other spellings of an account.
-_ACCOUNTS = {"cohereforai": "coherelabs", "codellama": "meta-llama", "meta": "meta-llama", "mistral": "mistralai"}
 _PACKED = (
     r"gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
     r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16"
 )
 _PACKING = re.compile(rf"(?<![a-z0-9])(?:{_PACKED})(?![a-z0-9])")
-_CHAT, _BASE = {"instruct", "it", "chat", "inst", "instruction"}, {"base", "pt", "pretrained", "text"}
-_IGNORED = {"hf", "meta", "nvidia", "latest", "model", "the"}
-_WORD = re.compile(r"\d+x\d+(?:\.\d+)?b|[ae]?\d+(?:\.\d+)?[bmk](?![a-z0-9])|v?\d+(?:\.\d+)*|[a-z]+")
-_SIZE = re.compile(r"(\d+x)?(\d+(?:\.\d+)?)([bm])")
-_OPTIONAL = re.compile(r"\d{4}|v\d+(?:\.\d+)*")
-#: Least likeness of a suggestion: the same family, or one misspelt letter with the same size.
-_LEAST = 4.5
+_CHAT = re.compile(r"(instruct|instruction|inst|chat|it)$")
 
 
 @dataclass(frozen=True)
@@ -43,125 +34,51 @@ class Match:
     note: str
 
 
-@dataclass(frozen=True)
-class _Name:
-    """A parsed name. `terms`: family, version, size and date; `kind`: chat, base or nothing said."""
-
-    account: str
-    terms: frozenset[str]
-    optional: frozenset[str]
-    kind: str
-    packing: str
-    tagged: bool  # Ollama's `llama3.1:8b`, which is the chat model of that size
-
-    @property
-    def needed(self) -> frozenset[str]:
-        """The terms without date and `v0.1`, which people leave out."""
-        return self.terms - self.optional
-
-    @property
-    def size(self) -> float | None:
-        """Billions of parameters, by the name."""
-        sizes = [_SIZE.fullmatch(word) for word in self.terms]
-        values = [(float((size[1] or "1x")[:-1]) * float(size[2])) / (1000 if size[3] == "m" else 1) for size in sizes if size]
-        return max(values, default=None)
-
-    @property
-    def family(self) -> str:
-        """The letters: `qwen`, `deepseek distill llama r`."""
-        return " ".join(sorted(word for word in self.terms if word.isalpha()))
-
-    @property
-    def versions(self) -> frozenset[str]:
-        return frozenset(word for word in self.terms if not word.isalpha() and not _SIZE.fullmatch(word)) - self.optional
-
-
 def resolve(typed: str) -> Match | None:
-    """The catalogue's id for `typed`; None when there is none, or more than one."""
-    candidates = _candidates(typed)
-    if len(candidates) != 1:
+    """Return the catalogue's id for `typed`; None if there is none, or more than one."""
+    names = _named(typed)
+    if len(names) != 1:
         return None
-    packing = _parsed(typed).packing
+    packing = "-".join(_PACKING.findall(_cleaned(typed).rpartition("/")[2])).upper()
     packed = f" ({packing} weights are packed for inference; LoRA trains the original)" if packing else ""
-    return Match(candidates[0], "" if candidates[0] == typed else f"{typed} -> {candidates[0]}{packed}")
+    return Match(names[0], "" if names[0] == typed else f"{typed} -> {names[0]}{packed}")
 
 
 def is_known(typed: str) -> bool:
-    """Whether `typed` names one or several models of the catalogue."""
-    return bool(_candidates(typed))
+    """Return whether `typed` names a model of the catalogue, or begins the names of several."""
+    return bool(_named(typed) or _begun(typed))
 
 
 def suggestions(typed: str, most: int = 4) -> list[str]:
-    """Ids that may be meant, best first: the same words, or the same family with the nearest version and size.
-
-    None for a name that is known to be another model's.
-    """
+    """Return ids with a similar name, best first; none for the name of a model that is known not to be in the catalogue."""
     if why_unknown(typed):
         return []
-    wanted = _parsed(typed)
-    scores = {name: _likeness(wanted, parsed) for name, parsed in _parsed_entries().items()}
-    best = max(scores.values())
-    close = [name for name in scores if scores[name] >= max(_LEAST, best - 1)]
-    candidates = _candidates(typed)
-    return list(dict.fromkeys([*candidates, *sorted(close, key=lambda name: -scores[name])]))[:most]
+    if begun := _begun(typed):
+        return begun[:most]
+    plain = {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
+    name = re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
+    return [plain[other] for other in difflib.get_close_matches(name, plain, n=most)]
 
 
-def _likeness(wanted: _Name, entry: _Name) -> float:
-    alike = difflib.SequenceMatcher(None, wanted.family, entry.family).ratio()
-    own, other = set(wanted.family.split()), set(entry.family.split())
-    if own and other and (other <= own or own <= other):  # as in my-llama-3.1-8b-finetune
-        alike = max(alike, 0.85)
-    if alike < 0.6:
-        return 0.0
-    score = 6 * alike + 3.0 * bool(wanted.versions & entry.versions) - 0.5 * len(wanted.versions ^ entry.versions)
-    size = wanted.size or (
-        entry.size if entry.size and f"{entry.size:g}" in wanted.versions - entry.versions else None
-    )  # Qwen3-8
-    if size and entry.size:
-        score += 2.5 if size == entry.size else -min(2.0, abs(size - entry.size) / size)
-    return score + 0.6 * (wanted.kind == entry.kind) + 0.3 * (wanted.account == entry.account) - 0.05 * len(entry.terms)
+def _named(typed: str) -> list[str]:
+    account, _, name = _cleaned(typed).rpartition("/")
+    account = _table()["accounts"].get(account, account)
+    owner, underscore, own_name = name.partition("_")
+    if underscore and owner in {hub_id.partition("/")[0].lower() for hub_id in entries()}:  # bartowski/Qwen_Qwen3-8B-GGUF
+        name = own_name
+    names = _ids().get(_key(name), [])
+    is_copy = not account or account in _table()["copies"]
+    return [name for name in names if is_copy or name.lower().partition("/")[0] == account]
 
 
-def _candidates(typed: str) -> list[str]:
-    """Ids that `typed` can name: one, or all of an ambiguous name."""
-    plain = _cleaned(typed)
-    exact = [name for name in _parsed_entries() if plain in (name.lower(), name.lower().rpartition("/")[2])]
-    wanted = _parsed(typed)
-    if exact or not wanted.family:
-        return exact
-    eligible = {
-        name: parsed for name, parsed in _parsed_entries().items()
-        if not (parsed.packing and parsed.account in _COPIES)
-        and (wanted.account in ("", parsed.account) or wanted.account in _COPIES)
-    }  # fmt: skip
-    same_words = [name for name, parsed in eligible.items() if parsed.terms == wanted.terms]
-    loose = [name for name, parsed in eligible.items() if parsed.needed == wanted.terms and parsed.terms != wanted.terms]
-    if wanted.tagged and same_words:
-        return _of_kind(wanted.kind, same_words)
-    matches = _of_kind(wanted.kind, same_words + loose)
-    longer = [name for name, parsed in eligible.items() if parsed.terms > wanted.terms and name not in loose]
-    longer = _of_kind(wanted.kind, longer)
-    if wanted.kind and any(_parsed_entries()[name].kind == wanted.kind for name in matches):
-        longer = [name for name in longer if _parsed_entries()[name].kind == wanted.kind]
-    if same_words or not longer:
-        return matches
-    return matches + longer if matches else []
-
-
-def _of_kind(kind: str, names: list[str]) -> list[str]:
-    """Of names with the same words, those that are the chat model, or the pretrained one, or could be either."""
-    chats = {_parsed_entries()[name].terms for name in names if _parsed_entries()[name].kind == "chat"}
-    plain = [name for name in names if _parsed_entries()[name].kind == ""]
-    if not kind:
-        return plain or names
-    pretrained = [name for name in plain if entries()[name].pretrained or _parsed_entries()[name].terms in chats]
-    explicit = [name for name in names if _parsed_entries()[name].kind == kind]
-    return explicit + (pretrained if kind == "base" else [name for name in plain if name not in pretrained])
-
-
-@cache
-def _parsed_entries() -> dict[str, _Name]:
-    return {name: _parsed(name) for name in entries()}
+def _begun(typed: str) -> list[str]:
+    """Return ids whose family and size are what was typed: both kinds of gemma-3-4b."""
+    account, _, name = _cleaned(typed).rpartition("/")
+    stem = _key(name).partition("+")[0]
+    if account or not stem:
+        return []
+    matching = (key for key in _ids() if key.startswith(stem) and not re.match(r"[\d.b:]", key[len(stem) :]))
+    return [hub_id for key in matching for hub_id in _ids()[key]]
 
 
 def _cleaned(typed: str) -> str:
@@ -169,27 +86,38 @@ def _cleaned(typed: str) -> str:
     return re.sub(r"/(tree|blob|resolve)/.*$", "", text).strip("/ ")
 
 
-def _parsed(typed: str) -> _Name:
-    account, _, repo = _cleaned(typed).rpartition("/")
-    name, _, tag = repo.partition(":")
-    owner, underscore, own = name.partition("_")
-    if underscore and owner in _owners():  # bartowski/Qwen_Qwen3-8B-GGUF
-        name = own
-    text = f"{name}-{tag}" if tag else name
-    packing = "-".join(_PACKING.findall(text)).upper()
-    text = re.sub(r"c4ai|\b\d\d-(?=20\d\d)", " ", _PACKING.sub(" ", text).replace("_", " "))
-    tokens = _WORD.findall(re.sub(r"(\d)\s+([bm])\b", r"\1\2", text))
-    kind = "chat" if _CHAT & set(tokens) else "base" if _BASE & set(tokens) else "chat" if tag else ""
-    terms = {_version(word) if any(map(str.isdigit, word[:2])) else word for word in tokens} - _IGNORED - _CHAT - _BASE
-    optional = {_version(word) for word in tokens if _OPTIONAL.fullmatch(word)}
-    return _Name(_ACCOUNTS.get(account, account), frozenset(terms), frozenset(optional & terms), kind, packing, bool(tag))
+def _squeezed(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "", name.lower())
 
 
-def _version(word: str) -> str:
-    """`v4.0` as 4, which people write, too."""
-    return word.removeprefix("v").removesuffix(".0")
+def _key(name: str) -> str:
+    """Return the name without packing and punctuation; `+chat` or `+base` in place of a last word that says so."""
+    family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
+    if tag:
+        return f"{_squeezed(family)}:{_CHAT.sub('', _squeezed(tag))}"
+    return re.sub(r"(base|pt)$", "+base", _CHAT.sub("+chat", _squeezed(family).removesuffix("hf")))
 
 
 @cache
-def _owners() -> set[str]:
-    return {name.partition("/")[0].lower() for name in entries()}
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    return table
+
+
+@cache
+def _ids() -> dict[str, list[str]]:
+    """Ids by key: of the catalogue, of Ollama's tags, and of the other short names."""
+    ids = defaultdict(list)
+    for name in entries():
+        account, _, last = name.lower().partition("/")
+        if not (account in _table()["copies"] and _PACKING.search(last)):
+            ids[_key(last)].append(name)
+    for family, template in _table()["tags"].items():
+        before, after = template.split("{}")
+        for name in entries():
+            size = name.removeprefix(before).removesuffix(after)
+            if name == f"{before}{size}{after}" and "-" not in size:
+                ids[_key(f"{family}:{size.lower()}")].append(name)
+    for short, name in _table()["names"].items():
+        ids.setdefault(_key(short), [name])
+    return dict(ids)

@@ -101,7 +101,6 @@ def _checked_path(path: Path) -> Path:
 
 
 def _mark_checked(path: Path) -> None:
-    """Record that the file was verified, so that other processes of this launch skip it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
             write_text(_checked_path(path), _file_identity(path))
@@ -153,7 +152,6 @@ def _quantise_to_file(
     path: Path, parts: tuple[Part, ...], facts: Mapping[str, Any], settings: Settings, config: PretrainedConfig,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Read the checkpoint, quantise each weight on `device`, and write the file. All but layers stays in host memory."""
     needed, free = file_bytes(parts), free_disk_bytes(path.parent)
     if needed > free:
         raise DiskFull(

@@ -14,6 +14,7 @@ from finetune.errors import ModelError
 from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
 from finetune.hub import cached_file
 from finetune.model.configuration import resolve_model_path
+from finetune.serialise import from_json, read_own
 from finetune.settings import Settings
 
 #: Files of a checkpoint in several parts, and of an adapter.
@@ -72,7 +73,6 @@ def generation_fingerprint(settings: Settings) -> str | None:
 
 
 def _folder_on_disk(settings: Settings) -> Path | None:
-    """The base model's folder, or that of the hub's cache; None when it is in neither."""
     folder = Path(path := resolve_model_path(settings))
     if folder.is_dir():
         return folder
@@ -89,9 +89,8 @@ def _hash(path: Path, reread: bool) -> str:
     stat = path.stat()
     key = hashlib.sha256(f"{path}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}".encode()).hexdigest()
     cache_file = cache_dir() / "weights" / key
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if not reread and _DIGEST.fullmatch(cached := read_json(cache_file, dict)["sha256"]):
-            return cached
+    if not reread and (cached := read_own(cache_file, str, "sha256")):
+        return cached
     digest = sha256_of(path)
     if is_of_hub:
         if digest != path.name:
@@ -109,8 +108,8 @@ def weight_files(folder: Path) -> list[str]:
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
     try:
-        return sorted(set(read_json(index)["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return sorted(set(from_json(dict[str, str], read_json(index, dict).get("weight_map")).values()))
+    except (OSError, ValueError) as error:
         raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
 
 
@@ -130,7 +129,7 @@ def file_problem(path: Path) -> str:
         data = max((part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"), default=0)
     except FileNotFoundError:
         return "is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError) as error:
         return f"can't be read as safetensors: {error}"
     end = 8 + length + data
     return "" if size == end else f"is {'truncated' if size < end else 'damaged'}: {size:,} of {end:,} bytes"

@@ -89,14 +89,11 @@ def read_history(card_name: str) -> History:
 
 
 def _measured_runs(rows: list[dict[str, Any]]) -> tuple[MeasuredRun, ...]:
-    """The rows that have a whole run; a damaged one is skipped."""
     return tuple(
-        MeasuredRun(
-            str(row.get("model")), workload_s=row["workload_s"], train_s=row["train_s"], load_s=row["load_s"],
-        )
+        MeasuredRun(str(row.get("model")), workload_s=row["workload_s"], train_s=row["train_s"], load_s=row["load_s"])
         for row in rows
         if all(isinstance(row.get(name), float) and row[name] > 0 for name in ("workload_s", "train_s", "load_s"))
-    )  # fmt: skip
+    )
 
 
 def _path() -> Path:

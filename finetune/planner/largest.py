@@ -12,7 +12,7 @@ from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
 from finetune.planner.choices import Choices
 from finetune.planner.plan import DataStatistics, Plan
-from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_if_fits, plan_or_excess
+from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_if_fits
 from finetune.planner.planning import RowsRead, for_rows, prepared
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
@@ -122,7 +122,7 @@ def find_largest(
     recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
     progress: Progress | None = None,
 ) -> Largest:  # fmt: skip
-    """By the secant of what two values that don't fit take too much, else by halves: a larger value never takes less memory.
+    """Return the largest value of `setting` that fits, by bisection: a larger value never takes less memory.
 
     `max_length` is planned for rows of that many tokens, with the pictures of `data`.
 
@@ -141,42 +141,20 @@ def find_largest(
     most = searched.most(shape_of(read_config(recipe), recipe))
     fitting, count = 0, most // searched.step + 1
     plans: dict[int, Plan] = {}
-    excesses: dict[int, int] = {}
-    offloaded = False  # whether a smaller value fits only so
-    misses = 0  # tries one after another that left more than half of what was open
-    tried = count - 1
+    tried = count - 1  # where the limit itself fits, one plan is the answer
     while count - fitting > 1:
         value = tried * searched.step
         report_progress(f"planning {setting}={value:,}")
-        plan, excess = plan_or_excess(with_value(value), card, data, forecaster, offloaded=offloaded)
-        open_before = count - fitting
-        if plan is None:
-            count, excesses[tried] = tried, excess
-        else:
+        if plan := plan_if_fits(with_value(value), card, data, forecaster):
             fitting, plans[tried] = tried, plan
-            if not offloaded and recipe.layer_offloading == AUTO and plan.settings.layer_offloading:
-                offloaded, excesses = True, {}  # those were of layers on the GPU
-        misses = misses + 1 if 2 * (count - fitting) > open_before else 0
-        tried = _between(fitting, count, {} if misses > 1 else excesses)
+        else:
+            count = tried
+        tried = (fitting + count) // 2
     too_large = None if count * searched.step > most else count * searched.step
     plan = plans.get(fitting) or make_plan(with_value(searched.step), card, data, forecaster=forecaster)
     value = fitting * searched.step
     overrides = tuple(f"{name}={number}" for name, number in searched.settings(value or searched.step, recipe).items())
     return Largest(setting, value, too_large, searched.limit, plan, overrides)
-
-
-def _between(fitting: int, too_large: int, excesses: dict[int, int]) -> int:
-    """The next index to try between one that fits and one that doesn't.
-
-    `excesses`: bytes that indices take too much. Those nearest to the end are of the strategy that takes least, whose memory is
-    nearly a line: the index before its zero, if two are known, else the middle.
-    """
-    nearest = sorted(index for index in excesses if excesses[index] > 0)[:2]
-    if len(nearest) < 2 or excesses[nearest[0]] >= excesses[nearest[1]]:
-        return (fitting + too_large) // 2
-    first, second = nearest
-    zero = first - excesses[first] * (second - first) / (excesses[second] - excesses[first])
-    return min(max(int(zero), fitting + 1), too_large - 1)
 
 
 def find_largest_model(

@@ -25,8 +25,8 @@ from finetune.settings import Settings
 from finetune.settings.methods import has_kl
 from finetune.units import format_bytes, format_seconds
 
-#: Version of plan.json. The first version had no such key.
-VERSION = 1
+#: Version of plan.json, raised with each field that leaves or changes its type.
+VERSION = 2
 
 
 class Verdict(StrEnum):
@@ -88,11 +88,6 @@ class DataStatistics:
         return self.lengths[-1] if self.lengths else None
 
     @property
-    def largest_picture(self) -> int:
-        """Pixels of the largest picture of all rows."""
-        return self.most_pixels
-
-    @property
     def pictures_summary(self) -> str:
         """The pictures of the row with most pixels, and their tokens: `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
         kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))
@@ -146,7 +141,6 @@ class DataStatistics:
 
 
 def _share(most_trained: tuple[int, ...], of_rows: int, rows: int, tokens: int) -> float:
-    """Share of `rows` x (`tokens` - 1) positions that are trained in those of `of_rows` rows which have most of them."""
     if rows > len(most_trained) < of_rows or tokens < 2:  # noqa: PLR2004 - the first token is never predicted
         return 1.0
     return sum(min(count, tokens - 1) for count in most_trained[:rows]) / (rows * (tokens - 1))
@@ -357,10 +351,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read back what `as_json` wrote. Raises ValueError and KeyError when it is damaged or of another format."""
+        """Read back what `as_json` wrote. Raises ValueError when it is damaged or of another format."""
         if values.get("version") != VERSION:
             raise ValueError(f"plan format {values.get('version')}; this version reads format {VERSION}")
-        return from_json(cls, {**values, "settings": values["plan"]})
+        return from_json(cls, {**values, "settings": values.get("plan")})
 
     @property
     def usable_bytes(self) -> int:
@@ -386,7 +380,7 @@ def read_plan(path: Path) -> Plan:
     """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
     try:
         return Plan.from_json(read_json(path, dict, may_be_edited=True))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",

@@ -87,22 +87,9 @@ def plan_if_fits(
     recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None
 ) -> Plan | None:
     """The plan of a recipe that fits; None for another, without the forecasts of what would make it fit. Raises RecipeError."""
-    return plan_or_excess(recipe, card, data, forecaster)[0]
-
-
-def plan_or_excess(
-    recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None, *, offloaded: bool = False
-) -> tuple[Plan | None, int]:
-    """`plan_if_fits`, and for a recipe that doesn't fit how many bytes more than are free its least forecast takes.
-
-    `offloaded`: all layers on the GPU are known not to fit, so that is not forecast.
-    """
     planner = _planner_of(recipe, card, data, forecaster, None)
-    attempt = planner.best_offloaded() if offloaded else planner.best()
-    if attempt is not None and attempt.verdict == Verdict.FITS:
-        return planner.plan(attempt), 0
-    forecasts = [candidate.forecast for candidates in planner.evaluated.values() for candidate in candidates]
-    return None, min(forecast.peak_high_bytes for forecast in forecasts) - planner.budget
+    attempt = planner.best()
+    return planner.plan(attempt) if attempt.verdict == Verdict.FITS else None
 
 
 def _planner_of(
@@ -120,8 +107,6 @@ def _planner_of(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One max_length and one rank: the choices so far, the search over strategies, and the strategy it chose."""
-
     choices: Choices
     search: Search
     chosen: EvaluatedStrategy | None = None
@@ -139,8 +124,6 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Planner:
-    """The inputs of one make_plan call, and its steps."""
-
     recipe: Recipe
     card: Card
     data: DataStatistics | None
@@ -173,13 +156,6 @@ class _Planner:
         if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
             attempt = self.with_layers_offloaded(attempt) or attempt
         return attempt
-
-    def best_offloaded(self) -> _Attempt | None:
-        """`best` of a recipe that fits with layers offloaded only; None when it does not fit so."""
-        resident = next(self._attempts(False, False))
-        least = next(self._attempts(False, OFFLOAD_TARGETS[0]))
-        least.search.smallest(self._open_strategies(least) or self._open_strategies(resident))  # estimates start from it
-        return self.with_layers_offloaded(resident)
 
     def solve(self, unpacked: bool = False) -> _Attempt:
         """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
@@ -344,13 +320,10 @@ class _Planner:
         )  # what the recipe sets is planned, and said not to be enough
 
     def _ranks(self, basics: Choices) -> list[int]:
-        """The advised rank, then lower ones if the recipe leaves it open."""
         advised: int = basics.value("lora_r")
         return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
 
     def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
-        """Forecasts a strategy by dry run, with the widest row of the attempt. `reference`: the chosen one's forecast."""
-
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
             self.report_progress(f"forecasting {describe(strategy, job.batch, job.world)}, rows of {width:,} tokens")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.files import cache_dir, read_json, write_json
+from finetune.files import cache_dir
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
-from finetune.serialise import from_json, to_json
+from finetune.serialise import read_own, to_json
 from finetune.settings.base_formats import NF4, base_format_of
 
 if TYPE_CHECKING:
@@ -151,27 +151,9 @@ def _chosen(tables: Iterable[Any], count: int) -> Sequences:
 
 def read_cost(settings: Settings, sequences: Callable[[], Sequences], *, on_cpu: bool) -> QuantisationCost | None:
     """The base model's cost on these rows where an earlier measurement is in the cache; else None."""
-    folder, slug = _folder(), _slug(settings)
-    if not any(folder.glob(f"{slug}-*.json")):  # without it no weights are hashed
+    if not any(_folder().glob(f"{_slug(settings)}-*.json")):  # without it no weights are hashed
         return None
-    try:
-        return from_json(QuantisationCost, read_json(cost_path(settings, sequences(), on_cpu=on_cpu), dict)["cost"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def read_losses(path: Path) -> dict[str, list[float]]:
-    """Row losses by format, of a measurement that may have been killed; empty where there is none."""
-    try:
-        return from_json(dict[str, list[float]], read_json(path, dict)["row_losses"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def write_losses(path: Path, row_losses: dict[str, list[float]], cost: QuantisationCost | None = None) -> None:
-    """Keep what was measured so far. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"row_losses": row_losses, "cost": None if cost is None else to_json(cost)})
+    return read_own(cost_path(settings, sequences(), on_cpu=on_cpu), QuantisationCost, "cost")
 
 
 def cost_path(settings: Settings, sequences: Sequences, *, on_cpu: bool, adapter: Sequence[str] = ()) -> Path:

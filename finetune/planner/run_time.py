@@ -55,7 +55,7 @@ def workload_s(step_s: float, total_steps: int | None, settings: Settings, data:
 
 
 def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:
-    """Return the expected time of a run; None before a first run was measured. Runs of the same model count if there are any."""
+    """Return the expected time of a run, by runs of the same model if there are any. None before the first measured run."""
     runs = [run for run in measured if run.model == model] or measured
     if not workload or not runs:
         return None

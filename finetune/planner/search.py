@@ -60,7 +60,6 @@ def least_bytes(strategy: Strategy, job: Job) -> int:
 
 
 def _layers_on_card(strategy: Strategy, shape: ModelShape) -> int:
-    """Bytes of the base weights without offloaded layers, and with their buffers."""
     return shape.weight_bytes(strategy.base) - max(0, strategy.offloaded - BUFFERS) * shape.layer_bytes(strategy.base)
 
 

@@ -161,7 +161,6 @@ def _table(model: Any) -> int:
 
 
 def _attention_layers(model: Any) -> list[str]:
-    """Names of the linear layers of attention."""
     import torch
 
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -183,7 +182,6 @@ def _widths(text: Any) -> dict[str, Any]:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these values that a configuration has; 0 when it has none."""
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 

@@ -220,7 +220,6 @@ def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:
 
 
 def _micro_batches(choices: Choices) -> Iterator[int]:
-    """Micro-batches that divide the effective batch at the recipe's world size and respect its accumulation."""
     recipe = choices.recipe
     rows = choices.value("effective_batch_size") // recipe.launch.num_processes
     if recipe.per_device_train_batch_size != AUTO:

@@ -50,7 +50,6 @@ def suggest(
 
 
 def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
-    """(override, the settings it changes, its cost); settings the planner chose take least memory already."""
     offers: list[tuple[str, dict[str, Any], str]] = []
 
     def offer(changes: dict[str, Any], cost: str) -> None:

@@ -43,11 +43,15 @@ def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
         return
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
 
-    if tool := foreign.unread_tool(values):
-        raise RecipeError(f"{name} is a configuration of {tool}, which finetune does not read", "Write a recipe: `finetune recipes keys`")
-    if known := foreign.tool_of(values):
+    if unread_name := foreign.unread_tool(values):
         raise RecipeError(
-            f"{name} is a configuration of {known.name}", f"Convert it: finetune convert {shlex.quote(name)} -o recipe.yaml"
+            f"{name} is a configuration of {unread_name}, which finetune does not read",
+            "Write a recipe: `finetune recipes keys`",
+        )
+    if tool := foreign.tool_of(values):
+        raise RecipeError(
+            f"{name} is a configuration of {tool.name}",
+            f"Convert it: finetune convert {shlex.quote(name) if Path(name).suffix else 'FILE'} -o recipe.yaml",
         )
 
 
@@ -189,7 +193,7 @@ def _with_canonical_names(
     renamed: dict[str, Any] = {}
     for key, value in values.items():
         location, canonical = locations.get(key, key), ALIASES.get(key, key)
-        if secret_key := _secret_in(key, value):
+        if secret_key := secret_in(key, value):
             problems.append(
                 f"{location.partition('=')[0]}: secrets don't belong in a recipe: `hf auth login`, or set HF_TOKEN; "
                 f"remove '{secret_key}'"
@@ -217,21 +221,14 @@ def _with_canonical_names(
     return renamed
 
 
-def _secret_in(key: str, value: Any) -> str | None:
+def secret_in(key: str, value: Any) -> str | None:
     """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
     is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
-    if is_secret or (isinstance(value, str) and SECRET.search(value)):
+    if isinstance(value, str) and (is_secret or SECRET.search(value)):
         return key
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    nested_secrets = (_secret_in(str(name), item) for name, item in items)
+    nested_secrets = (secret_in(str(name), item) for name, item in items)
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
-
-
-def holds_secret(value: Any) -> bool:
-    """Whether a value, at any depth, looks like a token."""
-    if isinstance(value, (dict, list)):
-        return any(holds_secret(item) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and bool(SECRET.search(value))
 
 
 def _known_settings(

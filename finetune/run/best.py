@@ -144,7 +144,6 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share with the digits that matter; a multiple when it is large."""
     if share >= 2:
         return f"to {share + 1:.3g} times that" if math.isfinite(share) else "from zero"
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{share:.1%}".replace("%", " %")

@@ -13,7 +13,7 @@ from finetune.card.allocator import has_windows_driver, usual_settings
 from finetune.card.compiler import COMPILER_FIX, compiler_problem
 from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
-from finetune.card.visible import for_processes, usable_devices
+from finetune.card.visible import usable_devices
 from finetune.errors import CardError
 from finetune.memory.forecast import EXPANDABLE, SEGMENTED
 from finetune.planner.plan import Plan, read_plan
@@ -26,19 +26,17 @@ _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 def cards_of(plan: Plan) -> tuple[str, ...]:
     """UUIDs of the cards that the run uses on this machine, of those that CUDA_VISIBLE_DEVICES leaves.
 
-    One process: the planned card; when it is gone another one of its name, else the first. Several: the first ones in CUDA's
-    order, of which the plan is for the fullest. Empty on a CPU, and for a plan without a UUID.
+    One process: the planned card; when it is gone another one of its name, else the first. Several: the first ones, of which
+    the plan is for the fullest. Empty on a CPU, and for a plan without a UUID.
     """
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:
         return ()
-    devices = [device for device in usable_devices() if device.uuid]
+    devices = list(usable_devices())
     processes = plan.settings.launch.processes_here
     if processes == 1:
         devices.sort(key=lambda device: (device.uuid != wanted.uuid, device.name != wanted.name))
-    else:
-        devices = list(for_processes(devices))
-    return tuple(device.uuid or "" for device in devices[:processes])
+    return tuple(device.uuid for device in devices[:processes])
 
 
 def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
@@ -57,7 +55,7 @@ def replacement_message(plan: Plan, cards: tuple[str, ...]) -> str:
 def lost_card(plan: Plan, run: Path) -> CardError | None:
     """The error of a run whose card has stopped answering the driver, as after it fell off the bus; else None."""
     visible_entries = os.environ.get(nvidia.VISIBLE_VARIABLE, "").split(",")
-    visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIXES)]
+    visible_uuids = [entry for entry in visible_entries if entry.startswith(nvidia.UUID_PREFIX)]
     run_uuids = visible_uuids or ([plan.card.uuid] if plan.card.uuid else [])
     try:
         devices, lost_devices = nvidia.read_devices()
@@ -87,7 +85,6 @@ def holders_of(cards: tuple[str, ...]) -> list[str]:
 
 
 def _devices(cards: Collection[str]) -> list[Device]:
-    """The devices with these UUIDs, visible or not; none without a driver."""
     try:
         return [device for device in nvidia.read_devices()[0] if device.uuid in cards]
     except DriverError:

@@ -34,8 +34,6 @@ _DISK_ERRORS = {
 
 
 class _Entry:
-    """A file or folder of a run, by its name there."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -137,7 +135,6 @@ def create(path: Path, fill: Any) -> RunDirectory:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process left while it made a run directory."""
     for mark in folder.glob(f".*/{_UNFINISHED}"):
         with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
             if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
@@ -183,7 +180,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         try:
             entry = parse_checked(line)
             path = Path(entry["run"]) if entry["from"] == here else None
-        except (ValueError, TypeError, KeyError):  # a line that was cut off
+        except ValueError:  # a line that was cut off
             continue
         if path is not None and path not in by_path and (path / "plan.json").is_file():
             by_path[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)

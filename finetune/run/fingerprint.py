@@ -100,5 +100,4 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:
-    """The facts in a folder's manifest."""
     return (read_object(folder / MANIFEST) or {}).get("facts") or {}

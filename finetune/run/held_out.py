@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def pause_step(run: RunDirectory) -> int | None:
     """The step after which a sweep's arm stops with a checkpoint; None in a run that is none, or that may train to its end."""
-    step = (read_object(run.arm) or {}).get("pause_after")
-    return step if isinstance(step, int) else None
+    return (read_object(run.arm) or {}).get("pause_after")
 
 
 def let_train(run: RunDirectory, step: int | None) -> None:

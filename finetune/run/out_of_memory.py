@@ -1,14 +1,12 @@
 """Explains an out-of-memory error: what was asked for, what held the memory, and whether fragmentation is the cause.
 
-A snapshot is what `torch.cuda.memory._snapshot` returns; its format is in that function's docstring. One that is damaged, or of
-another version, explains less and is never an error. It is taken after the error was raised: tensors of the failing operator,
-and those that the backward pass held, may be free again.
+A snapshot is what `torch.cuda.memory._snapshot` returns, empty on a CPU; its format is in that function's docstring. It is
+taken after the error was raised: tensors of the failing operator, and those that the backward pass held, may be free again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,56 +27,46 @@ class FreeMemory:
     usable: tuple[int, ...] = ()
 
 
-def free_memory(snapshot: Any, asked_bytes: int | None) -> FreeMemory | None:
+def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory | None:
     """The free blocks at the time of a snapshot; None when it has no segments.
 
     torch frees whole cached segments before it gives up, so the remaining free blocks share segments with live ones.
     """
-    free, usable = [], []
-    streams: Counter[Any] = Counter()
-    segments = list(_segments(snapshot))
+    segments = snapshot.get("segments", ())
+    if not segments:
+        return None
+    blocks, usable = [], []
+    streams: Counter[int] = Counter()
     for segment in segments:
-        streams[str(segment.get("stream"))] += _size(segment, "allocated_size")
-    stream = streams.most_common(1)[0][0] if streams else None
+        streams[segment["stream"]] += segment["allocated_size"]
+    stream = streams.most_common(1)[0][0]
     pool = None if asked_bytes is None else "small" if asked_bytes <= SMALL_REQUEST else "large"
     for segment in segments:
-        fits = str(segment.get("stream")) == stream and (pool is None or segment.get("segment_type") in (pool, None))
-        for block in _blocks(segment):
-            size = _size(block, "size")
-            if block.get("state") == "inactive" and size:
-                free.append(size)
-                if fits:
-                    usable.append(size)
-    return FreeMemory(tuple(sorted(free, reverse=True)), tuple(sorted(usable, reverse=True))) if segments else None
+        free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        blocks += free
+        if segment["stream"] == stream and pool in (None, segment["segment_type"]):
+            usable += free
+    return FreeMemory(tuple(sorted(blocks, reverse=True)), tuple(sorted(usable, reverse=True)))
 
 
-def requested_bytes(snapshot: Any) -> int | None:
+def requested_bytes(snapshot: dict[str, Any]) -> int | None:
     """Bytes of the newest request that failed, to the byte; None unless the allocator's history was recorded."""
-    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
-    entries = [
-        entry
-        for trace in (traces if isinstance(traces, (list, tuple)) else ())
-        for entry in (trace if isinstance(trace, (list, tuple)) else ())
-        if isinstance(entry, dict) and entry.get("action") == "oom" and _size(entry, "size")
-    ]
-    newest = max(entries, key=lambda entry: _size(entry, "time_us"), default=None)
-    return _size(newest, "size") if newest else None
+    entries = [entry for trace in snapshot.get("device_traces", ()) for entry in trace if entry["action"] == "oom"]
+    return max(entries, key=lambda entry: entry["time_us"])["size"] if entries else None
 
 
-def holders(snapshot: Any) -> dict[str, int]:
+def holders(snapshot: dict[str, Any]) -> dict[str, int]:
     """What holds most of the allocated memory, with its bytes, largest first: the line of code that allocated it where the
     history was recorded, else blocks of one size."""
     holder_bytes: Counter[str] = Counter()
     sizes: Counter[int] = Counter()
-    for segment in _segments(snapshot):
-        for block in _blocks(segment):
-            size = _size(block, "size")
-            if block.get("state") != "active_allocated" or not size:
-                continue
-            if where := _line(block):
-                holder_bytes[where] += size
-            else:
-                sizes[size] += 1
+    for block in (block for segment in snapshot.get("segments", ()) for block in segment["blocks"]):
+        if block["state"] != "active_allocated":
+            continue
+        if where := _line(block):
+            holder_bytes[where] += block["size"]
+        else:
+            sizes[block["size"]] += 1
     for size, count in sizes.items():
         holder_bytes[f"{count:,} x {format_bytes(size)}" if count > 1 else f"one of {format_bytes(size)}"] += count * size
     return dict(holder_bytes.most_common(MOST_HOLDERS))
@@ -148,27 +136,10 @@ def _expectation(event: OutOfMemory) -> str:
     return f"{message}, more than forecast." if allocated > (1 + DRY_RUN_ERROR) * forecast else f"{message} before it failed."
 
 
-def _segments(snapshot: Any) -> Iterator[dict[str, Any]]:
-    segments = snapshot.get("segments") if isinstance(snapshot, dict) else None
-    yield from (segment for segment in (segments if isinstance(segments, (list, tuple)) else ()) if isinstance(segment, dict))
-
-
-def _blocks(segment: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    blocks = segment.get("blocks")
-    yield from (block for block in (blocks if isinstance(blocks, (list, tuple)) else ()) if isinstance(block, dict))
-
-
-def _size(values: dict[str, Any], name: str) -> int:
-    size = values.get(name)
-    return size if isinstance(size, int) and 0 <= size < 2**63 else 0
-
-
 def _line(block: dict[str, Any]) -> str:
     """File, line and function of Python that allocated a block, outside torch; empty without history."""
-    frames = block.get("frames")
-    for frame in frames if isinstance(frames, (list, tuple)) else ():
-        name = frame.get("filename") if isinstance(frame, dict) else None
-        if isinstance(name, str) and name.endswith(".py") and "/torch/" not in name.replace("\\", "/"):
-            parts = name.replace("\\", "/").split("/")
-            return f"{'/'.join(parts[-2:])}:{frame.get('line')} {frame.get('name')}"
+    for frame in block.get("frames", ()):
+        path = frame["filename"].replace("\\", "/")
+        if path.endswith(".py") and "/torch/" not in path:
+            return f"{'/'.join(path.split('/')[-2:])}:{frame['line']} {frame['name']}"
     return ""

@@ -65,4 +65,4 @@ def restore_run(runs: Path, folder_name: str) -> RunDirectory:
 
 def _refuse_alive(run: RunDirectory) -> None:
     if is_alive(run):
-        raise CommandError(f"{run.path.name} is running", f"Stop it first: finetune stop {run.path}")
+        raise CommandError(f"{run.path.name} is running", f"Pause it first: finetune pause {run.path}")

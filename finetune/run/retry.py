@@ -17,7 +17,7 @@ from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
 from finetune.planner.plan import DataStatistics, Plan, read_plan
 from finetune.run.directory import RunDirectory
-from finetune.serialise import from_json, to_json
+from finetune.serialise import read_own, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
 from finetune.settings.compatibility import is_zero3
@@ -47,7 +47,7 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         return dataclasses.replace(
             plan, settings=resolved(plan.settings, **changes), forecast=forecast, modelled_step_s=modelled_step_s
         )
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
 
@@ -103,7 +103,7 @@ def adjusted_since_s(run: RunDirectory) -> float:
     """The time from which on the run's memory is that of its adjusted plan; 0 where no change was of memory."""
     try:
         adjusted = _adjusted_forecast(run, _adjustments(run))
-    except (OSError, ValueError, TypeError):  # damaged, which `adjusted_plan` reports
+    except (OSError, ValueError):  # damaged, which `adjusted_plan` reports
         return 0.0
     return adjusted.since_s if adjusted else 0.0
 
@@ -187,19 +187,14 @@ def _changes_of(changes: dict[str, Any], what: Decides) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _AdjustedForecast:
-    """Saved in the run directory: the forecast with these changes of memory, and the time it was made."""
-
     changes: dict[str, Any]
     forecast: Forecast
     since_s: float
 
 
 def _adjusted_forecast(run: RunDirectory, changes: dict[str, Any]) -> _AdjustedForecast | None:
-    try:
-        adjusted = from_json(_AdjustedForecast, read_json(run.adjusted_forecast))
-    except (OSError, ValueError):  # none, or a damaged one: it is made again
-        return None
-    return adjusted if adjusted.changes == _changes_of(changes, Decides.BYTES) else None
+    adjusted = read_own(run.adjusted_forecast, _AdjustedForecast)  # a damaged one is made again
+    return adjusted if adjusted and adjusted.changes == _changes_of(changes, Decides.BYTES) else None
 
 
 def _adjustments(run: RunDirectory) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import read_json, sha256_of
+from finetune.files import read_json, read_object, sha256_of
 from finetune.system import WINDOWS, rename, sync_file, sync_folder
 
 MANIFEST = "MANIFEST.json"
@@ -74,15 +74,12 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 
 def verify(folder: Path) -> list[str]:
     """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
-    try:
-        step = int(read_json(folder / MANIFEST, dict)["step"])
-    except FileNotFoundError:
+    if not (folder / MANIFEST).exists():
         return ["it is incomplete (no manifest): the run died while writing it"]
-    except (ValueError, KeyError, TypeError, OverflowError, OSError):
-        return ["its manifest can't be read"]
     problems = changes_in(folder)
-    if folder.name != f"checkpoint-{step}":
-        problems.append(f"its manifest is for step {step}")
+    step = (read_object(folder / MANIFEST) or {}).get("step")
+    if not problems and folder.name != f"checkpoint-{step}":
+        return [f"its manifest is for step {step}"]
     return problems
 
 
@@ -91,15 +88,14 @@ def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[s
 
     `only`: the name of the one file to look at.
     """
-    try:
-        manifest = read_json(folder / MANIFEST, dict)
-        files = dict(manifest["files"])
-        if manifest.pop("seal") != _seal_of(manifest):
-            return ["its manifest has changed since it was sealed"]
-    except FileNotFoundError:
+    if not (folder / MANIFEST).exists():
         return [f"its {MANIFEST} is missing"] if required else []
-    except (ValueError, KeyError, TypeError, OSError):
+    manifest = read_object(folder / MANIFEST)
+    if manifest is None or "seal" not in manifest:
         return ["its manifest can't be read"]
+    if manifest.pop("seal") != _seal_of(manifest):
+        return ["its manifest has changed since it was sealed"]
+    files = manifest["files"]
     if only:
         files = {name: files[name] for name in (only,) if name in files}
     problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]

@@ -22,7 +22,7 @@ _POLL_S = 0.2
 
 class MemoryHistory:
     """Records the allocations of a run with their stacks, for `record_memory_history`, and writes the newest of them: after the
-    step with the highest peak, when `finetune snapshot` asks for it, after out of memory, and at the end.
+    step with the highest peak, when `finetune runs show --memory` asks for it, after out of memory, and at the end.
 
     Costs some host memory and a few per cent of time. `records`: otherwise every method does nothing. `warn` gets what a full
     disk says.
@@ -89,6 +89,6 @@ def allocator_now(on_cuda: bool) -> dict[str, Any]:
     if not on_cuda:
         return {}
     try:
-        return cuda.snapshot() or {}
+        return cuda.snapshot()
     except RuntimeError:  # after an error of the driver nothing on the card can be used
         return {}

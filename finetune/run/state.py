@@ -106,7 +106,6 @@ def is_recorded_process(record: dict[str, float]) -> bool:
 
 
 def _ticks(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot (proc_pid_stat(5)), which setting the clock does not change."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

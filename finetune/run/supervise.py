@@ -161,7 +161,6 @@ class Supervisor:
         return launcher.exit_status(worker.returncode, self._emit)
 
     def _read_requests(self) -> None:
-        """Count requests of the run's file as signals."""
         requests = read_stop_requests(self.run)
         self.signals += requests[self.requests :]
         self.requests = max(self.requests, len(requests))

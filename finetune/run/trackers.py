@@ -95,7 +95,6 @@ def forecast_numbers(plan: Plan) -> dict[str, float]:
 
 
 def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
-    """An event's numbers by their names in trackers; null ones are left out."""
     return {name: getattr(event, field) for field, name in names.items() if getattr(event, field) is not None}
 
 
@@ -105,8 +104,6 @@ def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Arguments for opening a tracker: the run, the step it resumes from, and the plan."""
-
     run: RunDirectory
     step: int
     config: dict[str, Any]

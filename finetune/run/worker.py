@@ -139,7 +139,6 @@ class Worker:
         return FINISHED
 
     def _check_forecast(self) -> None:
-        """Emit forecast against measured memory of the whole run, and record it for later plans."""
         since_s = adjusted_since_s(self.run)
         every = events.read_events(self.run.events)
         steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
@@ -266,7 +265,6 @@ class Worker:
             self.events.emit(events.Retry(attempt=attempts[-1], reason=reason, changes=changes))
 
     def _open_card(self) -> None:
-        """Open the card, limit it to the budget and try its kernels, before anything is loaded. Raises CardError."""
         if self.plan.card.is_cpu:
             return
         open_card(self.plan, self.rank.local)

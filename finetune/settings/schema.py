@@ -182,7 +182,7 @@ class DatasetRecipe(_Strict):
     on_bad_rows: Literal["fail", "skip"] = _data(
         "fail", TOKENS | RESULT, "Rows that can't be trained on: fail refuses to start, skip leaves them out."
     )
-    accept_findings: list[Literal["leak", "truncated", "replaced", "mojibake", "one label", "contradictions"]] = _data(
+    accept_findings: list[Literal["leak", "truncated", "replaced", "one label", "contradictions"]] = _data(
         [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
     test_split_size: float | int = _data(
@@ -402,7 +402,7 @@ class Recipe(_Strict):
         NOTHING,
         "When the loss is this many times its recent median: back to the last checkpoint, half the learning rate.",
     )
-    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for `finetune snapshot`.")
+    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for `finetune runs show --memory`.")
     save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints kept; the best one is kept beside them.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)

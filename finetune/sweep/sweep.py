@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import CommandError, OutOfMemory
 from finetune.evaluate.paired import Difference
-from finetune.files import read_json, write_json
+from finetune.files import read_json, read_object, write_json
 from finetune.run.directory import RunDirectory
 from finetune.run.state import RunState, read_state
 from finetune.serialise import from_json, to_json
@@ -236,12 +236,9 @@ def row_losses_of(run: RunDirectory) -> list[RowLosses]:
     """The held-out losses that an arm has kept, by step; a file that is being written is left out."""
     entries = []
     for path in (run.path / "evaluations").glob("held-out-*.json"):
-        try:
-            values, step = read_json(path, dict), int(path.stem.rpartition("-")[2])
-            mean = float("nan") if values["mean"] is None else float(values["mean"])
-            entries.append(RowLosses(step, mean, tuple(map(float, values["losses"])), tuple(map(int, values["tokens"]))))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+        if values := read_object(path):
+            step, mean = int(path.stem.rpartition("-")[2]), float("nan") if values["mean"] is None else values["mean"]
+            entries.append(RowLosses(step, mean, tuple(values["losses"]), tuple(values["tokens"])))
     return sorted(entries, key=lambda entry: entry.step)
 
 

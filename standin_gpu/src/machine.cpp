@@ -1,6 +1,6 @@
 // The machine: its GPUs from the description that STAND_IN_MACHINE names, and how many bytes each process holds of them.
 //
-// The description is that of nvml.c. From it come also: context_mib (default 400), and for an `instance` (MIG) its own memory.
+// The description is that of nvml.c. From it come also: context_mib (default 400).
 // CUDA_VISIBLE_DEVICES is read as the driver reads it: numbers or beginnings of UUIDs, and an invalid one hides those after it.
 #include "gpu.h"
 #include "usage.h"
@@ -49,7 +49,6 @@ void finish_gpu(Gpu& gpu, size_t reserved_bytes) {
   if (!gpu.multiprocessors) gpu.multiprocessors = std::max(1, gpu.cores / cores_per_multiprocessor(gpu));
 }
 
-// GPUs, each followed by its MIG instances, which take the capability and cores of their GPU.
 std::vector<Gpu> read_description() {
   std::vector<Gpu> gpus;
   const char* path = getenv("STAND_IN_MACHINE");
@@ -57,19 +56,18 @@ std::vector<Gpu> read_description() {
   if (!file) return gpus;
   char line[256], key[40], value[160];
   size_t reserved_bytes = 0;
-  int index = -1;
   while (fgets(line, sizeof line, file)) {
     if (sscanf(line, " %39[a-z_] = %159[^#\n]", key, value) != 2) continue;
     for (size_t end = strlen(value); end && value[end - 1] == ' ';) value[--end] = 0;
     if (!strcmp(key, "cuda")) driver_cuda = atoi(value);
-    if (!strcmp(key, "card") || !strcmp(key, "instance")) {
+    if (!strcmp(key, "card")) {
       if (!gpus.empty()) finish_gpu(gpus.back(), reserved_bytes);
       Gpu next{};
-      if (key[0] == 'i' && !gpus.empty()) next = gpus.back();
-      else { next.major = 8; next.minor = 9; next.context_bytes = 400 * MIB; index++; }
+      next.major = 8;
+      next.minor = 9;
+      next.context_bytes = 400 * MIB;
       snprintf(next.name, sizeof next.name, "%s", value);
-      memset(next.uuid_bytes, 0, sizeof next.uuid_bytes);
-      next.total_bytes = next.others_bytes = reserved_bytes = 0;
+      reserved_bytes = 0;
       next.index = gpus.size();
       gpus.push_back(next);
     }
@@ -91,29 +89,15 @@ std::vector<Gpu> read_description() {
   return gpus;
 }
 
-bool is_instance(const Gpu& gpu) { return !strncmp(gpu.uuid, "MIG-", 4); }
-
-// Without CUDA_VISIBLE_DEVICES: all GPUs, of one that is split into instances the first instance, as the driver does.
-std::vector<Gpu> default_gpus(const std::vector<Gpu>& gpus) {
-  std::vector<Gpu> shown;
-  for (size_t at = 0; at < gpus.size(); at++) {
-    if (is_instance(gpus[at])) { if (!is_instance(gpus[at - 1])) shown.push_back(gpus[at]); }
-    else if (at + 1 == gpus.size() || !is_instance(gpus[at + 1])) shown.push_back(gpus[at]);
-  }
-  return shown;
-}
-
 void see_gpus() {
   std::vector<Gpu> gpus = read_description();
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-  if (!visible) { visible_gpus = default_gpus(gpus); return; }
-  std::vector<Gpu> whole;
-  for (const Gpu& gpu : gpus) if (!is_instance(gpu)) whole.push_back(gpu);
+  if (!visible) { visible_gpus = gpus; return; }
   std::string list(visible), entry;
   for (size_t at = 0; at <= list.size(); at++) {
     if (at < list.size() && list[at] != ',') { entry += list[at]; continue; }
     const Gpu* chosen = nullptr;
-    if (!entry.empty() && isdigit(entry[0])) { if (size_t(atoi(entry.c_str())) < whole.size()) chosen = &whole[atoi(entry.c_str())]; }
+    if (!entry.empty() && isdigit(entry[0])) { if (size_t(atoi(entry.c_str())) < gpus.size()) chosen = &gpus[atoi(entry.c_str())]; }
     else for (const Gpu& gpu : gpus) if (!entry.empty() && !strncmp(gpu.uuid, entry.c_str(), entry.size())) chosen = &gpu;
     if (!chosen) break;
     visible_gpus.push_back(*chosen);

@@ -3,9 +3,10 @@
      driver, cuda        versions, e.g. 580.95.05 and 13000
      start               what every start answers: 0 success, 9 driver not loaded, 18 library and driver do not match
      answer              FUNCTION CODE: that function answers with this error
-     card or instance    begins a GPU by its name, or an instance of the last GPU (MIG); the lines below describe it
+     card                begins a GPU by its name; the lines below describe it
      uuid, pci, capability, total_mib, reserved_mib, used_mib, cores, clock_mhz, pcie (generation x lanes)
      compute, graphics   a process: PID MIB; MIB is - where the driver can't tell, PID self is the calling process
+     mig                 1: the GPU is split
      lost_after          the GPU answers so many calls, then it is off the bus
    Memory that processes hold through the stand-in driver (usage.h) is added to what the description says. */
 #include "usage.h"
@@ -24,7 +25,7 @@ typedef struct process { unsigned int pid; bytes used; unsigned int gpu_instance
 typedef struct { process entries[MAX_ENTRIES]; unsigned int count; } process_list;
 typedef struct {
   char name[96], uuid[96], pci[32];
-  int is_instance, index, number, major, minor, cores, clock, generation, lanes, lost_after, calls;
+  int number, mig, major, minor, cores, clock, generation, lanes, lost_after, calls;
   bytes total, reserved, used;
   process_list compute, graphics;
 } gpu;
@@ -50,16 +51,11 @@ static void read_line(const char *key, const char *value) {
   else if (!strcmp(key, "cuda")) cuda = atoi(value);
   else if (!strcmp(key, "start")) start = atoi(value);
   else if (!strcmp(key, "answer")) { if (sscanf(value, "%79s %d", refused[refusals], &codes[refusals]) == 2) refusals++; }
-  else if (!strcmp(key, "card") || !strcmp(key, "instance")) {
+  else if (!strcmp(key, "card")) {
     gpu *device = &gpus[count++];
     memset(device, 0, sizeof *device);
     device->number = count - 1;
-    device->is_instance = key[0] == 'i';
     device->lost_after = -1;
-    for (int number = 0; number < count - 1; number++) {
-      if (device->is_instance) device->index = gpus[number].is_instance ? device->index + 1 : 0;
-      else device->index += !gpus[number].is_instance;
-    }
     snprintf(device->name, sizeof device->name, "%s", value);
   }
   else if (!strcmp(key, "uuid")) snprintf(last->uuid, sizeof last->uuid, "%s", value);
@@ -73,6 +69,7 @@ static void read_line(const char *key, const char *value) {
   else if (!strcmp(key, "pcie")) sscanf(value, "%d x %d", &last->generation, &last->lanes);
   else if (!strcmp(key, "compute")) add_process(&last->compute, value);
   else if (!strcmp(key, "graphics")) add_process(&last->graphics, value);
+  else if (!strcmp(key, "mig")) last->mig = atoi(value);
   else if (!strcmp(key, "lost_after")) last->lost_after = atoi(value);
 }
 
@@ -143,15 +140,12 @@ const char *nvmlErrorString(int status) {
 }
 int nvmlSystemGetDriverVersion(char *text, unsigned int size) { snprintf(text, size, "%s", driver); return answer(__func__); }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = cuda; return answer(__func__); }
-int nvmlDeviceGetCount_v2(unsigned int *number_of) {
-  *number_of = 0;
-  for (int number = 0; number < count; number++) *number_of += !gpus[number].is_instance;
-  return answer(__func__);
-}
+int nvmlDeviceGetCount_v2(unsigned int *number_of) { *number_of = count; return answer(__func__); }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, gpu **handle) {
-  for (int number = 0; number < count; number++)
-    if (!gpus[number].is_instance && gpus[number].index == (int)index) { *handle = &gpus[number]; ASK(*handle) return SUCCESS; }
-  return INVALID;
+  if (index >= count) return INVALID;
+  *handle = &gpus[index];
+  ASK(*handle)
+  return SUCCESS;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, gpu **handle) {
   for (int number = 0; number < count; number++)
@@ -160,24 +154,14 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, gpu **handle) {
 }
 int nvmlDeviceGetMigMode(gpu *device, unsigned int *current, unsigned int *pending) {
   ASK(device)
-  if (device->major < 8 || device->is_instance) return NOT_SUPPORTED;
-  *current = *pending = device + 1 < gpus + count && device[1].is_instance;
-  return SUCCESS;
-}
-int nvmlDeviceGetMaxMigDeviceCount(gpu *device, unsigned int *number_of) { ASK(device) *number_of = device->is_instance ? 0 : 7; return SUCCESS; }
-int nvmlDeviceGetMigDeviceHandleByIndex(gpu *device, unsigned int index, gpu **handle) {
-  ASK(device)
-  gpu *wanted = device + 1 + index;
-  for (gpu *each = device + 1; each <= wanted; each++) if (each >= gpus + count || !each->is_instance) return NOT_FOUND;
-  *handle = wanted;
-  return SUCCESS;
+  *current = *pending = device->mig;
+  return device->mig || device->major >= 8 ? SUCCESS : NOT_SUPPORTED;
 }
 int nvmlDeviceGetName(gpu *device, char *text, unsigned int size) { ASK(device) snprintf(text, size, "%s", device->name); return SUCCESS; }
 int nvmlDeviceGetUUID(gpu *device, char *text, unsigned int size) { ASK(device) snprintf(text, size, "%s", device->uuid); return SUCCESS; }
-int nvmlDeviceGetIndex(gpu *device, unsigned int *index) { ASK(device) *index = device->index; return SUCCESS; }
+int nvmlDeviceGetIndex(gpu *device, unsigned int *index) { ASK(device) *index = device->number; return SUCCESS; }
 int nvmlDeviceGetPciInfo_v3(gpu *device, pci_info *info) {
   ASK(device)
-  if (device->is_instance) return NOT_SUPPORTED;
   memset(info, 0, sizeof *info);
   snprintf(info->bus_id, sizeof info->bus_id, "%s", device->pci);
   sscanf(device->pci, "%x:%x:%x", &info->domain, &info->bus, &info->device);
@@ -186,7 +170,7 @@ int nvmlDeviceGetPciInfo_v3(gpu *device, pci_info *info) {
 int nvmlDeviceGetCudaComputeCapability(gpu *device, int *major, int *minor) {
   ASK(device)
   *major = device->major; *minor = device->minor;
-  return device->is_instance ? NOT_SUPPORTED : SUCCESS;
+  return SUCCESS;
 }
 /* The first version counts the driver's reserve as used, the second tells it apart. */
 int nvmlDeviceGetMemoryInfo(gpu *device, memory_v1 *memory) {
@@ -235,7 +219,7 @@ int nvmlDeviceGetPowerUsage(gpu *device, unsigned int *milliwatts) { ASK(device)
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *pci, gpu **handle) {
   for (int number = 0; number < count; number++)
-    if (!gpus[number].is_instance && !strcmp(gpus[number].pci, pci)) { *handle = &gpus[number]; ASK(*handle) return SUCCESS; }
+    if (!strcmp(gpus[number].pci, pci)) { *handle = &gpus[number]; ASK(*handle) return SUCCESS; }
   return NOT_FOUND;
 }
 int nvmlDeviceGetUtilizationRates(gpu *device, unsigned int *percent) { ASK(device) percent[0] = percent[1] = 0; return SUCCESS; }

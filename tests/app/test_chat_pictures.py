@@ -1,7 +1,6 @@
 """Pictures in the page's chat: kept by the digest of their bytes, given to the models in the order of the messages."""
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from picture_models import save_picture_model, save_picture_rows
 from PIL import Image
 
-from app.chat.chats import Chats, Question, Turn
+from app.chat.chats import Chats, Question
 from app.chat.pictures import _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
 from app.context import Context
@@ -65,11 +64,11 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
         for colour, size in (("red", (60, 40)), ("blue", (90, 90)))
     ]
     writer = EventWriter(chats.path(run))
-    request = {"max_new_tokens": 4, "models": ["tuned"]}
 
     def ask(conversation, identity, pictures):
-        writer.emit(Question(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures)))
-        conversation.answer({**request, "question": f"{identity}?", "pictures": pictures}, writer, identity, lambda: False)
+        question = Question(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures))
+        writer.emit(question)
+        conversation.answer({"max_new_tokens": 4}, question, writer, lambda: False)
 
     ask(Conversation(run, chats.path(run)), "first", names[:1])
     continued = Conversation(run, chats.path(run))
@@ -82,8 +81,8 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     with pytest.raises(CommandError, match="gone"):
         ask(continued, "third", names[1:])
     first, second, _ = chats.turns(run)
-    assert isinstance(first, Turn) and (first.pictures, second.pictures) == ((names[0],), (names[1],))
-    assert all("tuned" in turn.answers for turn in (first, second)), json.dumps([first.error, second.error])
+    assert (first.question.pictures, second.question.pictures) == ((names[0],), (names[1],))
+    assert all("tuned" in turn.answers for turn in (first, second))
 
 
 def test_a_picture_that_the_disk_has_no_space_for_is_said(tmp_path, monkeypatch):

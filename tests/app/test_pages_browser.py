@@ -16,6 +16,7 @@ from shown_texts import OPTION, english_texts, shown_texts
 from written_runs import append, make_run, steps
 
 import screenshots
+from app.language import catalogue
 from finetune.bundled import dataset_paths
 from finetune.events import EventWriter, Sample, State, Step
 from finetune.recipe import load_recipe
@@ -115,9 +116,8 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
 
 
 def test_a_run_and_its_base_answer_side_by_side(visit):
-    page = visit("try?run=finished")
+    page = visit("run?run=finished&tab=chat")
     page.wait_for_selector("#chat-turns >> text=answer it side by side")
-    page.wait_for_function("document.querySelector('#chat-left input').value === 'finished'")
     page.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
     page.click("#chat-send")
     page.wait_for_selector("#chat-turns .ft-turn.tuned")
@@ -395,7 +395,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
 #: Models, files, settings and their values, and what the run with hostile texts has: the same in every language.
 KEPT = (
     r"[\w-]+(/[\w.-]+)+|other run|finished|tiny(-\w+)?|support|messages|adamw.torch|cosine|MLP|\b[a-z]+(_\w+)+\b|float32|sdpa|"
-    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|OpenAI|"
+    r"all-linear|\b(cpu|gpu|dtype|vision|packing|optim|true|false|None|ID)\b|rows\.jsonl|PNG|Enter|Shift|GGUF|llama\.cpp|Ollama|"
     r"<.*>|[*$].*"
 )
 
@@ -423,7 +423,7 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
-            assert english == [], name
+            assert set(english) & catalogue("zh").keys() == set(), name
         else:
             assert len(english) > 10, name
     assert page.get_attribute("html", "lang").startswith(language[:2])

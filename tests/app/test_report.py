@@ -67,7 +67,9 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in html
     assert (
-        "tuned - base +0.5" in tags.text and "24 rows read: 24 used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
+        "tuned - base +0.5" in tags.text
+        and "24 rows read: 24 used" in tags.text
+        and "polyline" in {tag for tag, _ in tags.found}
     )
 
 

@@ -1,4 +1,4 @@
-"""Result shows what a run has, whoever made it, and pushes only what a dry run has listed; Stop waits for an answer to stop."""
+"""Result shows what a run has, whoever made it, and pushes only what a dry run has listed."""
 
 import json
 import time
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from app.background.tasks import Tasks
-from app.chat.chats import Turn
-from app.pages import chat
 from app.pages.result import _View
 from app.views.options import HELD_OUT_BEFORE
 from app.workspace import Workspace
@@ -115,16 +113,6 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
     assert HELD_OUT_BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
     page.view.evaluate("finished", "Exact match", "", 0, HELD_OUT_BEFORE, 0, False)
     assert page.started == [["eval", "--forgetting"]]
-
-
-@pytest.mark.parametrize(("turns", "alive", "can_stop"), [([], True, False), ([Turn("a", done=True)], True, False),
-                                                          ([Turn("a")], True, True), ([Turn("a")], False, False)])  # fmt: skip
-def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(page, turns, alive, can_stop, monkeypatch):
-    chats = SimpleNamespace(turns=lambda _: turns, is_running=lambda _: alive, pictures=page.run.path)
-    for name in ("_warning", "_offloading_note", "_reads_pictures"):  # of the plan
-        monkeypatch.setattr(chat._View, name, lambda *_: "")
-    view = chat._View(SimpleNamespace(workspace=Workspace(page.run.path.parent, page.run.path.parent), chats=chats))
-    assert view.show("finished", "", "Tuned")[2].interactive is can_stop
 
 
 def test_an_export_to_gguf_says_what_llama_cpp_answered(page):

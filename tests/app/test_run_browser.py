@@ -39,10 +39,6 @@ def test_tabs_are_addresses_and_old_addresses_lead_to_them(served, visit):
     page.go_back()
     page.wait_for_selector(".ft-tabs [data-tab=export][aria-current=page]")
     page.wait_for_selector(".ft-pane-export >> text=Not run yet")
-    page = visit("try?run=tabbed")
-    page.wait_for_selector("#ft-rail [href='/try'][aria-current=page]")
-    page.wait_for_selector("#chat-turns >> text=answer it side by side")
-    page.close()
     page = visit("run?run=tabbed&tab=samples")
     page.wait_for_selector(".ft-pane-samples del >> text=the")
 
@@ -169,7 +165,7 @@ def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
     filled(served[1], name)
     page = visit(f"run?run={name}", viewport={"width": 390, "height": 844})
     page.wait_for_selector(f"#run-head h1 >> text={name}")
-    for address in ("", "runs", f"run?run={name}&tab=chat", f"try?run={name}"):
+    for address in ("", "runs", f"run?run={name}&tab=chat"):
         page.goto(f"{served[0]}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1500)

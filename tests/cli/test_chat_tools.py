@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.cli.chat_tools import read_tools_file
+from finetune.cli.chat import read_tools_file
 from finetune.errors import CommandError
 
 

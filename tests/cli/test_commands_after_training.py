@@ -38,7 +38,7 @@ def test_without_its_base_model_a_run_is_reported_and_its_adapter_pushed_but_not
     assert finetune("report", "finished")[0] == 0
     code, output = finetune("push", "finished", "alice/lora", "--dry-run")
     assert code == 0 and "README.md" in output and "nowhere" not in output
-    assert finetune("compare", "finished", "other")[0] == 0 and finetune("snapshot", "finished")[0] == 0
+    assert finetune("compare", "finished", "other")[0] == 0 and finetune("runs", "show", "finished", "--memory")[0] == 0
     assert not (run.path / "merged").exists()
 
 

@@ -1,4 +1,4 @@
-"""What people do by habit works: other words for run, runs kept elsewhere, settings changed on resume, leaving the chat."""
+"""What people do by habit works: runs kept elsewhere, settings changed on resume, leaving the chat."""
 
 from __future__ import annotations
 
@@ -42,22 +42,16 @@ def planned(tmp_path, monkeypatch):
     return create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
 
 
-def test_train_is_run(capsys, monkeypatch):
-    code, captured = finetune(capsys, monkeypatch, "train", "no-such-recipe")
-    assert code == 2 and "no-such-recipe" in captured.err
-
-
-@pytest.mark.parametrize("command", [["show"], ["status"], ["info"], ["runs", "show"]])
-def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypatch, kept_run, command):
+def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypatch, kept_run):
     run = RunDirectory(kept_run(tmp_path))
     (run.path / "evaluations").mkdir()
     score = {"exact_match": 0.25, "loss": 1.5}
     values = {"rows": 8, "base": score, "tuned": score, "prompts": [], "references": [], "seconds": 1.0}
     (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps(values))
-    code, captured = finetune(capsys, monkeypatch, *command, str(run.path))
+    code, captured = finetune(capsys, monkeypatch, "runs", "show", str(run.path))
     assert code == 0 and "step 6 of 6" in captured.out and "lowest held-out loss" in captured.out
     assert "exact match" in captured.out and "0.2500" in captured.out and "lora_r: 1" in captured.out
-    code, captured = finetune(capsys, monkeypatch, *command, str(run.path), "--json")
+    code, captured = finetune(capsys, monkeypatch, "runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
 
 
@@ -76,6 +70,7 @@ def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, capsys, m
         (["runs", "burn"], "finetune runs burn: unknown"),
         (["runs", "rm"], "finetune runs rm: a RUN is missing"),
         (["runs", "rename", "a"], "finetune runs rename: takes RUN and NAME"),
+        (["runs", "--memory"], "finetune runs list: takes no --memory"),
         (["chat", "a", "--prompt", " "], "--prompt is empty"),
         (["plan", "tiny-cpu", "--free", ""], "--free: "),
     ],
@@ -155,14 +150,14 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
 
 def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
     assert code == 0 and "written" in captured.out and "LLaMA-Factory's default" in captured.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
 
 
 def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, capsys):
-    source = Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml"
+    source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
     code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
 

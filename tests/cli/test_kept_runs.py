@@ -66,7 +66,7 @@ def test_the_page_follows_them(both, tmp_path):
 
 
 def test_memory_by_phase_is_shown(both, answer):
-    code, [shown] = answer("snapshot", "finished")
+    code, [shown] = answer("runs", "show", "finished", "--memory")
     assert code == 0 and {"load", "train", "evaluate", "save"} <= set(shown["peaks"])
     assert shown["forecast"]["predicted_allocated_bytes"] > 0
     assert shown["forecast_peaks"]["train"]["allocated_bytes"] > 0 and shown["out_of_memory"] is None

@@ -94,7 +94,7 @@ def imported():
     [
         ("chat", "finished", "--prompt", "a", "--max-new-tokens", "2"),
         ("serve", "finished", "--commands"),
-        ("snapshot", "finished"),
+        ("runs", "show", "finished", "--memory"),
         ("push", "finished", "alice/lora", "--dry-run"),
     ],
 )

@@ -10,7 +10,7 @@ from finetune.card import find_card
 from finetune.cli import main
 from finetune.cli.data import show_data
 from finetune.cli.plan import last_line, show_plan
-from finetune.cli.run import stop_all
+from finetune.cli.run import pause_run
 from finetune.errors import RecipeError
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import DataProblem, Plan, Suggestion, Verdict
@@ -36,9 +36,9 @@ def test_a_data_file_in_place_of_a_recipe_is_answered_with_how_to_read_it(tmp_pa
     assert raised.value.fix == f"If it is data: finetune data tiny-cpu dataset.path={tmp_path / 'rows.json'}"
 
 
-def test_stop_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
+def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert stop_all(as_json=False) == 0
+    pause_run("latest", every=True, as_json=False)
     assert capsys.readouterr().out == "No run is running.\n"
 
 
@@ -124,12 +124,10 @@ def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("arguments", "title"),
     [
-        (["plan", "tiny-cpu", "--free", "much"], "This can't be done"),
         (["plan", "tiny-cpu", "--gpu", "1080"], "There is no such card"),
         (["plan", "tiny-cpu", "model_name_or_path=./nothing"], "The model can't be used"),
         (["plan", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),
-        (["chat", "nothing"], "This can't be done"),
-        (["runs", "burn"], "This can't be done"),
+        (["train", "tiny-cpu", "lora_r=x"], "The recipe needs a change"),  # another word for run
         (["run", "tiny-cpu", "report_to=[no_such]"], "The recipe needs a change"),
         (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
     ],

@@ -27,7 +27,6 @@ def test_clean_rows_have_no_finding_and_a_short_account(write):
     ("row", "kind"),
     [
         (talk("What is it?", "A caf\ufffd."), "replaced"),
-        (talk("What is it?", "A cafÃ©, donâ€™t you see?"), "mojibake"),
         (talk("Stop</s>", "No."), "literal"),
         (talk("Stop", "No.</s>"), "control"),
         (talk("Who are you?", "I am {{name}}, made by {{ author }}."), "placeholder"),
@@ -114,7 +113,6 @@ SHARED_TEXT = " ".join(
     ("kind", "rows", "settings"),
     [
         ("replaced", [talk(f"Question {n}?", f"A caf\ufffd, {n}.") for n in range(30)], {}),
-        ("mojibake", [talk(f"Question {n}?", f"A cafÃ©, {n}.") for n in range(30)], {}),
         ("leak", CLEAN, {"eval_path": "rows.jsonl"}),
         ("truncated", [talk("?", f"{n} long " * 80) for n in range(30)], {"excess_length": "truncate"}),
     ],

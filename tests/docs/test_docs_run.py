@@ -29,8 +29,8 @@ esac
 exec "$PYTHON" -m finetune "$@"
 """
 #: A page's commands need what the pages before it have made.
-ORDER = ["README.md", "first-fine-tune.md", "tour.md", "after-training.md", "preferences.md", "pretraining.md", "recipe.md",
-         "other-tools.md", "memory.md", "larger-than-the-card.md", "out-of-memory.md", "many-cards.md", "fits.md",
+ORDER = ["README.md", "first-fine-tune.md", "tour.md", "after-training.md", "scores.md", "preferences.md", "pretraining.md",
+         "recipe.md", "other-tools.md", "memory.md", "larger-than-the-card.md", "out-of-memory.md", "many-cards.md", "fits.md",
          "sweeps.md", "models.md", "troubleshooting.md", "events.md", "plan-json.md", "library.md", "api.md", "security.md",
          "accuracy.md", "stand-in-gpu.md", "glossary.md", "CONTRIBUTING.md", "README.zh.md"]  # fmt: skip
 

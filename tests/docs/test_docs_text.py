@@ -112,8 +112,9 @@ def check_finetune(arguments):
     overrides = params.get("overrides") or []
     if name == "sweep":  # the first value of each list
         overrides = [text.partition(",")[0] for text in overrides]
-    if params.get("recipe") and not params["recipe"].startswith("path/to/"):
-        recipe_of(params["recipe"], overrides)
+    source = params.get("source")
+    if {"source", "model"} <= params.keys() and name != "convert" and source and not source.startswith("path/to/"):
+        recipe_of(source, overrides)
 
 
 def test_a_block_is_split_into_its_commands():

@@ -1,6 +1,5 @@
 """Calls are scored by name and JSON value; a tune that calls without need is worse, and the report says so first."""
 
-
 import calls_run  # noqa: E402
 import pytest
 from calls_run import call  # noqa: E402

@@ -40,10 +40,3 @@ def test_the_text_and_the_calls_are_those_of_the_whole_answer(name, text):
             stream.add(piece)
         assert stream.finish() == whole
         assert "".join(emitted).split() == whole.text.split() and (not whole.calls or "<tool_call>" not in "".join(emitted))
-
-
-def test_a_limit_leaves_out_further_calls():
-    _, reader = reader_of("qwen2_5")
-    stream = CallStream(reader, (), print, limit=1)
-    stream.add(CALL * 3)
-    assert len(stream.finish().calls) == 1

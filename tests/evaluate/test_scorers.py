@@ -75,7 +75,7 @@ def test_json_of_any_kind_is_valid_or_not_and_never_an_error():
      ("numeric", {"tolerance": -1.0}, "0 or more"), ("numeric", {"tolerance": float("nan")}, "0 or more"),
      ("regex", {"pattern": "("}, "not a regular expression"), ("x:f", {}, "not file.py:name"),
      ("none.py:f", {}, "no file"), ("bad.py:f", {}, "can't be imported"),
-     ("leave.py:f", {}, "SystemExit"), ("good.py:missing", {}, "no function")],
+     ("leave.py:f", {}, "SystemExit"), ("good.py:missing", {}, "no function"), ("good.py:loss", {}, "a score of finetune")],
 )  # fmt: skip
 def test_what_can_not_be_a_score_is_refused(home, name, options, message):
     (home / "bad.py").write_text("1 / 0")

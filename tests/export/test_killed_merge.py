@@ -26,7 +26,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
     for moment in range(10):
         child = os.fork()
         if not child:
-            remaining, copy, merged = [moment * 5], shards._copy, shards.AdapterChanges.merged
+            remaining, read = [moment * 5], shards._read
 
             def counted(function, remaining=remaining):
                 def call(*arguments):
@@ -37,7 +37,7 @@ def test_a_merge_killed_at_ten_moments_leaves_nothing_that_looks_finished(run, h
 
                 return call
 
-            shards._copy, shards.AdapterChanges.merged = counted(copy), counted(merged)
+            shards._read = counted(read)
             merge(run, home / "merged")
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -7,12 +7,19 @@ import stat
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import RecipeError
-from finetune.export.shards import AdapterChanges, ShardMergeError, stored_tensors, with_adapter, write_shards
+from finetune.export.merge import write_merged
+from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
+from finetune.model.build import build_base
+from finetune.model.transformers_config import load_config
 from finetune.model.weights import INDEX
+from finetune.recipe import recipe_from
+from finetune.settings import plainest
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -58,14 +65,13 @@ def save_model_and_adapter(folder, case):
 
 
 def merge_by_shards(base, adapter, target, **options):
+    """Returns the names of the tensors that the adapter changes."""
     target.mkdir()
-    empty = AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"})
-    tensors = stored_tensors(base)
-    changes = AdapterChanges(with_adapter(empty, adapter), tensors)
-    options = {"max_bytes": None, "progress": lambda _: None, **options}
-    write_shards(tensors, changes, target, **options)
+    stored = stored_tensors(base)
+    merged = merged_tensors(with_adapter(AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"}), adapter), stored)
+    write_tensors(merged, target, **options)
     (target / "config.json").write_bytes((base / "config.json").read_bytes())
-    return changes
+    return {tensor.name for tensor, before in zip(merged, stored, strict=True) if tensor is not before}
 
 
 def tensors_of(folder):
@@ -76,7 +82,7 @@ def tensors_of(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_the_merged_files_give_the_logits_of_pefts_merge(tmp_path, case):
     base, adapter = save_model_and_adapter(tmp_path, case)
-    changes = merge_by_shards(base, adapter, tmp_path / "merged")
+    changed = merge_by_shards(base, adapter, tmp_path / "merged")
     reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     tuned = reference(IDS).logits
     reference = reference.merge_and_unload(safe_merge=True).eval()
@@ -88,7 +94,7 @@ def test_the_merged_files_give_the_logits_of_pefts_merge(tmp_path, case):
         torch.testing.assert_close(reloaded(IDS).logits, tuned, **tolerance)
         assert (AutoModelForCausalLM.from_pretrained(base).eval()(IDS).logits - tuned).abs().max() > 0.05
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
-    assert {name for name in before if not torch.equal(before[name], after[name])} == set(changes._parameter_of)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == changed
     assert {name: values.dtype for name, values in before.items()} == {name: values.dtype for name, values in after.items()}
 
 
@@ -120,30 +126,82 @@ def test_other_users_can_read_the_written_files(tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "merged").iterdir()} == {0o644}
 
 
-def test_a_tied_weight_needs_the_merge_of_the_loaded_model(tmp_path):
-    CASES["tied"] = ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens"]})
-    base, adapter = save_model_and_adapter(tmp_path, "tied")
-    with pytest.raises(ShardMergeError, match="tied"):
-        merge_by_shards(base, adapter, tmp_path / "merged")
-    assert not list((tmp_path / "merged").iterdir())
+def store_as_fp8(folder):
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "proj" in name:
+            blocks = weight.view(weight.shape[0] // 16, 16, weight.shape[1] // 16, 16).float()
+            scales = blocks.abs().amax((1, 3)) / 448
+            tensors[f"{name}_scale_inv"] = scales
+            weight = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+        tensors[name] = weight
+    store(folder, tensors, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]})
+
+
+def store_as_mxfp4(folder):
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = weight.shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = weight
+    store(
+        folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
+    )
+
+
+def store(folder, tensors, quantisation):
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantisation}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "store_quantised", "lora_options"),
+    [
+        ("llama", {}, store_as_fp8, {"target_modules": ["q_proj", "down_proj"]}),
+        ("gpt_oss", {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, store_as_mxfp4,
+         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("llama", {"tie_word_embeddings": True}, lambda folder: None, {"target_modules": ["embed_tokens", "q_proj"]}),
+    ],
+    ids=["fp8", "mxfp4", "tied"],
+)  # fmt: skip
+def test_what_is_stored_otherwise_is_merged_in_memory_as_peft_does(
+    tmp_path, monkeypatch, model_type, sizes, store_quantised, lora_options
+):
+    torch.manual_seed(0)
+    base, adapter, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    config = AutoConfig.for_model(model_type, **{**SMALL, **sizes})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    store_quantised(base)
+    values = {"model_name_or_path": str(base), "dataset": "rows.jsonl", "attn_implementation": "eager"}
+    settings = plainest(recipe_from({**values, "dtype": "bfloat16", "load_in_4bit": False, "load_in_8bit": False}))
+    model = build_base(settings, load_config(settings), device="cpu", weights=True)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **lora_options))
+    model.save_pretrained(adapter)
+    monkeypatch.setattr(
+        "finetune.data.tokenizer.run_tokenizer", lambda *_: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    )
+    write_merged(settings, adapter, target, None, lambda _: None)
+    merged, info = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(merged.eval()(IDS).logits, model.merge_and_unload(safe_merge=True).eval()(IDS).logits)
 
 
 def test_values_that_are_not_finite_and_files_cut_short_are_refused(tmp_path):
     base, adapter = save_model_and_adapter(tmp_path, "llama")
     path = max(base.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = path.read_bytes()
-    tensors = stored_tensors(base)
-    changes = AdapterChanges(
-        with_adapter(AutoModelForCausalLM.from_pretrained(base, device_map={"": "meta"}), adapter), tensors
-    )
+    content, tensors = path.read_bytes(), stored_tensors(base)
     path.write_bytes(content[:-100])
     with pytest.raises(RecipeError, match="is truncated"):
-        write_shards(tensors, changes, tmp_path, max_bytes=None, progress=lambda _: None)
+        write_tensors(tensors, tmp_path)
     path.write_bytes(content)
     values = load_file(adapter / "adapter_model.safetensors")
     next(iter(values.values()))[0, 0] = torch.inf
-    from safetensors.torch import save_file
-
     save_file(values, adapter / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match="not finite"):
         merge_by_shards(base, adapter, tmp_path / "infinite")

@@ -35,10 +35,9 @@ TRAINS = {
     "3060-and-4090": ("GPU-40900000", 24564 - 452 - 100, ["RTX 3060: 11.7 GiB", "RTX 4090: 23.4 GiB"]),
     "t4": ("GPU-74000000", 15360 - 443, ["Tesla T4: 14.6 GiB of 14.6 GiB free"]),
     "h200": ("GPU-20000000", 143771 - 616, ["NVIDIA H200: 139.8 GiB of 139.8 GiB free"]),
-    "mig": ("MIG-33333333", 71424 - 60, ["MIG 1g.18gb: 16.0 GiB", "MIG 3g.71gb: 69.7 GiB"]),
     "container": ("GPU-40900000", 24564 - 452 - 9000, ["8.79 GiB in use by programs that can't be named from here"]),
     "wsl": ("GPU-40700000", 12282 - 230 - 1400, ["10.4 GiB of 11.8 GiB free"]),
-    "lost-card": ("GPU-30900000", 24576 - 300, ["RTX 3090: 23.7 GiB", "card 0 does not answer (gpu is lost)"]),
+    "lost-card": ("GPU-30900000", 24576 - 300, ["RTX 3090: 23.7 GiB", "card 0 can't be used (gpu is lost)"]),
 }  # fmt: skip
 #: Machine -> words of the error with which plan and run end, and of its fix.
 REFUSED = {
@@ -113,7 +112,7 @@ def test_the_context_is_part_of_the_need_and_not_taken_from_the_budget_as_well(m
 
 def test_the_page_offers_each_card_of_the_machine_and_none_without_a_driver(machine):
     machine("two-3090")
-    assert cards_here() == [("1: NVIDIA GeForce RTX 3090", "1"), ("0: NVIDIA GeForce RTX 3090", "0")]
+    assert cards_here() == [("0: NVIDIA GeForce RTX 3090", "0"), ("1: NVIDIA GeForce RTX 3090", "1")]
     machine("t4", "start = 9")
     assert cards_here() == []
 

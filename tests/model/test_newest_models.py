@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.recipes import show_models
+from finetune.cli.recipes import show_recipes
 from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model.catalogue import entries, sources
@@ -80,12 +80,12 @@ def test_a_folder_with_nothing_but_a_config_json_is_read(tmp_path):
 
 
 def test_the_listing_has_every_model_with_its_sources(capsys):
-    show_models(as_json=True)
+    show_recipes("models", None, as_json=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows.keys() == entries().keys()
     row = rows["Qwen/Qwen3.6-27B"]
     assert row["family"] == "qwen3_5" and row["parameters"] == 26.9e9 and row["sources"] == [sources()["aic"]]
-    show_models(as_json=False)
+    show_recipes("models", None, as_json=False)
     listed = capsys.readouterr().out
     assert all(name in listed for name in rows) and "path/to/folder" in listed
 

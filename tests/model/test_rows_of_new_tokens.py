@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import RecipeError
-from finetune.export.shards import AdapterChanges, stored_tensors, with_adapter, write_shards
+from finetune.export.shards import merged_tensors, stored_tensors, with_adapter, write_tensors
 from finetune.layers.loss import add_loss
 from finetune.model.adapters import attach_adapters, trainable_parameters
 from finetune.model.build import build_base
@@ -95,8 +95,7 @@ def test_merging_by_shards_equals_pefts_merge(tmp_path, tied, padded):
     empty = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "meta"})
     grow_vocabulary(empty, wanted, None)
     tensors = stored_tensors(tmp_path / "base")
-    write_shards(tensors, AdapterChanges(with_adapter(empty, tmp_path / "adapter"), tensors), tmp_path / "merged",
-                 max_bytes=None, progress=print)  # fmt: skip
+    write_tensors(merged_tensors(with_adapter(empty, tmp_path / "adapter"), tensors), tmp_path / "merged")
     _, whole = base_and_grown(wanted)
     expected = PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged" / "model.safetensors")

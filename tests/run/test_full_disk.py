@@ -150,7 +150,7 @@ def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, mo
     assert code == 0 and "answers are not kept" in output, output
     assert finetune("push", str(run.path), "alice/lora", "--dry-run")[0] == 0
     monkeypatch.chdir(disk)
-    foreign = str(Path(__file__).parents[1] / "recipe" / "foreign" / "lf_least.yaml")
+    foreign = str(Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml")
     two = ("compare", str(run.path), str(finished.path))
     for arguments in (two, ("recipes", "copy", "tiny-cpu"), ("convert", foreign, "-o", "r")):
         code, output = finetune(*arguments)

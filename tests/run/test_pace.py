@@ -1,6 +1,5 @@
 """How long the rest of a run takes, from events with times."""
 
-
 import pytest
 
 from finetune.events import Evaluation, Start, Step

@@ -138,11 +138,10 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
 
 
 @pytest.mark.slow
-def test_in_a_chat_of_two_runs_each_gets_the_pictures_that_it_was_shown(model, tmp_path, monkeypatch, capsys):
+def test_in_a_chat_a_picture_goes_with_its_message(model, tmp_path, monkeypatch, capsys):
     run = create_run(prepare(recipe(model, tmp_path, max_steps=1)))
     assert Worker(run).main() == 0
-    shutil.copytree(run.path, tmp_path / "second")
-    lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "/use second", "Hello", "/use run", "Again"]
+    lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "Again"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-    monkeypatch.setattr("sys.argv", ["finetune", "chat", str(run.path), str(tmp_path / "second"), "--max-new-tokens", "2"])
+    monkeypatch.setattr("sys.argv", ["finetune", "chat", str(run.path), "--max-new-tokens", "2"])
     assert main() == 0, capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_a_days_use(machine, tmp_path):
     neighbour.stdin.flush()
     assert neighbour.stdout.readline() == "taken\n"
     wait_for(run, "checkpoint")
-    machine.run("finetune", "stop", run)
+    machine.run("finetune", "pause", run)
     output, _ = training.communicate()
     assert training.returncode == 143, output
     neighbour.communicate("\n")

@@ -16,10 +16,10 @@ def test_a_living_run_writes_its_history_when_asked_and_leaves_the_peaks_and_the
     machine.run("finetune", "run", "tiny-cpu", *fixed, "record_memory_history=true", f"output_dir={run}", "--detach")
     while '"kind": "step"' not in ((run / "events.jsonl").read_text() if (run / "events.jsonl").exists() else ""):
         time.sleep(0.1)  # the test's time limit ends this
-    histories = json.loads(machine.run("finetune", "snapshot", str(run), "--json").stdout)["histories"]
+    histories = json.loads(machine.run("finetune", "runs", "show", str(run), "--memory", "--json").stdout)["histories"]
     assert "now" in histories
-    machine.run("finetune", "stop", str(run))
-    report = json.loads(machine.run("finetune", "snapshot", str(run), "--json").stdout)
+    machine.run("finetune", "pause", str(run))
+    report = json.loads(machine.run("finetune", "runs", "show", str(run), "--memory", "--json").stdout)
     assert set(report["histories"]) == {"peak", "now", "end"}, (run / "events.jsonl").read_text()[-2000:]
     assert report["history"] == report["histories"]["end"]
     for path in report["histories"].values():

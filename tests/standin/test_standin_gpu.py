@@ -162,15 +162,6 @@ print(torch.cuda.device_count(), [round(torch.cuda.mem_get_info(i)[0] / 2**30) f
     assert machine.python(code, environment={"CUDA_VISIBLE_DEVICES": "1"}, check=False).returncode != 0
 
 
-def test_mig_shows_the_named_instance_alone(standin):
-    machine = standin(description=(MACHINES / "mig.machine").read_text())
-    code = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] >> 20)"
-    assert (
-        machine.python(code, environment={"CUDA_VISIBLE_DEVICES": "MIG-33333333"}).stdout == "1 NVIDIA H200 MIG 3g.71gb 71364\n"
-    )
-    assert machine.python(code).stdout == "1 NVIDIA H200 MIG 1g.18gb 16374\n"
-
-
 def test_a_driver_too_old_for_the_build_is_refused_as_by_cuda(standin):
     machine = standin(description=(MACHINES / "old-driver.machine").read_text())
     shown = machine.python("import torch; print(torch.cuda.is_available())")

@@ -14,7 +14,7 @@ LAYERS = (
     "finetune.errors", "finetune.error_kinds", "finetune.units", "finetune.gc_settings", "finetune.privacy",
     "finetune.printable", "finetune.system",
     "finetune.checksum", "finetune.files",
-    "finetune.serialise", "finetune.http_server", "finetune.compat", "finetune.hub", "finetune.requirements",
+    "finetune.serialise", "finetune.compat", "finetune.hub", "finetune.requirements",
     "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
     "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",
     "finetune.distributed", "finetune.run", "finetune.evaluate", "finetune.sweep", "finetune.export",

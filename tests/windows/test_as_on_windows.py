@@ -65,12 +65,12 @@ def steps(run):
 
 @pytest.fixture(scope="module")
 def stopped(workspace):
-    """A run that was started in the background and stopped after its first steps; and what `finetune stop` printed."""
+    """A run that was started in the background and stopped after its first steps; and what `finetune pause` printed."""
     short = [f"max_steps={LAST_STEP}", "save_steps=10", "eval_steps=0", "lora_r=4", "lora_alpha=8", "dataloader_num_workers=1"]
     started = json.loads(python(workspace, "-m", "finetune", "run", "tiny-cpu", *short, "--detach", "--json"))
     run = RunDirectory(workspace / started["run"])
     wait_for(lambda: starts(run), run)  # its first step waits until a data loader is spawned, which takes longer than a stop
-    return run, json.loads(python(workspace, "-m", "finetune", "stop", "latest", "--json"))
+    return run, json.loads(python(workspace, "-m", "finetune", "pause", "latest", "--json"))
 
 
 @pytest.fixture(scope="module")

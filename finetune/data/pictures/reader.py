@@ -58,7 +58,7 @@ class PictureReader:
         if path is None:
             path = store_bytes(content, digest)
             self.files[str(path)] = file_stat(path)
-        return PictureSource(path, None, digest, *size)
+        return PictureSource(path, digest, *size)
 
     def _path(self, reference: PictureReference) -> Path:
         """The picture's file, inside one of the folders. Raises BadRow for one outside of them."""

@@ -22,7 +22,6 @@ from finetune.errors import PackagesError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from finetune.data.pictures.references import PictureReference
 
 #: Formats that are opened. EPS, which starts Ghostscript, and other documents are not among them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -46,17 +45,16 @@ class BadPicture(Exception):
 
 @dataclass(frozen=True)
 class PictureSource:
-    """A checked picture in a file (`path`) or in the row (`data`). `digest`: of its bytes; the size is after EXIF turning."""
+    """A checked picture in a file. `digest`: of its bytes; the size is after EXIF turning."""
 
-    path: Path | None
-    data: bytes | None
+    path: Path
     digest: str
     width: int
     height: int
 
     def read(self) -> bytes:
         """Its bytes. Raises BadPicture if the file is gone or was changed since it was checked."""
-        content = self.data if self.data is not None else read_bytes(self.path or Path())
+        content = read_bytes(self.path)
         if digest_of(content) != self.digest:
             raise BadPicture("was changed since it was read")
         return content
@@ -97,17 +95,7 @@ def picture_file(path: Path) -> PictureSource:
     """The picture in a file. Raises BadPicture, PackagesError."""
     content = read_bytes(path)
     width, height = checked_size(content)
-    return PictureSource(path, None, digest_of(content), width, height)
-
-
-def checked_picture(reference: PictureReference) -> PictureSource:
-    """A picture whose bytes came with a request. Raises ValueError for one that can't be used, PackagesError."""
-    content = reference.content or b""
-    try:
-        width, height = checked_size(content)
-    except BadPicture as error:
-        raise ValueError(f"{reference.field}: a picture {error}") from None
-    return PictureSource(None, content, digest_of(content), width, height)
+    return PictureSource(path, digest_of(content), width, height)
 
 
 def open_picture(source: PictureSource) -> Image:

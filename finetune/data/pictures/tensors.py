@@ -43,8 +43,7 @@ class PictureTensors:
         try:
             picture = self._processor.scaled(open_picture(source))
         except BadPicture as error:
-            name = source.path.name if source.path is not None else "a picture of a row"
-            raise DataError(f"{name} {error}", "Put back the file as it was, or start a new run.") from None
+            raise DataError(f"{source.path.name} {error}", "Put back the file as it was, or start a new run.") from None
         self._decoded[source.digest] = picture
         self._free_bytes -= _bytes(picture)
         while self._free_bytes < 0 and len(self._decoded) > 1:
@@ -58,7 +57,7 @@ def _bytes(picture: Image) -> int:
 
 def source_of(value: dict[str, Any]) -> PictureSource:
     """A picture of a stored row."""
-    return PictureSource(Path(value["path"]), None, value["digest"], value["width"], value["height"])
+    return PictureSource(Path(value["path"]), value["digest"], value["width"], value["height"])
 
 
 def stored(source: PictureSource) -> dict[str, Any]:

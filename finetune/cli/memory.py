@@ -1,8 +1,6 @@
-"""`finetune snapshot`: a run's memory."""
+"""`finetune runs show --memory`: peak memory by phase, forecast against measured."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from rich.markup import escape
 
@@ -11,6 +9,7 @@ from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
 from finetune.memory.forecast import PhaseForecast
+from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s
@@ -18,7 +17,7 @@ from finetune.run.snapshot import request_history
 from finetune.run.state import is_alive
 from finetune.units import format_bytes, format_measured
 
-#: Seconds to wait for the end of a living run's step.
+#: Seconds for a living run to end its step.
 _DEADLINE_S = 120.0
 _MOMENTS = {
     "peak": "up to the step with the highest peak", "now": "now", "out-of-memory": "up to out of memory",
@@ -29,14 +28,19 @@ _MEASURES = (
 )  # fmt: skip
 
 
-def show_snapshot(source: str, *, as_json: bool) -> None:
-    """Print peaks by phase beside their forecast, and the path of the allocator history for PyTorch's viewer."""
+def show_memory(source: str, *, as_json: bool) -> None:
+    """Print peaks by phase beside their forecast, and the files for PyTorch's memory viewer."""
     run = open_run(source)
-    late = _request(run, as_json)
+    try:
+        plan = adjusted_plan(run)
+    except RecipeError:
+        plan = None
+    late = plan is not None and not _has_history_now(run, plan, as_json)
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
-    forecasts = _forecasts(run, peaks)
+    known = plan.forecast if plan else None
+    forecasts = {phase: known.of_phase(phase) if known else PhaseForecast() for phase in peaks}
     failure = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
@@ -73,39 +77,23 @@ def show_snapshot(source: str, *, as_json: bool) -> None:
         out.print("no allocator history; record_memory_history=true records one (on a card)")
 
 
-def _request(run: RunDirectory, as_json: bool) -> bool:
-    """Have a living run that records a history write it now; whether it has not yet."""
-    try:
-        plan = adjusted_plan(run)
-    except RecipeError:
-        return False
+def _has_history_now(run: RunDirectory, plan: Plan, as_json: bool) -> bool:
+    """Have a living run write its history after its step, if it records one; False if it has not by the deadline."""
     if plan.card.is_cpu or not plan.settings.record_memory_history or not is_alive(run):
-        return False
+        return True
     with show_progress(quiet=as_json) as progress:
-        return not request_history(run, _DEADLINE_S, progress)
+        return request_history(run, _DEADLINE_S, progress)
 
 
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
-    """Largest value of each measure by phase from a time on; None where the machine doesn't measure it."""
+    """Return the largest value of each measure by phase since a time; None where this machine has no such measure."""
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
-        if not isinstance(event, (Step, Phase, OutOfMemory)) or (event.time_s or 0) < since_s:
-            continue
-        phase = "train" if isinstance(event, Step) else event.phase
-        if phase is None:
+        phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None
+        if phase is None or (event.time_s or 0) < since_s:
             continue
         measured = peaks.setdefault(phase, dict.fromkeys(_MEASURES))
         for name in _MEASURES:
-            value = getattr(event, name)
-            if value is not None:
+            if (value := getattr(event, name)) is not None:
                 measured[name] = max(value, measured[name] or 0)
     return peaks
-
-
-def _forecasts(run: RunDirectory, phases: Iterable[str]) -> dict[str, PhaseForecast]:
-    """The plan's forecast of each phase; nothing known without a readable plan."""
-    try:
-        forecast = adjusted_plan(run).forecast
-    except RecipeError:
-        forecast = None
-    return {phase: forecast.of_phase(phase) if forecast else PhaseForecast() for phase in phases}

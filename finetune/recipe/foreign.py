@@ -1,0 +1,325 @@
+"""Configurations of LLaMA-Factory, Axolotl and TRL as recipes: flat keys by the tables in `tools/*.yaml`, the rest listed.
+
+A table has the tool's version, its keys and its defaults:
+
+keys            a key -> our setting, or its values -> our settings. `else` is the setting of all other values, `fraction` of
+                values between 0 and 1, `part` of splits such as train[:20%], `requires` a switch that must be on. A value
+                without a row has the key's reason below. Of two keys with the same setting, the later row counts.
+refused         reason -> keys with which the tool trains something that finetune doesn't
+not carried over, no effect     reason -> keys that may change the result, and keys that can't
+batch           keys whose product, times the processes, is the effective batch
+defaults        the tool's own values of absent keys; `fixed`: settings of ours that the tool always has
+methods         the same for one method; `keys` are those that only this method has
+notes           differences to name where a key is set, or by method; `notes on defaults` where the default counts
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml as pyyaml
+
+from finetune.errors import RecipeError
+from finetune.recipe import load, yaml
+from finetune.settings.methods import METHODS
+from finetune.settings.schema import ALIASES, SWITCHES, Recipe
+
+TABLES = Path(__file__).parent / "tools"
+Outcome = Literal["carried over", "no effect", "not carried over", "refused"]
+#: Tools that `finetune convert` does not read, each with keys that only their files have; dots are nesting.
+_UNREAD = {
+    "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
+    "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
+    "LitGPT": "train.max_seq_length train.global_batch_size", "Oumi": "model.model_name", "AutoTrain": "project_name",
+    "ms-swift": "tuner_type rlhf_type", "SkyPilot": "resources", "DeepSpeed": "zero_optimization",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A table of `tools/`, with the rows that all tools share."""
+
+    table: dict[str, Any]
+    keys: dict[str, Any]
+    reasons: dict[str, tuple[Outcome, str]]
+    defaults: dict[str, Any]
+    notes: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Its name in sentences."""
+        return str(self.table["name"])
+
+    def knows(self, key: str) -> bool:
+        """Whether the table has the key, or keys below it."""
+        return key in {*self.keys, *self.reasons, *self.table["batch"]} or self.has_inner(key)
+
+    def has_inner(self, key: str) -> bool:
+        """Whether the table has keys inside the mapping `key`."""
+        return any(name.startswith(f"{key}.") for name in (*self.keys, *self.reasons))
+
+    def meaning(self, key: str, value: Any) -> tuple[Outcome, str, dict[str, Any]]:
+        """What becomes of a key: the outcome, its reason, and our settings."""
+        row = self.keys.get(key)
+        item = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(row, str) and value is not None:
+            return _carried({row: value})
+        if isinstance(row, dict):
+            is_known = not isinstance(item, (list, dict)) and item in row
+            if is_known and row[item] is not None:
+                return _carried(row[item])
+            is_share = "fraction" in row and isinstance(item, float) and 0 < item < 1
+            is_part = "part" in row and "[" in str(item)
+            setting = row.get("fraction" if is_share else "part" if is_part else "else")
+            if setting and value is not None and not is_known:
+                return _carried({setting: item})
+        if value is None or (row is None and value in (False, 0, "", "none", [], {})):
+            return "no effect", "is off or empty", {}
+        unknown = "finetune does not know this key" if row is None else "finetune does not know this value"
+        return *self.reasons.get(key, ("not carried over", unknown)), {}
+
+
+def _carried(settings: dict[str, Any]) -> tuple[Outcome, str, dict[str, Any]]:
+    if not settings:
+        return "no effect", "needs no setting here", {}
+    return "carried over", ", ".join(f"{setting}: {short(value)}" for setting, value in settings.items()), settings
+
+
+@functools.cache
+def tools() -> tuple[Tool, ...]:
+    """The tools that `finetune convert` reads."""
+    shared, *tables = (
+        pyyaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
+        for name in ("training-arguments", "llama-factory", "axolotl", "trl")
+    )
+    read = []
+    for table in tables:
+        outcomes: tuple[Outcome, ...] = ("refused", "not carried over", "no effect")
+        reasons = {
+            key: (outcome, reason)
+            for part in (shared, table)
+            for outcome in outcomes
+            for reason, keys in part.get(outcome, {}).items()
+            for key in keys.split()
+        }
+        keys = shared["keys"] | table["keys"]
+        own = [*table["defaults"], *map(keys.get, table["defaults"])]
+        inherited = {key: value for key, value in shared["defaults"].items() if key not in own}
+        read.append(Tool(table, keys, reasons, table["defaults"] | inherited, shared["notes"] | table["notes"]))
+    return tuple(read)
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """One key of the file and its outcome."""
+
+    key: str
+    value: str
+    line: int | None
+    outcome: Outcome
+    text: str
+
+
+@dataclass
+class Conversion:
+    """What became of each key of the file, the tool's defaults as our settings, and differences that no key has."""
+
+    tool: Tool
+    keys: dict[str, KeyReport] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    key_of: dict[str, str] = field(default_factory=dict)  # setting -> the key that set it
+    assumed: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def report(self, key: str, outcome: Outcome, text: str) -> None:
+        """Replace the outcome of a key."""
+        self.keys[key] = replace(self.keys[key], outcome=outcome, text=text)
+
+    def with_outcome(self, outcome: Outcome) -> list[KeyReport]:
+        """The keys with this outcome, in the order of the file."""
+        return sorted((key for key in self.keys.values() if key.outcome == outcome), key=lambda key: key.line or 0)
+
+
+def tool_of(values: dict[str, Any]) -> Tool | None:
+    """The tool whose configuration this is, None for a recipe."""
+    marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
+    if marked:
+        return max(marked, key=lambda tool: sum(tool.knows(key) for key in values))
+    trl = tools()[-1]  # whose files need no key of their own
+    others = values.keys() - {*Recipe.model_fields, *ALIASES, *SWITCHES}
+    return trl if len(others) >= 3 and all(trl.knows(key) for key in values) else None
+
+
+def unread_tool(values: dict[str, Any]) -> str | None:
+    """The name of the tool whose file this is, if `finetune convert` does not read it."""
+    nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
+    return next((name for name, markers in _UNREAD.items() if not (values.keys() | nested).isdisjoint(markers.split())), None)
+
+
+def hint_for_key(key: str) -> str | None:
+    """The meaning in another tool of a key that recipes don't have: our setting, or the reason. None if unknown."""
+    for tool in tools():
+        row = tool.keys.get(key)
+        if setting := row.get("else") if isinstance(row, dict) else row:
+            return f"that is {tool.name}'s name for '{setting}'"
+        if key in tool.reasons:
+            return f"{tool.name}'s: {tool.reasons[key][1]}"
+    return None
+
+
+def convert_file(source: str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[Recipe, Conversion]:
+    """Another tool's configuration as a recipe. Raises RecipeError with all problems."""
+    return convert_text(load.read_text(Path(source)), source, overrides)
+
+
+def convert_text(text: str, name: str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[Recipe, Conversion]:
+    """The same from the text; `name` is the prefix of each problem."""
+    document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
+    if unread := unread_tool(document.values):
+        raise RecipeError(f"{name} is a configuration of {unread}, which finetune does not read")
+    tool = tool_of(document.values)
+    if tool is None:
+        readable = ", ".join(tool.name for tool in tools())
+        raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")
+    chosen: dict[str, Any] = {}
+    for override in overrides:
+        load.apply_override(override, chosen, {})
+    conversion = Conversion(tool, problems=list(document.problems))
+    for key, value in document.values.items():
+        if secret := load.secret_in(key, value):
+            reason = f"secrets don't belong in a file: `hf auth login`, or set HF_TOKEN; remove '{secret}'"
+        elif "${" in str(value):
+            reason = f"{key} has ${{...}}, which is not followed here; write the value out"
+        else:
+            continue
+        conversion.problems.append(f"{name}:{document.lines[key]}: {reason}")
+    values = _flat(tool, document.values)
+    for key, value in values.items():
+        line = document.lines.get(key, document.lines.get(key.partition(".")[0]))
+        conversion.keys[key] = KeyReport(key, short(value), line, "no effect", "")
+    requirements = _read_keys(conversion, values)
+    processes = chosen.get("launch", {}).get("num_processes", 1)
+    _read_batch(conversion, values, processes if type(processes) is int else 1)
+    method = _read_method(conversion, values, chosen.get("method"))
+    _add_defaults(conversion, values, method, name)
+    for key, setting in requirements.items():
+        if chosen.get(setting, conversion.settings.get(setting)) is not True:
+            conversion.report(key, "refused", f"{tool.name} requires {setting}: true")
+    for report in conversion.with_outcome("refused"):
+        conversion.problems.append(f"{name}:{report.line}: {report.key} {report.value}: {report.text}")
+    conversion.settings.setdefault("dataset.path", load.NO_DATASET)
+    recipe = _validated(conversion, overrides, name)
+    if recipe.dataset.path == load.NO_DATASET:
+        conversion.notes.append("the recipe has no dataset: set dataset.path=FILE or a hub dataset's id")
+    return recipe, conversion
+
+
+def _flat(tool: Tool, values: dict[str, Any]) -> dict[str, Any]:
+    """Values with dotted names for the mappings, and lists of one mapping, whose keys the table has."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if isinstance(inner, dict) and tool.has_inner(key):
+            flat |= {f"{key}.{name}": item for name, item in inner.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _read_keys(conversion: Conversion, values: dict[str, Any]) -> dict[str, str]:
+    """Read each key by its row; returns switches that must be on, by the key that needs them."""
+    requirements, tool = {}, conversion.tool
+    for key in sorted(values, key=lambda key: [*tool.keys].index(key) if key in tool.keys else -1):
+        outcome, text, settings = tool.meaning(key, values[key])
+        if switch := settings.get("requires"):
+            requirements[key], outcome, text, settings = switch, "no effect", "needs no setting here", {}
+        conversion.report(key, outcome, text)
+        for setting, value in settings.items():
+            if conversion.settings.get(setting, value) != value:
+                conversion.report(conversion.key_of[setting], "not carried over", f"{key} counts")
+            conversion.settings[setting], conversion.key_of[setting] = value, key
+    return requirements
+
+
+def _read_batch(conversion: Conversion, values: dict[str, Any], processes: int) -> None:
+    """The effective batch: micro-batch x gradient accumulation x processes, which the plan keeps."""
+    keys = conversion.tool.table["batch"]
+    factors = [values[key] if values.get(key) is not None else conversion.tool.defaults[key] for key in keys]
+    wrong = [key for key, factor in zip(keys, factors, strict=True) if type(factor) is not int or factor < 1]
+    for key in wrong:
+        conversion.report(key, "refused", "is not a whole number above 0")
+    if wrong:
+        return
+    size = conversion.settings["effective_batch_size"] = math.prod(factors) * processes
+    product = " x ".join(map(str, [*factors, processes]))
+    for key in values.keys() & set(keys):
+        conversion.report(key, "carried over", f"effective_batch_size: {product} = {size}")
+        conversion.key_of["effective_batch_size"] = key
+    if values.keys().isdisjoint(keys):
+        conversion.assumed["effective_batch_size"] = size
+
+
+def _read_method(conversion: Conversion, values: dict[str, Any], chosen: str | None) -> str:
+    """The method, by the tool's key for it, else by keys that only one method has; settings of other methods are left out."""
+    table, settings = conversion.tool.table, conversion.settings
+    by_key = (name for name, row in table["methods"].items() if not values.keys().isdisjoint(row.get("keys", "").split()))
+    method = chosen or settings.get("method") or next(by_key, "sft")
+    if method != "sft":
+        settings["method"] = method
+    own = METHODS.get(method, METHODS["sft"]).settings
+    others = {setting for row in METHODS.values() for setting in row.settings if setting not in own}
+    for setting in others & settings.keys():
+        del settings[setting]
+        conversion.report(conversion.key_of.pop(setting), "no effect", f"method {method} has no {setting}")
+    return str(method)
+
+
+def _add_defaults(conversion: Conversion, values: dict[str, Any], method: str, name: str) -> None:
+    """What the tool does where keys are absent, and settings that it always has; and what to say of both."""
+    tool, settings = conversion.tool, conversion.settings
+    row = tool.table["methods"].get(method, {})
+    notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]
+    for key, default in (tool.defaults | row.get("defaults", {})).items():
+        if isinstance(default, dict):
+            of = values.get(default["of"])
+            default = default["times"] * (of if isinstance(of, int) else tool.defaults[default["of"]])
+        outcome, reason, found = tool.meaning(key, default)
+        new = {setting: value for setting, value in found.items() if setting != "method"}
+        is_set = values.get(key) is not None or not settings.keys().isdisjoint(new)
+        if is_set or key in tool.table["batch"] or ("warmup_ratio" in new and "warmup_steps" in settings):
+            continue
+        if outcome == "refused":
+            conversion.problems.append(f"{name}: {key} is not set: {reason}")
+        conversion.assumed |= new
+        settings |= new
+        notes.append(tool.table.get("notes on defaults", {}).get(key))
+    for setting, value in (tool.table.get("fixed", {}) | row.get("fixed", {})).items():
+        if settings.get(setting, value) != value and setting in conversion.key_of:
+            conversion.report(conversion.key_of[setting], "not carried over", f"{tool.name} has {setting} {value} in {method}")
+        settings[setting] = conversion.assumed[setting] = value
+    conversion.notes += [note for note in notes if note]
+
+
+def _validated(conversion: Conversion, overrides: list[str] | tuple[str, ...], name: str) -> Recipe:
+    nested: dict[str, Any] = {}
+    for setting, value in conversion.settings.items():
+        *sections, leaf = setting.split(".")
+        target = nested
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = value
+    locations = {setting: f"{name}:{conversion.keys[key].line}" for setting, key in conversion.key_of.items()}
+    for override in overrides:
+        load.apply_override(override, nested, locations)
+    return load.validated(nested, locations, name, conversion.problems)
+
+
+def short(value: Any) -> str:
+    """A value on one short line."""
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
