@@ -136,8 +136,6 @@ def test_a_t4_trains_in_float16_over_pcie_3(machine):
     assert card.bandwidth_bytes_s == 320e9
 
 
-
-
 def test_a_process_without_bytes_is_reported_as_unknown(machine):
     machine("wsl")
     assert "(bytes unknown)" in find_card("auto").reason and "0 B" not in find_card("auto").reason
