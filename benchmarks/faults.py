@@ -1,9 +1,9 @@
-"""Random faults, and whether a result differs without a word: kills, damaged files, hostile requests, full disks.
+"""Random faults, and whether a result differs without a word: kills and full disks.
 
-    python -m benchmarks.faults [--seed 0] [--minutes 60] [--kinds kills,damage,json,disk] [--cases 200]
+    python -m benchmarks.faults [--seed 0] [--minutes 60] [--kinds kills,disk] [--cases 200]
 
 Prints a table of all cases by outcome, and ends with 1 when one of them ended otherwise than it must: another result without a
-message, an internal error, a traceback, a server that keeps others waiting. Runs are tiny ones on a CPU, forks of this process.
+message, an internal error, a traceback. Runs are tiny ones on a CPU, forks of this process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.fault_kinds import damage, disk, kills, malformed
+from benchmarks.fault_kinds import disk, kills
 from benchmarks.fault_kinds.runs import import_worker
 from benchmarks.fault_kinds.tally import Tally
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 #: A row of the table: its title, the usual number of cases, and what runs them.
 Row = tuple[str, int, "Callable[[random.Random, Tally, Path], None]"]
-_OTHERS: dict[str, Row] = {
-    "damage": ("damaged bytes of run, base and cache", 500, damage.damage_cases),
-    "json": ("damaged JSON files and headers", 2000, malformed.malformed_cases),
-    "disk": ("disks that fill", 100, disk.disk_cases),
+_ROWS: dict[str, list[Row]] = {
+    "kills": [(f"kills, {name}", 200, functools.partial(kills.kill_cases, name)) for name in kills.KINDS],
+    "disk": [("disks that fill", 100, disk.disk_cases)],
 }
 
 
@@ -40,11 +39,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--kinds", default=",".join(("kills", *_OTHERS)))
+    parser.add_argument("--kinds", default=",".join(_ROWS))
     parser.add_argument("--only", default="", help="only rows of the table that have this text")
     parser.add_argument("--cases", type=int, help="cases of each row, instead of its usual number")
     options = parser.parse_args()
-    rows = [row for kind in options.kinds.split(",") for row in rows_of(kind) if options.only in row[0]]
+    kinds = options.kinds.split(",")
+    if unknown := sorted({*kinds} - {*_ROWS}):
+        parser.error(f"--kinds {','.join(unknown)}: one of {', '.join(_ROWS)}")
+    rows = [row for kind in kinds for row in _ROWS[kind] if options.only in row[0]]
     began, tallies = time.monotonic(), []
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
@@ -61,15 +63,6 @@ def main() -> int:
     if not code:
         shutil.rmtree(folder)
     return code
-
-
-def rows_of(kind: str) -> list[Row]:
-    """The rows of the table that a kind has."""
-    if kind == "kills":
-        return [(f"kills, {name}", 200, functools.partial(kills.kill_cases, name)) for name in kills.KINDS]
-    if kind not in _OTHERS:
-        raise SystemExit(f"--kinds {kind}: one of kills, {', '.join(_OTHERS)}")
-    return [_OTHERS[kind]]
 
 
 def report(tallies: list[Tally]) -> int:

@@ -1,26 +1,19 @@
 """Files with one more column, field of messages or split than is read: any name with any kind of value, in any format.
 
-    python benchmarks/hostile_data.py [--seeds 1 2] [--write FOLDER]
-
 What each is comes from how it is made, not from the library: `meaningful` values differ by row and are text, truth values or
 numbers, and the name doesn't say that they are about something else. A file is read rightly if it is stopped with a message
 that names the column and with advice that then reads every row, or is trained on with the column named; a meaningful one is
-never trained on. Folders, patterns and archives of files named for splits are never trained on held-out rows. `--write` keeps
-the files. Prints how many cases ended how; returns 1 if one is wrong. tests/data/test_generated_data.py runs the same.
+never trained on. Folders, patterns and archives of files named for splits are never trained on held-out rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import json
 import random
 import shlex
 import string
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,31 +254,3 @@ def outcomes(
     for kind, cases in (("column", columns), ("field of messages", fields)):
         results += [(kind, *outcome_of_case(case, folder / f"{kind[0]}{n}.jsonl")) for n, case in enumerate(cases)]
     return results + [("split", *outcome_of_splits(*case, folder / f"s{n}")) for n, case in enumerate(splits)]
-
-
-def main() -> int:
-    """Print a table in Markdown and what is wrong; returns 1 if anything is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--write", type=Path, help="keep the files in this folder")
-    options = parser.parse_args()
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    problems = []
-    makers: tuple[Callable[[int], Any], ...] = (column_cases, field_cases, split_cases)
-    with tempfile.TemporaryDirectory() as temporary:
-        for seed in options.seeds:
-            folder = (options.write or Path(temporary)) / str(seed)
-            columns, fields, splits = (maker(seed) for maker in makers)
-            for kind, outcome, problem in outcomes(columns, fields, splits, folder):
-                counts[kind][outcome] += 1
-                problems += [problem] if problem else []
-    names = ("stopped by name", "trained, named", "wrong")
-    print(f"| kind | files | {' | '.join(names)} |\n| --- | --: | {' | '.join('--:' for _ in names)} |")
-    for kind, by_outcome in counts.items():
-        print(f"| {kind} | {by_outcome.total()} | {' | '.join(str(by_outcome[name]) for name in names)} |")
-    print("\n".join(problems))
-    return int(bool(problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

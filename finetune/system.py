@@ -193,6 +193,6 @@ def let_waiting_threads_sleep() -> None:
     """OpenMP's threads sleep while they wait; to be called before torch is imported, by a process of this program.
 
     By default they spin for milliseconds. On a processor that other programs use, too, small operators then take twenty times
-    as long (benchmarks/waiting_threads.py).
+    as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,5 +1,6 @@
 """State in a temporary home, one thread per process, no network, bytecode: set before anything heavy is imported."""
 
+import functools
 import gc
 import logging
 import os
@@ -39,6 +40,14 @@ def of_all_processes(tmp_path_factory):
     """The session's folder, which all processes of the session share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def picture_model(tmp_path_factory):
+    """picture_model(kind) -> the folder of a small model of images and text, saved once."""
+    from picture_models import save_picture_model
+
+    return functools.cache(lambda kind: save_picture_model(kind, tmp_path_factory.mktemp(kind) / kind))
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,6 @@ SHORT = (
 #: A base of two layers in float32 and few adapters: a kill costs a third of the CPU time that it takes with the bundled recipe.
 SMALL = ("load_in_4bit=false", "target_modules=[q_proj,v_proj]")
 _LAYERS = 2
-_END_TOKEN, _SYSTEM_TOKEN = 1, 2
 _OF_CHECKPOINT = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "adapter_model.safetensors")
 _NOT_BEFORE_A_START = ("events.jsonl", "log.txt", "adapter*", ".adapter", "checkpoint-*", ".partial", "*lock", "launch")
 
@@ -75,16 +74,6 @@ def small_base(path: Path) -> Path:
     weights = load_file(path / "model.safetensors")
     first = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
     save_file(first, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-def endless_base(path: Path) -> Path:
-    """The bundled model with another token's embedding for the token that ends an answer, which it never chooses then."""
-    shutil.copytree(model_path("tiny"), path)
-    weights = load_file(path / "model.safetensors")
-    embeddings = weights["model.embed_tokens.weight"]
-    embeddings[_END_TOKEN] = embeddings[_SYSTEM_TOKEN]
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
 

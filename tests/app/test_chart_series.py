@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
+from written_runs import plan, step_event
 
-import app_ticks
 from app.live import LiveRun, LiveRuns
 from app.views.chart_series import answer, zoomed
 from app.views.run_row import peak_beside_forecast
@@ -24,7 +24,7 @@ from finetune.units import GIB
 def run(tmp_path):
     run = RunDirectory(tmp_path / "runs" / "one")
     run.path.mkdir(parents=True)
-    write_json(run.plan, app_ticks.plan(3000).as_json())
+    write_json(run.plan, plan(3000).as_json())
     return run
 
 
@@ -54,12 +54,18 @@ def write(run, *events):
 
 def losses(first, last, total=3000):
     chance = random.Random(first)
-    return [app_ticks.step_event(step, total, chance) for step in range(first, last + 1)]
+    return [step_event(step, total, chance) for step in range(first, last + 1)]
 
 
 def indices(part):
     """Those of a part's bins: all, or the first of those that follow each other."""
     return part["i"] if len(part["i"]) != 1 else [part["i"][0] + number for number in range(len(part["m"]))]
+
+
+def version_of(news):
+    """The version of a chart's answer, as the next one asks for it."""
+    name, number, checksum = news["version"].split("-")
+    return name, int(number), int(checksum)
 
 
 class Client:
@@ -82,7 +88,7 @@ class Client:
             for number, index in enumerate(indices(part)):
                 gap = part.get("gaps", {}).get(index)
                 bins[index] = [*(part[key][number] for key in "mlh" if key in part), gap]
-        self.version = app_ticks.version_of(news)
+        self.version = version_of(news)
         return news
 
 
@@ -116,7 +122,7 @@ def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
 
 def test_another_or_forgotten_version_is_answered_with_everything(run, live):
     write(run, *losses(1, 50))
-    newest = app_ticks.version_of(answer(live, None))
+    newest = version_of(answer(live, None))
     for have in ((live.name, 999, newest[2]), ("0" * 8, newest[1], newest[2]), (live.name, newest[1], 0)):
         assert answer(live, have)["all"]
     assert not answer(live, newest)["all"]

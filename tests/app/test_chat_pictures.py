@@ -3,14 +3,11 @@
 import errno
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
+from PIL import Image
 
 from app.chat.chats import Chats, Question
 from app.chat.pictures import _kept, keep_picture, kept_pictures

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import gradio as gr
 import pytest
+import written_runs
 
-import app_ticks
 import finetune.planner.suggest
 from app.context import Context
 from app.language import spoken
@@ -54,7 +54,7 @@ REFUSED = [
 
 def plan_of(verdict):
     """A plan with everything that Fit shows."""
-    fits, now = verdict != Verdict.NO_FIT, app_ticks.plan(100)
+    fits, now = verdict != Verdict.NO_FIT, written_runs.plan(100)
     alternatives = [
         Alternative("", 11 * GIB, 13 * GIB, 0.5, 3100.0, Verdict.FITS, "", "", chosen=True),
         Alternative("", 9 * GIB, 10 * GIB, 0.6, 2900.0, Verdict.FITS, "", "load_in_4bit=true"),

@@ -97,10 +97,6 @@ def configs(app):
         yield json.loads(re.search(rb"window.gradio_config = (\{.*?\});</script>", page, re.S)[1])
 
 
-def handlers(app):
-    return sorted({item["id"] for config in configs(app) for item in config["dependencies"]})
-
-
 def test_every_route_but_healthz_refuses_without_the_token(app):
     for method, path in routes(app):
         status, _, body = send(
@@ -116,48 +112,11 @@ def test_every_route_that_is_not_on_the_list_is_not_there_even_with_the_token(ap
     ]
     assert len(unlisted) > 40
     for method, path in unlisted:
-        assert send(app, method, path, {"Content-Type": "application/json"}, b"{}" if method == "POST" else None)[0] == 404, (
-            method,
-            path,
-        )
+        body = b"{}" if method == "POST" else None
+        assert send(app, method, path, {"Content-Type": "application/json"}, body)[0] == 404, (method, path)
 
 
-def test_the_list_has_no_file_proxy_api_or_admin_route():
-    for path in (
-        "/gradio_api/file=/etc/passwd", "/gradio_api/file/x", "/gradio_api/proxy=http://127.0.0.1/",
-        "/gradio_api/stream/1/1/1/playlist.m3u8",
-        "/monitoring", "/gradio_api/info", "/gradio_api/openapi.json", "/gradio_api/vibe-code", "/gradio_api/deep_link",
-        "/docs",
-        "/openapi.json", "/gradio_api/custom_component/1/client/component/x", "/logout", "/gradio_api/dev/reload",
-        "/gradio_api/runs",
-    ):  # fmt: skip
-        assert not READ.fullmatch(path), path
-    for path in (
-        "/gradio_api/run/another",
-        "/gradio_api/queue/join",
-        "/gradio_api/cancel",
-        "/gradio_api/api/x",
-        "/gradio_api/call/x",
-        "/gradio_api/component_server",
-        "/login",
-    ):
-        assert not WRITE.fullmatch(path), path
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example",
-        "evil.example:{port}",
-        "192.168.1.20:{port}",
-        "127.0.0.1:1",
-        "127.0.0.1.evil.example:{port}",
-        "localhost",
-        "",
-        "a, 127.0.0.1:{port}",
-        "127.0.0.1:{port}@evil.example",
-    ],
-)
+@pytest.mark.parametrize("host", ["evil.example:{port}", "127.0.0.1:1", "127.0.0.1.evil.example:{port}", "localhost", ""])
 def test_a_foreign_host_is_refused_also_with_the_token(app, host):
     status, _, body = send(app, "GET", "/config", host=host.format(port=app[0]) or " ")
     assert status in (400, 421)
@@ -165,20 +124,9 @@ def test_a_foreign_host_is_refused_also_with_the_token(app, host):
 
 
 @pytest.mark.parametrize(
-    "origin",
-    [
-        "https://evil.example",
-        "null",
-        "http://127.0.0.1:1",
-        "http://192.168.1.20:{port}",
-        "file://",
-        "http://127.0.0.1:{port}.evil.example",
-        "chrome-extension://x",
-        "ftp://127.0.0.1:{port}",
-        "",
-    ],
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1:{port}.evil.example", "file://", ""]
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_foreign_origin_is_refused_and_never_echoed(app, origin, method):
     headers = {"Origin": origin.format(port=app[0]), "Content-Type": "application/json"}
     status, answered, _ = send(app, method, "/gradio_api/run/predict", headers, b"{}" if method == "POST" else None)
@@ -192,48 +140,23 @@ def test_headers_of_other_digits_are_refused_like_any_foreign_one(app):
     assert send(app, "GET", "/", {"Origin": "http://["})[0] == 403
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
+@pytest.mark.parametrize("site", ["cross-site", "nonsense"])
 def test_posts_from_other_sites_are_refused(app, site):
     body, headers = multipart("a.jsonl", b"{}")
     assert send(app, "POST", UPLOAD_PATH, {**headers, "Sec-Fetch-Site": site}, body)[0] == 403
 
 
-def test_a_cross_site_upload_without_the_token_writes_nothing(app):
-    body, headers = multipart("a.jsonl", b"planted")
-    assert send(app, "POST", UPLOAD_PATH, headers, body, token=None)[0] == 401
-    folder = Path(os.environ["GRADIO_TEMP_DIR"])
-    assert not [path for path in folder.rglob("*") if path.is_file() and b"planted" in path.read_bytes()]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        None,
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data; boundary=x",
-        "application/json-patch+json",
-        "text/plain; application/json",
-    ],
-)
+@pytest.mark.parametrize("kind", [None, "text/plain; application/json", "application/json-patch+json"])
 def test_other_kinds_of_content_are_refused(app, kind):
     headers = {"Content-Type": kind} if kind else {}
     assert send(app, "POST", "/gradio_api/run/predict", headers, b'{"fn_index":0,"data":[],"session_hash":"x"}')[0] == 415
-
-
-def test_every_handler_by_index_refuses_without_the_token(app):
-    numbers = handlers(app)
-    assert len(numbers) > 50
-    for number in numbers:
-        body = json.dumps({"fn_index": number, "data": [], "session_hash": "x"}).encode()
-        assert send(app, "POST", "/gradio_api/run/predict", {"Content-Type": "application/json"}, body, token=None)[0] == 401
 
 
 def test_no_handler_depends_on_a_stream_that_the_client_may_have_shut(app):
     assert [item["id"] for config in configs(app) for item in config["dependencies"] if item["queue"] is not False] == []
 
 
-@pytest.mark.parametrize("token", ["", "x", TOKEN[:-1], TOKEN + "t", TOKEN.upper(), "é" * 32])
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN.upper(), "é" * 32])
 def test_wrong_tokens_are_refused_in_every_place(app, token):
     from urllib.parse import quote
 
@@ -274,22 +197,9 @@ def test_bearer_works_for_programs(app):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/assets/../../../../etc/passwd",
-        "/assets/..%2f..%2f..%2fetc/passwd",
-        "/assets/%2e%2e/%2e%2e/x",
-        "/static/....//x",
-        "/ft/../secret.txt",
-        "/ft/%2e%2e/server.py",
-        "/ft/server.py",
-        "/gradio_api/file=/etc/passwd",
-        "/gradio_api/file=../secret.txt",
-        "/gradio_api/file=C:/x",
-        "/GRADIO_API/FILE=/etc/passwd",
-        "/assets//etc/passwd",
-        "/svelte/../x",
-    ],
-)
+    ["/assets/../../../../etc/passwd", "/assets/..%2f..%2f..%2fetc/passwd", "/ft/../secret.txt", "/ft/server.py",
+     "/gradio_api/file=../secret.txt", "/GRADIO_API/FILE=/etc/passwd", "/assets//etc/passwd"],
+)  # fmt: skip
 def test_paths_that_climb_out_serve_nothing(app, path):
     status, _, body = send(app, "GET", path)
     assert status in (400, 403, 404)
@@ -353,9 +263,7 @@ def test_an_upload_flood_is_refused(app, monkeypatch):
     assert send(app, "POST", UPLOAD_PATH, headers, body)[0] == 429
 
 
-@pytest.mark.parametrize(
-    "name", ["../../../evil.jsonl", "..%2fevil.jsonl", "a/b.jsonl", "\\..\\evil.jsonl", "a.jsonl:stream", "<img src=x>.jsonl"]
-)
+@pytest.mark.parametrize("name", ["../../../evil.jsonl", "..%2fevil.jsonl", "\\..\\evil.jsonl"])
 def test_an_uploaded_name_never_leaves_the_upload_folder(app, name):
     body, headers = multipart(name, b"{}")
     status, _, answer = send(app, "POST", UPLOAD_PATH, headers, body)
@@ -365,15 +273,7 @@ def test_an_uploaded_name_never_leaves_the_upload_folder(app, name):
 
 
 def test_every_answer_denies_framing_sniffing_and_referrers(app):
-    for path, token in (
-        ("/", TOKEN),
-        ("/run", TOKEN),
-        ("/config", TOKEN),
-        ("/ft/page.js", TOKEN),
-        ("/healthz", None),
-        ("/", None),
-        ("/nothing", TOKEN),
-    ):
+    for path, token in (("/", TOKEN), ("/ft/page.js", TOKEN), ("/healthz", None), ("/", None), ("/nothing", TOKEN)):
         headers = send(app, "GET", path, token=token)[1]
         assert headers["x-frame-options"] == "DENY"
         assert headers["x-content-type-options"] == "nosniff"
@@ -393,11 +293,6 @@ def test_the_page_may_load_only_from_here_and_run_only_marked_scripts(app):
     assert send(app, "GET", "/")[1]["content-security-policy"] != policy
 
 
-def test_the_theme_loads_no_fonts_from_elsewhere(app):
-    for path in ("/theme.css", "/ft/theme.css"):
-        assert not re.findall(rb"(?:@import|url\()\s*[\"']?(?:https?:)?//", send(app, "GET", path)[2])
-
-
 def test_websockets_are_refused(app):
     with socket.create_connection(("127.0.0.1", app[0]), timeout=300) as raw:
         raw.sendall(
@@ -407,7 +302,7 @@ def test_websockets_are_refused(app):
         assert b" 101 " not in raw.recv(200)
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "OPTIONS"])
+@pytest.mark.parametrize("method", ["PUT", "TRACE", "OPTIONS"])
 def test_other_methods_are_not_there(app, method):
     assert send(app, method, "/")[0] in (400, 404)
 

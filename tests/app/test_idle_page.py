@@ -1,40 +1,16 @@
 """A page that is open takes no memory with time, and shows what has changed."""
 
 import asyncio
-import shutil
-import time
 
 import pytest
 
+from app.context import Context
+from app.page import build_page
+from app.workspace import Workspace
 from finetune.events import EventWriter, Step
 from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow  # the page plans its recipe
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """One page for all tests: it starts two processes, which import torch."""
-    from app.context import Context
-    from app.page import build_page
-    from app.workspace import Workspace
-
-    folder = tmp_path_factory.mktemp("served")
-    context = Context(Workspace(folder, folder / "runs"), folder / "temporary")
-    yield build_page(context)[0], folder / "runs"
-    context.close()
-
-
-@pytest.fixture
-def page(served):
-    return served[0]
-
-
-@pytest.fixture
-def runs(served):
-    yield served[1]
-    for run in served[1].glob("[!.]*"):
-        shutil.rmtree(run)
 
 
 class Tab:
@@ -46,7 +22,6 @@ class Tab:
         self.page, self.session = page, SessionState(page)
         self.values = {number: getattr(component, "value", None) for number, component in page.blocks.items()}
         self.named = {component.elem_id: number for number, component in page.blocks.items() if component.elem_id}
-        self.fired = 0
 
     def events(self, kind, source=None):
         return [event for event in self.page.fns.values()
@@ -61,7 +36,6 @@ class Tab:
         asyncio.run(ticks())
 
     async def _fire(self, event):
-        self.fired += 1
         sent = [None if component.stateful else self.values[component._id] for component in event.inputs]
         answer = await self.page.process_api(event, sent, state=self.session)
         for component, value in zip(event.outputs, answer["data"], strict=True):
@@ -80,25 +54,9 @@ class Tab:
         return set(self.session.blocks_config.blocks)
 
 
-def test_idle_ticks_leave_no_component_behind_and_show_nothing_anew(page):
-    tab, ticks = Tab(page), len(Tab(page).events("tick"))
-    n_quiet = 0
-    for _ in range(300):  # what starts with the page may end late, and between two quiet ticks
-        fired = tab.fired
-        tab.tick()
-        n_quiet = n_quiet + 1 if tab.fired - fired == ticks else 0
-        if n_quiet == 10:
-            break
-        time.sleep(0.2)
-    components, fired = tab.components, tab.fired
-    tab.tick(5)
-    assert tab.components == components
-    assert tab.fired - fired == 5 * ticks
-
-
-def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, runs, kept_run):
-    run = RunDirectory(kept_run(runs))
-    tab = Tab(page)
+def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(tmp_path, kept_run):
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    run, tab = RunDirectory(kept_run(tmp_path / "runs")), Tab(build_page(context)[0])
     writer, components = EventWriter(run.events), []
     for step in range(1001, 1005):
         writer.emit(Step(step=step, total_steps=2000, loss=1.0))
@@ -106,16 +64,5 @@ def test_a_page_follows_a_run_and_keeps_no_component_of_each_step(page, runs, ke
         assert f"{step:,} of " in tab["runs-list"]
         components.append(tab.components)
     writer.close()
+    context.close()
     assert components[1] == components[3]
-
-
-def test_a_new_run_is_listed_and_one_that_is_gone_is_not(page, runs, kept_run):
-    first = kept_run(runs)
-    tab = Tab(page)
-    tab.tick()
-    shutil.copytree(first, first.with_name("second"))
-    tab.tick()
-    assert all(f"{name}</a>" in tab[listed] for name in ("finished", "second") for listed in ("runs-list", "home-recent"))
-    shutil.rmtree(first)
-    tab.tick()
-    assert "second</a>" in tab["runs-list"] and "finished</a>" not in tab["runs-list"]

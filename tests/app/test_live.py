@@ -6,8 +6,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import written_runs
 
-import app_ticks
 from app import live as live_module
 from app.live import Digest, LiveRun
 from app.views.run import _memory_panel, measured_peak, more_curves, numbers, summary_of
@@ -124,7 +124,7 @@ def test_the_forecast_of_the_process_is_compared_with_the_process_without_other_
     live = follow(run, tmp_path)
     live.refresh()
     forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, {"train": 6 * GIB})
-    plan = dataclasses.replace(app_ticks.plan(1), card=card, forecast=forecast, budget_bytes=None)
+    plan = dataclasses.replace(written_runs.plan(1), card=card, forecast=forecast, budget_bytes=None)
     assert measured_peak(live.digest, plan)[1] == measured * GIB
     (reserved,) = [line for line in _memory_panel(live.digest, plan).lines if line.css == "reserved"]
     assert max(size for _, size in reserved.points) == measured * GIB
@@ -209,7 +209,7 @@ def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run, tmp_
         6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks,
         reserved_peaks={name: size + GIB // 2 for name, size in peaks.items()}, segments={"train": 91},
     )  # fmt: skip
-    plan = dataclasses.replace(app_ticks.plan(1), forecast=forecast)
+    plan = dataclasses.replace(written_runs.plan(1), forecast=forecast)
     shown = memory(digest.digest, plan)
     labels = re.findall(r'class="track" role="img" aria-label="([^"]*)"', shown)
     assert labels[1:] == [

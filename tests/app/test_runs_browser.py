@@ -78,36 +78,10 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.wait_for_selector("tr[data-run=renamed]")
 
 
-def test_a_page_that_is_open_draws_no_frame_after_the_other(served, visit):
-    page = visit("settings")
-    page.context.add_init_script(
-        "window.drawn = 0; const frame = requestAnimationFrame.bind(window);"
-        "window.requestAnimationFrame = (callback) => { window.drawn += 1; return frame(callback); }"
-    )
-    page.goto(f"{served[0]}settings")
-    page.wait_for_selector("#set-price")
-    page.wait_for_timeout(4000)
-    before = page.evaluate("drawn")
-    page.wait_for_timeout(3000)
-    assert before > 0 and page.evaluate("drawn") - before < 45  # Gradio's sign of loading alone asked for 180
-
-
 def append_step(served, name, number=41):
     from finetune.run.directory import RunDirectory
 
     append(RunDirectory(served[1] / name), [step(number)])
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_home_and_lists_are_accessible_and_fit_a_phone(served, visit, require_accessible, theme):
-    page = visit("", color_scheme=theme)
-    pages = {"": "#home-recent li", "runs": "tr[data-run=delta]", "models": "text=No models yet", "settings": "#set-price"}
-    for address, ready in pages.items():
-        page.goto(f"{served[0]}{address}")
-        page.wait_for_selector(ready)
-        for width in (1440, 390, 320):
-            page.set_viewport_size({"width": width, "height": 844})
-            require_accessible(page, width, address)
 
 
 def test_names_of_110_letters_move_nothing_off_a_phone_in_a_comparison_a_sweep_or_a_list_of_models(served, visit):

@@ -1,19 +1,15 @@
 """The ends of a forecast and smaller GPUs: which cases there are, how they must end, and what the page says of them."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from blocks.measured import stand_in_end
 
 from benchmarks.card_edge import CATALOGUE, GIB, GPU
 from benchmarks.card_end import MIB, all_cases, budget_at, is_right, read_results, smaller_machine, write_results
 from standin_gpu.machine import Machine, describe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
-
-from blocks.measured import stand_in_end  # noqa: E402
 
 
 def line_of(case, outcome, changes="", base_format="NF4"):

@@ -1,19 +1,12 @@
 """benchmarks/card_peers.py: the longest row is that of the memory's end, and a run that failed has no figures."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from blocks.measured import card_peers as page_of_peers
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
-
-from blocks.measured import card_peers as page_of_peers  # noqa: E402
-
-from benchmarks import card_peers  # noqa: E402
-from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, is_out_of_memory, lengthened, longest_row  # noqa: E402
-from benchmarks.card_peers import Cell, all_cells, cell_values, key_of, line_of, read_lines, write_lines  # noqa: E402
+from benchmarks import card_peers
+from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, is_out_of_memory, lengthened, longest_row
+from benchmarks.card_peers import Cell, all_cells, cell_values, key_of, line_of, read_lines, write_lines
 
 GIB = 2**30
 CELL = Cell("peak", "trl", card_peers.LLAMA, "rtx-4090", "defaults", 2, 2048)

@@ -3,21 +3,18 @@
 import json
 import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import random_model, report, rows, wheels
+from benchmarks.gpu.cells import CELLS, FINISHED
+from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem
+from benchmarks.gpu.results import read_results
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.gpu import random_model, report, rows, wheels  # noqa: E402
-from benchmarks.gpu.cells import CELLS, FINISHED  # noqa: E402
-from benchmarks.gpu.measure import NEEDS_CARD, _cap_problem  # noqa: E402
-from benchmarks.gpu.results import read_results  # noqa: E402
-
 GIB = 2**30
 
 

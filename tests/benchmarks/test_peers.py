@@ -1,13 +1,8 @@
 """benchmarks/peers.py: a run that trains on something else, or learns something else, has failed however fast it was."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.peers import compared, row_of  # noqa: E402
+from benchmarks.peers import compared, row_of
 
 OWN = {
     "version": "1", "device": "cpu", "step_s": [9.0, 1.0, 1.0, 1.0, 1.0], "tokens": [[90, 100, 120]] * 5,

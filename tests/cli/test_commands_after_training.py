@@ -1,12 +1,7 @@
 """What comes after training ends with its exit code where the base model is gone, and a report that is killed is none."""
 
-import gc
 import json
-import os
 import shutil
-import signal
-import sys
-import time
 
 import pytest
 
@@ -53,34 +48,3 @@ def test_a_base_model_of_the_hub_that_can_not_be_fetched_is_no_problem_of_the_di
     code, output = finetune("merge", "finished")
     assert code == 2 and "Qwen/Qwen3-8B: Cannot find" in output and "Free some space" not in output
     assert not (run.path / ".merged").exists()
-
-
-def test_a_report_killed_at_ten_moments_is_not_there_or_whole(run):
-    from app import report
-
-    target, argv = run.path / "report.html", ["report", str(run.path / "report.html"), str(run.path)]
-    gc.freeze()
-
-    def write(after_s=None):
-        pid = os.fork()
-        if not pid:
-            sys.argv = argv
-            try:
-                os._exit(report.main())
-            finally:
-                os._exit(99)
-        if after_s is not None:
-            time.sleep(after_s)
-            os.kill(pid, signal.SIGKILL)
-        return os.waitpid(pid, 0)[1]
-
-    began = time.monotonic()
-    assert write() == 0
-    took, whole = time.monotonic() - began, target.read_text()
-    assert whole.endswith("</body></html>\n")
-    killed = 0
-    for moment in range(10):
-        target.unlink(missing_ok=True)
-        killed += os.WIFSIGNALED(write(took * moment / 10))
-        assert not target.exists() or target.read_text().endswith("</body></html>\n")
-    assert killed and write() == 0

@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from killed import forked, moments
 
+from app.report import main as report_main
 from finetune.cli import main
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 from finetune.run.state import process_record
-
-FOREIGN = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
 
 
 @pytest.fixture
@@ -34,17 +32,6 @@ def command(*arguments):
     def call():
         sys.argv = ["finetune", *map(str, arguments)]
         return main()
-
-    return call
-
-
-def page(*arguments):
-    """The process that `report` and `compare` start."""
-    from app import report
-
-    def call():
-        sys.argv = ["report", *arguments]
-        return report.main()
 
     return call
 
@@ -80,38 +67,25 @@ def killed_at_ten_moments(work, call):
     return operations
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("recipes", "copy", "tiny-cpu"),
-        ("convert", FOREIGN, "-o", "new/recipe.yaml"),
-    ],
-)
-def test_a_written_recipe_or_job_file_is_whole_or_not_there(work, arguments):
-    assert "c" in killed_at_ten_moments(work, command(*arguments))
+def report():
+    """The process that `finetune report` starts."""
+    sys.argv = ["report", "report.html", "runs/finished"]
+    return report_main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("report.html", "runs/finished"), ("new/two.html", "runs/finished", "runs/other")])
-def test_a_report_or_a_comparison_is_whole_or_not_there(work, kept_run, arguments):
-    kept_run(work).rename(work / "runs" / "other")
-    assert "c" in killed_at_ten_moments(work, page(*arguments))
+@pytest.mark.parametrize("call", [command("recipes", "copy", "tiny-cpu"), report], ids=["recipe", "report"])
+def test_a_written_file_is_whole_or_not_there(work, call):
+    assert "c" in killed_at_ten_moments(work, call)
 
 
 @pytest.fixture
 def imported():
-    """What takes seconds to import, before there are forks."""
+    """What takes seconds to import, and writes while it does, before there are forks."""
     import peft  # noqa: F401
 
     import finetune.evaluate.answerer
-    import finetune.evaluate.forgetting
     import finetune.evaluate.score  # noqa: F401
-
-
-@pytest.mark.slow
-def test_the_scores_of_an_evaluation_are_whole_or_not_there(work, imported):
-    killed_at_ten_moments(work, command("eval", "finished", "--rows", "2", "--no-probe"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import os
 import re
@@ -29,92 +28,59 @@ INTEGER = Image.fromarray(np.ones((9, 9), np.int32))
 
 def _files():
     """Name -> the bytes of a picture that can't be trained on, and what is said of it."""
-    for kind, share in itertools.product(KINDS, (0.02, 0.2, 0.4, 0.6, 0.8, 0.9)):
-        content = WHOLE[kind]
-        yield f"{kind} cut at {share}", content[: int(len(content) * share)], "truncated|damaged|not a picture|is empty"
     for kind in KINDS:
-        yield f"{kind} without its beginning", WHOLE[kind][9:], "not a picture|damaged"
-        yield f"{kind} overwritten with zeros", WHOLE[kind][:4] + bytes(400), "not a picture|damaged|truncated"
-    for width, height in ((50_000, 50_000), (8001, 8000), (2**31 - 1, 2**31 - 1), (1, 10**9), (10**6, 10**6), (65_535, 65_535)):
+        content = WHOLE[kind]
+        yield f"{kind} cut in half", content[: len(content) // 2], "truncated|damaged|not a picture|is empty"
+        yield f"{kind} without its beginning", content[9:], "not a picture|damaged"
+    for width, height in ((50_000, 50_000), (8001, 8000), (2**31 - 1, 2**31 - 1), (1, 10**9)):
         yield f"PNG that claims {width} x {height}", png_of_size(width, height), "megapixels|pixels"
-    for colour, depth in ((0, 16), (4, 8), (6, 16), (3, 8)):
-        yield f"PNG bomb of colour type {colour}", png_of_size(50_000, 50_000, colour=colour, depth=depth), "megapixels"
-    for width, height in ((1, 1), (1, 9), (9, 1), (2, 2), (3, 3), (3, 500), (800, 4), (4, 801), (2000, 10), (1000, 5)):
+    for width, height in ((1, 9), (3, 3), (800, 4), (4, 801)):
         yield f"{width} x {height} pixels", encoded(picture(width, height)), "shorter side|as long as the other"
     for kind in ("GIF", "WEBP", "PNG", "TIFF"):
         yield f"{kind} of two frames", encoded(picture(40, 30), kind, **FRAMES), "animated"
     for name, image in (("32 bit floats", FLOAT), ("32 bit integers", INTEGER)):
         yield name, encoded(image, "TIFF"), "mode [FI]"
-    yield "PNG without pixels", png_of_size(40, 30)[:33] + png_of_size(40, 30)[-12:], "damaged|truncated"
     yield "PNG with too few pixels", png_of_size(900, 900), "damaged|truncated"
     yield "PNG with a wrong checksum", WHOLE["PNG"][:29] + b"\0\0\0\0" + WHOLE["PNG"][33:], "damaged|not a picture"
     yield "TIFF whose directory leads to itself", b"II*\0\x08\0\0\0\x00\x00\x08\0\0\0", "damaged|not a picture"
-    others = {
-        "nothing": b"", "one byte": b"x", "zeros": bytes(500), "text": b"hello" * 20,
-        "HTML": b"<!DOCTYPE html><html>404</html>",
-        "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>', "PDF": b"%PDF-1.7\n", "EPS": encoded(kind="EPS"),
-        "zip": b"PK\3\4" * 9,
-        "video": b"\0\0\0\x18ftypmp42" + bytes(90), "AVIF": b"\0\0\0\x1cftypavif" + bytes(90), "pickle": b"\x80\x04\x95" * 9,
-        "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n",
-        "icon": encoded(kind="ICO"),
-        "PCX": encoded(kind="PCX"), "TGA": encoded(kind="TGA"), "JPEG 2000": encoded(kind="JPEG2000"),
-        "noise": bytes(range(200, 256)) * 9, "Photoshop": b"8BPS\0\1" + bytes(60),
-        "sound": b"RIFF\x24\0\0\0WAVEfmt " + bytes(40),
-    }  # fmt: skip
-    for name, content in others.items():
+    lfs = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n"
+    for name, content in (("nothing", b""), ("zeros", bytes(500)), ("LFS", lfs), ("icon", encoded(kind="ICO"))):
         yield name, content, "not a picture|is empty|damaged"
 
 
 def _values():
     """Name -> what stands in the place of a picture."""
     for name, value in {
-        "number": 5, "truth": True, "numbers": [1, 2], "number in a list": [7], "null in a list": [None],
-        "list in a list": [["x"]],
-        "empty object": {"a": 1}, "object of nulls": {"bytes": None, "path": None}, "number as path": {"path": 5},
-        "number as bytes": {"bytes": 5}, "nested objects": {"image": {"image": {"image": "ok.png"}}},
-        "list as bytes": {"bytes": [1]},
-        "missing": "gone.png", "missing in a list": ["ok.png", "gone.png"], "folder": "folder", "the data's folder": ".",
-        "outside": "../ok.png", "far outside": "../../../../etc/hostname", "outside by a detour": "folder/../../ok.png",
-        "absolute": "/etc/hostname", "device": "/dev/zero", "pipe": "pipe", "loop of links": "loop", "zero byte": "ok\0.png",
-        "long name": "x" * 5000, "deep": "a/" * 3000 + "b.png", "http": "http://example.org/a.png",
-        "ftp": "ftp://example.org/a",
-        "https": "https://example.org/a.png", "s3": "s3://bucket/a.png", "file": "file:///etc/hostname", "not JSON": "[ok.png",
+        "number": 5, "null in a list": [None], "object of nulls": {"bytes": None, "path": None},
+        "number as bytes": {"bytes": 5},
+        "nested objects": {"image": {"image": {"image": "ok.png"}}}, "missing in a list": ["ok.png", "gone.png"],
+        "folder": "folder", "outside": "../ok.png", "outside by a detour": "folder/../../ok.png", "absolute": "/etc/hostname",
+        "device": "/dev/zero", "pipe": "pipe", "loop of links": "loop", "zero byte": "ok\0.png", "long name": "x" * 5000,
+        "https": "https://example.org/a.png", "file": "file:///etc/hostname", "not JSON": "[ok.png", "home": "~/ok.png",
         "data of text": "data:text/html;base64,aGVsbG8=", "data without base64": "data:image/png,hello",
-        "data without a comma": "data:image/png;base64", "data with nothing": "data:image/png;base64,",
-        "data with bad padding": "data:image/png;base64,aGVsbG8", "data of other letters": "data:image/png;base64,a*b=",
-        "data of a damaged picture": "data:image/png;base64," + base64.b64encode(WHOLE["PNG"][:60]).decode(),
+        "data with bad padding": "data:image/png;base64,aGVsbG8", "lone surrogate": "\udcff.png",
         "base64 of a damaged picture": base64.b64encode(WHOLE["JPEG"][:90]).decode(),
-        "bytes of a damaged picture": {"bytes": base64.b64encode(WHOLE["GIF"][:30]).decode(), "path": "ok.png"},
-        "home": "~/ok.png", "variable": "$HOME/ok.png", "lone surrogate": "\udcff.png", "drive": "C:\\ok.png",
     }.items():  # fmt: skip
         yield name, {"question": "What?", "answer": "A cat.", "images": value}
 
 
 def _rows():
     """Name -> a row whose pictures and texts don't belong together."""
-    for tags, count in itertools.product(range(1, 6), range(6)):
-        if tags != count:
-            text = "<image>" * tags + "What?"
-            yield f"{tags} tags, {count} pictures", {"question": text, "answer": "b", "images": ["ok.png"] * count}
-    for open_parts, count in itertools.product(range(4), range(4)):
-        if open_parts and open_parts != count:
-            parts = [{"type": "image"}] * open_parts + [{"type": "text", "text": "What?"}]
-            messages = [{"role": "user", "content": parts}, ANSWER]
-            yield f"{open_parts} parts, {count} pictures", {"messages": messages, "images": ["ok.png"] * count}
+    for tags, count in ((1, 0), (1, 2), (2, 1), (3, 2)):
+        text = "<image>" * tags + "What?"
+        yield f"{tags} tags, {count} pictures", {"question": text, "answer": "b", "images": ["ok.png"] * count}
+        parts = [{"type": "image"}] * tags + [{"type": "text", "text": "What?"}]
+        messages = [{"role": "user", "content": parts}, ANSWER]
+        yield f"{tags} parts, {count} pictures", {"messages": messages, "images": ["ok.png"] * count}
     image, text = {"type": "image", "path": "ok.png"}, {"type": "text", "text": "What?"}
     for name, parts, row in (
         ("part and tag", [image, {"type": "text", "text": "<image>What?"}], {}),
-        ("part and mark", [image, {"type": "text", "text": "\ufffcWhat?"}], {}),
         ("own picture and column", [image, text], {"images": ["ok.png"]}),
         ("index beyond", [{"type": "image", "index": 3}, text], {"images": ["ok.png"]}),
-        ("index below", [{"type": "image", "index": -1}, text], {"images": ["ok.png"]}),
         ("index twice", [{"type": "image", "index": 0}] * 2, {"images": ["ok.png"] * 2}),
         ("image_url without one", [{"type": "image_url"}, text], {}),
-        ("image_url of a file of OpenAI", [{"type": "input_image", "file_id": "file-1"}, text], {}),
-        ("image_url of a number", [{"type": "image_url", "image_url": 5}, text], {}),
         ("image_url of the network", [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, text], {}),
         ("video", [{"type": "video", "path": "ok.png"}, text], {}),
-        ("sound", [{"type": "audio", "path": "ok.png"}, text], {}),
         ("null", [None, text], {"images": ["ok.png"]}),
         ("part that is missing", [{"type": "image", "path": "gone.png"}, text], {}),
     ):
@@ -122,10 +88,8 @@ def _rows():
     in_answer = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [image]}]
     yield "no tag, where others have one", {"question": "What?", "answer": "b", "images": ["ok.png"]}
     yield "picture in the answer", {"messages": in_answer}
-    yield "tag in the answer", {"prompt": "Draw.", "completion": "<image>", "image": "ok.png"}
     yield "mark beside a picture", {"prompt": "What is \ufffc?", "completion": "A mark.", "image": "ok.png"}
     yield "two columns", {"prompt": "What?", "completion": "A cat.", "image": "ok.png", "images": ["ok.png"]}
-    yield "caption with a tag", {"text": "<image> A cat.", "image": "ok.png"}
     yield "tag, and no picture", {"prompt": "<image>What?", "completion": "A cat.", "image": None}
 
 
@@ -152,10 +116,6 @@ def folder(tmp_path_factory):
     (path / "data" / "loop").symlink_to("loop")
     os.mkfifo(path / "data" / "pipe")
     return path / "data"
-
-
-def test_there_are_more_than_two_hundred_cases():
-    assert len(CASES) >= 200
 
 
 @pytest.mark.parametrize("name", CASES)

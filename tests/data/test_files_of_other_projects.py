@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from small_data import build_tokenizer, prepare, read_examples, recipe
 
-from finetune.errors import DataError
-
 QA = ("Where is it?", "In Lyon.")
 TURNS = [{"from": "human", "value": QA[0]}, {"from": "gpt", "value": QA[1]}]
 MESSAGES = [{"role": "user", "content": QA[0]}, {"role": "assistant", "content": QA[1]}]
@@ -33,12 +31,6 @@ ROWS = {
     "roles in sharegpt": ({"conversations": MESSAGES}, 0),
     "xlam with two languages": ({"instruction": QA[0], "output": QA[1], "lang": "fr", "url": "x"}, 0),
 }  # fmt: skip
-
-
-def refused(path, **settings):
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path, **settings).dataset)
-    return " ".join([*error.value.problems, error.value.fix])
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -86,12 +78,3 @@ def test_parquet_is_read_as_json_is(tmp_path):
     parquet.write_table(pa.Table.from_pylist([{"messages": [SYSTEM, *MESSAGES]}]), tmp_path / "rows.parquet")
     [example] = read_examples(recipe(str(tmp_path / "rows.parquet")).dataset).train.examples
     assert example.messages == (SYSTEM, *MESSAGES)
-
-
-def test_other_encodings_are_named(write):
-    row = json.dumps({"question": "Où ?", "answer": "Là."}, ensure_ascii=False)
-    assert "is UTF-16 text, not UTF-8" in refused(write("wide.jsonl", row.encode("utf-16")))
-    [refused_row] = read_examples(
-        recipe(write("old.jsonl", f'{row}\n{{"question": "a", "answer": "b"}}\n'.encode("cp1252"))).dataset
-    ).train.refused
-    assert refused_row.row == 1 and "is not UTF-8: byte 0xf9" in refused_row.reason

@@ -4,10 +4,14 @@ import gzip
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +19,6 @@ from small_data import read_examples, recipe, talk
 
 from finetune.data.data_files import DataFiles
 from finetune.data.readers import read_file
-from finetune.data.report import refusal_lines
 from finetune.data.sources import find_sources
 from finetune.errors import DataError, FinetuneError
 
@@ -40,13 +43,6 @@ def test_an_empty_file_is_called_empty(write, suffix):
     assert "the file is empty (0 bytes)" in problem(write(f"rows.{suffix}", b""))
 
 
-@pytest.mark.parametrize(
-    ("suffix", "content"), [(suffix, text) for suffix in ("jsonl", "json") for text in (" \n\t\r\n ", "\ufeff\n\n")]
-)
-def test_a_file_of_white_space_has_no_rows(write, suffix, content):
-    assert "has no rows" in problem(write(f"rows.{suffix}", content))
-
-
 def test_a_table_without_rows_or_header_is_named(write):
     assert "has no rows" in problem(write("rows.csv", "prompt,completion\n"))
     assert "has no rows" in problem(write("rows.csv", "\ufeff\n\n"))
@@ -56,8 +52,9 @@ def test_a_table_without_rows_or_header_is_named(write):
     assert "more than once" in problem(write("rows.csv", "text,text\na,b\n"))
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize(
+    ("suffix", "encoding"), [("jsonl", "utf-16"), ("jsonl", "utf-16-le"), ("json", "utf-16-be"), ("csv", "utf-32")]
+)
 def test_other_encodings_are_named_with_the_command_that_converts_them(write, suffix, encoding):
     text = problem(write(f"my rows.{suffix}", GOOD.encode(encoding)))
     assert f"is {encoding.upper().replace('-LE', 'LE').replace('-BE', 'BE')} text" in text
@@ -74,10 +71,10 @@ def test_bom_and_crlf_are_read(write, suffix):
 @pytest.mark.parametrize(
     ("suffix", "begin", "end"), [("jsonl", b'{"text": "', b'"}'), ("csv", b"text\n", b""), ("csv", b'text\n"', b'"\n')]
 )
-def test_a_line_of_100_mb_is_refused_in_seconds_and_bounded_memory(write, suffix, begin, end):
+def test_a_line_over_the_limit_is_refused_in_seconds_and_bounded_memory(write, suffix, begin, end):
     import tracemalloc
 
-    path = write(f"rows.{suffix}", begin + b"a" * 100_000_000 + end)
+    path = write(f"rows.{suffix}", begin + b"a" * 40_000_000 + end)
     tracemalloc.start()
     start = time.process_time()
     text = problem(path)
@@ -88,8 +85,8 @@ def test_a_line_of_100_mb_is_refused_in_seconds_and_bounded_memory(write, suffix
 
 
 @pytest.mark.slow
-def test_a_json_array_of_100_mb_in_one_line_is_read_and_its_giant_row_refused(write):
-    path = write("rows.json", b'[{"text": "ok"}, {"text": "' + b"a" * 100_000_000 + b'"}]')
+def test_a_json_array_in_one_line_is_read_and_its_giant_row_refused(write):
+    path = write("rows.json", b'[{"text": "ok"}, {"text": "' + b"a" * 40_000_000 + b'"}]')
     start = time.process_time()
     rows = read_examples(recipe(path).dataset).train
     assert time.process_time() - start < 60
@@ -126,12 +123,6 @@ def test_rows_of_tokens_are_called_that(write):
     rows = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 2
     for path in (write("rows.jsonl", rows), write("rows.json", json.dumps({"input_ids": [[1, 2]], "labels": [[1, 2]]}))):
         assert "these rows are tokens already" in problem(path)
-
-
-def test_rows_with_too_few_and_too_many_cells_are_counted_apart(write):
-    split = read_examples(recipe(write("ragged.csv", "prompt,completion\na,b\nc\nd,e,f\n")).dataset).train
-    assert [row.reason.partition(":")[0] for row in split.refused] == ["has too few cells", "has too many cells"]
-    assert len(refusal_lines(split.refused, 3)) == 3
 
 
 def test_a_missing_file_brings_up_its_neighbours(write, tmp_path):
@@ -205,9 +196,6 @@ def test_names_with_control_characters_are_printed_inert(tmp_path, write):
 
 @pytest.mark.slow
 def test_a_dataset_that_is_not_local_is_looked_for_on_the_hub_and_the_error_says_so(tmp_path):
-    import subprocess
-    import sys
-
     code = (
         "from finetune.data.sources import Source\n"
         "from finetune.errors import DataError\n"
@@ -246,20 +234,8 @@ _JSON = st.recursive(
     ),
     max_leaves=6,
 )
-_FIELDS = [
-    "messages",
-    "conversations",
-    "instruction",
-    "input",
-    "output",
-    "prompt",
-    "completion",
-    "text",
-    "system",
-    "history",
-    "tools",
-    "id",
-]
+#: Columns that formats are recognised by.
+_FIELDS = ["messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"]
 _ROWS = st.lists(st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4) | _JSON, max_size=5)
 
 
@@ -311,9 +287,6 @@ def test_200_damaged_text_files_give_rows_or_a_named_problem(write, suffix, dama
 
 
 def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     parquet.write_table(
         pa.Table.from_pylist([{"prompt": f"Frage {n}", "completion": "Ja"} for n in range(20)]), tmp_path / "good.parquet"
     )
@@ -327,9 +300,6 @@ def test_200_damaged_parquet_files_give_rows_or_a_named_problem(write, tmp_path)
 
 
 def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     path = tmp_path / "bomb.parquet"
     parquet.write_table(pa.table({"text": pa.array([["a"] * 2_000_000])}), path, compression="zstd")
     assert path.stat().st_size < 2_000
@@ -338,9 +308,6 @@ def test_a_parquet_row_of_millions_of_values_in_a_kilobyte_is_refused(tmp_path):
 
 
 def test_a_small_table_that_unpacks_to_gigabytes_is_refused_early(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     path, texts = tmp_path / "bomb.parquet", pa.table({"text": pa.array(["a" * 350_000] * 25)})
     with parquet.ParquetWriter(path, texts.schema, compression="zstd") as writer:
         for _ in range(40):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from finetune.doctor import STACK_DEADLINE_S, Finding, worst
+from finetune.doctor import Finding, worst
 from finetune.doctor.findings import run_checks
 
 
@@ -60,11 +60,6 @@ def test_the_report_is_one_json_document_with_every_line_in_order(report):
     assert {"compiler", "host memory", "disk", "hub", "hub login", "spill", "port"} <= set(checks)
     assert process.returncode == (1 if values["state"] == "fail" else 0)
     assert all(finding["fix"] for finding in values["findings"] if finding["state"] in ("warn", "fail"))
-
-
-@pytest.mark.slow
-def test_the_report_takes_little_more_than_its_deadline(report):
-    assert json.loads(report[0].stdout)["took_s"] <= STACK_DEADLINE_S + 20  # on a busy machine; seconds on one that is not
 
 
 @pytest.mark.slow

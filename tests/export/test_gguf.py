@@ -1,7 +1,6 @@
 """A run as GGUF in llama.cpp itself: the same prompt ids and answers, or a refusal that names the stage."""
 
 import gc
-import itertools
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import pytest
 
 from finetune.bundled import dataset_paths
 from finetune.errors import DiskFull, ModelError
-from finetune.export import gguf, merge
+from finetune.export import gguf
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.parity import LlamaCpp, ParityError
 from finetune.run.directory import RunDirectory
@@ -108,27 +107,6 @@ def test_a_refused_export_keeps_nothing(exported, run, checkout, home, monkeypat
     with pytest.raises(ParityError, match="stage template"):
         gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
     assert not (home / "out").exists() and not (home / ".out").exists()
-
-
-def test_an_export_killed_at_ten_moments_leaves_nothing_under_its_name(exported, run, checkout, home):
-    gc.freeze()
-    for moment in (0, 1, 2, 3, 4, 5, 6, 15, 25, "end"):  # lines of progress: 6, and one for each of 20 answers
-        child = os.fork()
-        if not child:
-            lines = itertools.count()
-
-            def progress(_, lines=lines, moment=moment):
-                if next(lines) == moment:
-                    os._exit(9)
-
-            if moment == "end":
-                merge.rename = lambda *_: os._exit(9)
-            gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20, progress=progress)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        assert not (home / "out").exists()
-    export = gguf.export_gguf(run, home / "out", llama_cpp=checkout, data=ROWS, rows=20)
-    assert export.file.is_file() and not (home / ".out").exists()
 
 
 def test_the_converter_of_a_killed_export_ends_with_it(exported, run, checkout, home):

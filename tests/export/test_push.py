@@ -1,10 +1,7 @@
 """A push is one complete commit or none, reports what stopped it in one sentence, and reveals nothing of this machine."""
 
-import gc
 import json
-import os
 import re
-import signal
 
 import pytest
 from hub_stand_in import hub_stand_in
@@ -153,38 +150,6 @@ def test_without_a_network_at_any_moment_nothing_is_half_written_and_the_next_pu
         assert not hub.repos.get(name, {}).get("commits")
         push(name, files)
         assert hub.files(name) == hub.files(repo)
-
-
-@pytest.mark.slow
-def test_a_push_killed_at_ten_moments_leaves_nothing_half_written(run, hub):
-    files, repo, child = files_to_send(run, "adapter"), "alice/killed", []
-    gc.freeze()
-    for moment in range(1, 11):
-        hub.requests.clear()
-        hub.objects.clear()
-
-        def kill(number, moment=moment):
-            if number >= moment:
-                os.kill(child[-1], signal.SIGKILL)
-            return number >= moment
-
-        hub.before = kill
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.read(reader, 1)  # until the parent knows whom to kill
-            try:
-                push(repo, files, update=True)
-            finally:
-                os._exit(0)
-        child.append(pid)
-        os.write(writer, b"x")
-        status = os.waitpid(pid, 0)[1]
-        assert os.WIFSIGNALED(status) or len(hub.requests) < moment
-        assert all(set(commit) == NAMES for commit in hub.repos.get(repo, {}).get("commits", []))
-    hub.before = lambda number: False
-    push(repo, files, update=True)
-    assert set(hub.files(repo)) == NAMES
 
 
 def test_the_command_lists_asks_and_sends_nothing_in_a_dry_run(run, hub, monkeypatch, capsys):

@@ -3,9 +3,6 @@
 The environment takes its libraries from the one that runs the tests, by a path that holds no trace of the checkout.
 """
 
-import ast
-import configparser
-import importlib.util
 import json
 import os
 import shutil
@@ -92,46 +89,6 @@ def test_the_wheel_installs_one_top_level_package(wheel):
     (record,) = (name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
     installed = {line.partition("/")[0] for line in archive.read(record).decode().splitlines()}
     assert installed == {"finetune", record.partition("/")[0]}
-
-
-def named_in(source, package):
-    """Every module that the source may import or start: by an import, or as a text: "finetune.run.worker", "module:Class".
-
-    A text such as ".report" is a module of the page.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = f"finetune.app{node.value}" if node.value.startswith(".") else node.value.partition(":")[0]
-            yield from (name, f"{name}.__main__")
-
-
-def never_run(sources, entry_points):
-    """The modules of `sources` (name -> source) that no entry point leads to."""
-    reached, left = set(), list(entry_points)
-    while left:
-        name = left.pop()
-        if name in sources and name not in reached:
-            reached.add(name)
-            is_package = any(other.startswith(f"{name}.") for other in sources)
-            left += [name.rpartition(".")[0], *named_in(sources[name], name if is_package else name.rpartition(".")[0])]
-    return set(sources) - reached
-
-
-def test_the_wheel_holds_only_modules_that_its_command_imports_or_starts(wheel):
-    archive = zipfile.ZipFile(wheel)
-    files = [name for name in archive.namelist() if name.endswith(".py")]
-    sources = {name[:-3].removesuffix("/__init__").replace("/", "."): archive.read(name).decode() for name in files}
-    (listed,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-    commands = configparser.ConfigParser()
-    commands.read_string(archive.read(listed).decode())
-    entry_points = [target.partition(":")[0] for target in commands["console_scripts"].values()]
-    assert never_run(sources, entry_points) == set()
-    assert never_run({**sources, "finetune.app.by_hand": "import finetune.app.page"}, entry_points) == {"finetune.app.by_hand"}
 
 
 def test_everything_is_imported_from_the_environment(installed, tmp_path):

@@ -1,6 +1,5 @@
 """Real runs of several processes on the CPU, each under its supervisor, as `finetune run` starts them."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,9 +11,6 @@ import pytest
 from finetune.events import Step, read_events
 from finetune.run.directory import RunDirectory
 
-#: Optional engines: the tests with their own parsers are collected only where they are installed.
-ENGINES = {"deepspeed": "deepspeed"}
-collect_ignore = [f"test_{name}_parser.py" for name, module in ENGINES.items() if importlib.util.find_spec(module) is None]
 SHORT = (
     "max_steps=4", "save_steps=2", "save_total_limit=9", "effective_batch_size=8", "dataset.max_rows=32", "lora_dropout=0",
     "lora_r=4", "lora_alpha=8", "eval_steps=0", "per_device_train_batch_size=2",

@@ -1,6 +1,6 @@
 """One of two ranks that read their own rows of a 4-bit model: `torchrun own_rows_process.py MODEL OUT`. Not a test.
 
-The model is sharded without weights by accelerate's preparation, as in fsdp_process.py, and compared with a full one.
+accelerate starts FSDP only on GPUs: its preparation shards the model, which has no weights yet. Compared with a full one.
 """
 
 import gc

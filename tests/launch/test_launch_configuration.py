@@ -1,6 +1,5 @@
 """accelerate's own parsers accept the configuration; launches that can't work are refused with every reason."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from finetune.card import find_card
 from finetune.distributed.configuration import (
     accelerate_configuration,
     deepspeed_configuration,
-    fsdp_configuration,
     is_distributed,
 )
 from finetune.errors import RecipeError
@@ -161,8 +159,3 @@ def test_4_bit_weights_are_stored_in_a_dtype_that_the_strategy_can_shard(strateg
     launch_settings = settings(num_processes=2, strategy=strategy, zero_stage=stage)
     storage = quantization_config(launch_settings, load_config(launch_settings)).bnb_4bit_quant_storage
     assert str(storage) == f"torch.{dtype}"
-
-
-def test_checkpointing_is_left_to_the_model():
-    assert fsdp_configuration(settings(num_processes=2, strategy="fsdp"))["fsdp_activation_checkpointing"] is False
-    assert os.environ.get("ACCELERATE_USE_FSDP") is None

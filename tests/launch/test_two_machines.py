@@ -70,14 +70,17 @@ def start(machines, sockets, make_launch, supervise):
     return start_runs
 
 
-def test_two_machines_train_together_and_each_has_all_events_and_files(start, run_of_one):
-    first, second = start()
+def test_two_machines_train_together_retry_alike_and_each_has_all_events_and_files(start, run_of_one, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
+    first, second = start(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert (first.wait(), second.wait()) == (0, 0), first.run.log.read_text()[-2000:] + second.run.log.read_text()[-2000:]
     for second_step, first_step, expected in zip(steps(second.run), steps(first.run), steps(run_of_one), strict=True):
         assert second_step.loss == first_step.loss == pytest.approx(expected.loss, rel=1e-4)
     for name, weights in adapter(first.run).items():
         assert weights.equal(adapter(second.run)[name])
     for run in (first.run, second.run):
+        retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
+        assert [retry.changes for retry in retries] == [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
         assert sorted(path.name for path in run.checkpoints.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
         assert (run.checkpoints / "checkpoint-2" / f"rng_state_{0 if run is first.run else 1}.pth").is_file()
 
@@ -103,12 +106,3 @@ def test_a_machine_that_dies_ends_the_other_in_time_and_both_resume_from_the_sam
     first_resumed.process.send_signal(signal.SIGTERM)  # one machine is asked; both stop after the same step
     assert (first_resumed.wait(), second_resumed.wait()) == (143, 143)
     assert steps(first_resumed.run)[-1].step == steps(second_resumed.run)[-1].step
-
-
-def test_out_of_memory_on_one_machine_is_the_same_retry_on_both(start, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
-    first, second = start(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert (first.wait(), second.wait()) == (0, 0), first.run.log.read_text()[-2000:] + second.run.log.read_text()[-2000:]
-    for run in (first.run, second.run):
-        retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
-        assert [retry.changes for retry in retries] == [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]

@@ -6,16 +6,10 @@ import sys
 
 import pytest
 
-from finetune.doctor.machine import check_cards, check_driver, check_spill
-from finetune.units import GIB, MIB
+from finetune.doctor.machine import check_cards, check_driver
+from finetune.units import GIB
 
 pytestmark = pytest.mark.compiler
-
-
-def test_a_driver_is_named_with_the_cuda_it_runs(machine):
-    machine("t4")
-    finding = check_driver()
-    assert finding.state == "ok" and finding.facts == {"driver": "580.65.06", "cuda": "13.0"}
 
 
 def test_a_driver_that_does_not_answer_is_reported_with_its_message(machine):
@@ -26,12 +20,6 @@ def test_a_driver_that_does_not_answer_is_reported_with_its_message(machine):
 def test_a_driver_updated_under_the_machine_needs_a_restart(machine):
     machine("t4", "start = 18")
     assert check_driver().state == "fail" and check_driver().fix == "Restart the machine."
-
-
-def test_a_free_card_is_fine(machine):
-    machine("h200")
-    (finding,) = check_cards()
-    assert finding.state == "ok" and finding.facts["free_bytes"] == (143771 - 616) * MIB
 
 
 def test_a_card_in_use_names_the_process_that_uses_it(machine):
@@ -52,22 +40,6 @@ def test_a_hidden_card_is_reported_as_hidden(machine):
     machine("two-3090", CUDA_VISIBLE_DEVICES="GPU-30911111")
     desktop, other = check_cards()
     assert (desktop.state, other.state) == ("skip", "ok") and "hidden by CUDA_VISIBLE_DEVICES" in desktop.what
-
-
-def test_inside_a_container_no_process_is_named(machine):
-    machine("container")
-    (finding,) = check_cards()
-    assert finding.state == "warn" and "pid" not in finding.what and "container" in finding.what
-
-
-def test_under_wsl_the_fallback_to_system_memory_is_named(machine):
-    machine("wsl")
-    assert check_spill().state == "warn"
-
-
-def test_an_old_driver_is_read_without_its_newer_functions(machine):
-    machine("old-driver")
-    assert check_driver().facts["cuda"] == "11.4" and [finding.state for finding in check_cards()] == ["ok"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every machine through the doctor, a plan and the start of a run: the right card, the right budget, the right words."""
+"""Every machine through doctor, plan, page and the start of a run: the right card, the right budget, the right words."""
 
 import json
 import sys
@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 from recorded_card import RecordedCard, train
 
+from app.planning.blocker import blocker_of
+from app.planning.process import Questions
+from finetune.card import find_card, record_measurement
+from finetune.card.device_selection import alike_cards, cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import Phase, Step, read_events
-from finetune.planner.plan import read_plan
-from finetune.recipe import load_recipe
+from finetune.planner.choices import Choices
+from finetune.planner.plan import Plan, read_plan
+from finetune.planner.resources import choose_budget
+from finetune.recipe import load_recipe, parse_recipe, write_recipe
 from finetune.run.card import cards_of, limit_card
 from finetune.run.prepare import create_run, prepare
 from finetune.run.state import read_state
@@ -20,7 +26,9 @@ from finetune.units import GIB, MIB
 
 pytestmark = pytest.mark.compiler
 HERE = Path(__file__).parent
-#: Machine -> UUID of the card to train on, what is free on it, and words of the doctor's lines on its cards.
+RECIPE = parse_recipe("{model_name_or_path: tiny, dataset: rows.jsonl}")
+#: Machine -> UUID of the card to train on, what is free on it (total less reserve less what all others hold), and words of the
+#: doctor's lines on its cards.
 TRAINS = {
     "4090-desktop": ("GPU-40900000", 24564 - 452 - 1612, ["22.0 GiB of 23.5 GiB free"]),
     "two-3090": ("GPU-30911111", 24576 - 300 - 12, ["0: NVIDIA GeForce RTX 3090: 21.9", "1: NVIDIA GeForce RTX 3090: 23.7"]),
@@ -42,35 +50,29 @@ ONE_STEP = [
 ]  # fmt: skip
 
 
-def output_of(monkeypatch, capsys, *arguments):
-    """Exit code of a command, and what it printed, on one line."""
-    monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-    code = main()
-    shown = capsys.readouterr()
-    return code, " ".join((shown.out + shown.err).split())
-
-
 def test_no_machine_is_left_out():
     assert {*TRAINS, *REFUSED} == {path.stem for path in HERE.glob("*.machine")}
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_the_doctor_names_driver_and_cards(machine, name):
+def test_the_doctor_names_driver_and_cards_and_the_budget_is_what_is_free_on_the_planned_one(machine, name):
     machine(name)
+    uuid, free_mib, words = TRAINS[name]
     lines = [finding.what for finding in check_cards()]
-    assert [text for text, line in zip(TRAINS[name][2], lines, strict=True) if text not in line] == []
+    assert [text for text, line in zip(words, lines, strict=True) if text not in line] == []
     assert check_driver().state == "ok" and (check_spill().state == "warn") == (name == "wsl")
+    card = find_card("auto")
+    assert card.uuid.startswith(uuid) and card.supports_bf16 == (name != "t4")
+    assert 0 <= free_mib * MIB - choose_budget(Choices(RECIPE), card)[1] < GIB // 100 + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINS)
+@pytest.mark.parametrize("name", ["4090-desktop", "two-3090", "container", "wsl"])
 def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name, tmp_path, monkeypatch):
-    uuid, free_mib, _ = TRAINS[name]
     machine(name)
     run = create_run(prepare(load_recipe("tiny-cpu", [*ONE_STEP, f"output_dir={tmp_path / 'run'}"])))
     plan = read_plan(run.plan)
-    assert plan.card.uuid.startswith(uuid) and plan.exit_code == 0
-    assert 0 <= free_mib * MIB - plan.budget_bytes < GIB // 100 + 1 and plan.card.supports_bf16 == (name != "t4")
+    assert plan.card.uuid.startswith(TRAINS[name][0]) and plan.exit_code == 0
     environment = worker_environment(cards_of(plan))
     assert environment["CUDA_VISIBLE_DEVICES"] == plan.card.uuid
     assert ("PYTORCH_ALLOC_CONF" in environment) == (name != "wsl")
@@ -92,18 +94,45 @@ def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name
 def test_a_run_on_a_card_that_cannot_be_used_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys, home):
     machine(name)
     problem, fix = REFUSED[name]
-    code, output = output_of(monkeypatch, capsys, "run", "tiny-cpu", "gpu=auto")
-    assert code == 3 and output.startswith("The card can't be used") and problem in output and fix in output
+    monkeypatch.setattr(sys, "argv", ["finetune", "run", "tiny-cpu", "gpu=auto"])
+    assert main() == 3
+    shown = capsys.readouterr()
+    output = " ".join((shown.out + shown.err).split())
+    assert output.startswith("The card can't be used") and problem in output and fix in output
     assert not (home / "runs").exists()
 
 
+def test_the_context_is_part_of_the_need_and_not_taken_from_the_budget_as_well(machine):
+    machine("4090-desktop")
+    before = choose_budget(Choices(RECIPE), find_card("auto"))[1]
+    record_measurement("NVIDIA GeForce RTX 4090", 400 * MIB)
+    card = find_card("auto")
+    assert card.context_bytes == 400 * MIB and choose_budget(Choices(RECIPE), card)[1] == before
+
+
+def test_the_page_offers_each_card_of_the_machine_and_none_without_a_driver(machine):
+    machine("two-3090")
+    assert cards_here() == [("0: NVIDIA GeForce RTX 3090", "0"), ("1: NVIDIA GeForce RTX 3090", "1")]
+    machine("t4", "start = 9")
+    assert cards_here() == []
+
+
+def test_a_sweep_trains_on_each_card_of_the_planned_model(machine):
+    machine("two-3090")
+    assert sorted(alike_cards(find_card("auto").name)) == ["0", "1"]
+    machine("3060-and-4090")
+    assert len(alike_cards(find_card("auto").name)) == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_plan_for_that_card_is_shown_and_ends_with_exit_3_and_the_fix(machine, name, monkeypatch, capsys):
-    machine(name)
-    problem, fix = REFUSED[name]
-    code, output = output_of(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP)
-    last = output.rpartition("torch can't use this card")[2]
-    assert code == 3 and problem in output and fix in last
-    code, output = output_of(monkeypatch, capsys, "plan", "tiny-cpu", *ONE_STEP[1:], "--gpu", "rtx-3060", "--json")
-    assert code == 0 and json.loads(output)["card"]["problem"] == ""
+def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_it(machine, capsys, monkeypatch):
+    machine("two-3090", cuda=None)
+    recipe = load_recipe("tiny-cpu", ["gpu=auto", "dtype=auto"])
+    monkeypatch.setattr(sys, "argv", ["finetune", "plan", "tiny-cpu", "gpu=auto", "dtype=auto", "--json"])
+    assert main() == 3
+    printed = json.loads(capsys.readouterr().out)
+    page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
+    assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
+    blocker = blocker_of(recipe, Plan.from_json(page), Path.cwd())
+    assert "CPU-only build" in printed["card"]["problem"]
+    assert "CPU-only build" in blocker.problems[0] and "Install the wheel" in blocker.fix

@@ -15,19 +15,15 @@ import torch
 from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
-from finetune.card.allocator import AllocatorSettings, expandable_segments
+from finetune.card.allocator import AllocatorSettings
 from finetune.cli.chat import chat_with
 from finetune.cli.evaluate import show_scores
 from finetune.errors import CardError, RecipeError
 from finetune.evaluate.scorers import scorer
 from finetune.events import ForecastCheck, Phase, RunWarning, Step, read_events
 from finetune.files import write_json
-from finetune.memory.forecast import RowShape
-from finetune.memory.ledger import replayed
-from finetune.model.configuration import read_config
 from finetune.planner.history import read_history
 from finetune.planner.plan import read_plan
-from finetune.planner.planning import plan_recipe, without_rows
 from finetune.recipe import load_recipe
 from finetune.run import supervise
 from finetune.run.card import cards_of, holders_of, kernel_problem, limit_card, open_card, replacement_message
@@ -115,18 +111,6 @@ def test_a_torch_that_cannot_use_the_card_ends_the_run_with_the_fix_before_loadi
     assert not any(event.kind == "phase" for event in read_events(run.events))
 
 
-def test_preparation_refuses_an_old_driver_with_the_same_exit_code(machine, make_run):
-    machine("old-driver")
-    with pytest.raises(CardError, match="supports CUDA up to") as refused:
-        make_run()
-    assert refused.value.exit_code == 3 and "Update the driver" in refused.value.fix
-
-
-def test_cuda_visible_devices_of_the_user_is_kept(machine, make_run):
-    machine("two-3090", CUDA_VISIBLE_DEVICES=DESKTOP)
-    assert cards_of(read_plan(make_run().plan)) == (DESKTOP,)
-
-
 def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
     machine("two-3090", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     plan = read_plan(make_run().plan)
@@ -145,13 +129,6 @@ def test_eval_and_chat_use_the_card_that_the_run_was_planned_for(machine, make_r
     with pytest.raises(RecipeError, match="no adapter"):  # but the process has opened no card yet
         command(str(run.path), as_json=True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == OTHER
-
-
-def test_a_run_whose_card_is_gone_takes_one_of_its_name(machine, make_run, monkeypatch):
-    machine("two-3090")
-    plan = read_plan(make_run().plan)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", DESKTOP)
-    assert cards_of(plan) == (DESKTOP,)
 
 
 def test_a_smaller_card_instead_of_the_planned_one_is_reported(machine, make_run, monkeypatch, own_signals):
@@ -182,19 +159,12 @@ def test_a_run_without_a_planned_card_trains_on_one_of_two(machine, make_run, ca
     machine("two-3090")
     run = make_run("max_steps=1")
     plan = read_plan(run.plan)
-    write_json(run.plan, {**plan.as_json(), "card": {**plan.as_json()["card"], "uuid": None}})
-    card(plan)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert sft_config(read_plan(run.plan), run).n_gpu == 1
-    assert train(run) == 0, run.log.read_text()[-3000:]
-
-
-def test_without_a_planned_card_the_environment_is_left_as_it_is(machine, make_run):
-    machine("two-3090")
-    plan = read_plan(make_run().plan)
     unknown = dataclasses.replace(plan, card=dataclasses.replace(plan.card, uuid=None))
     assert cards_of(unknown) == cards_of(dataclasses.replace(plan, card=find_card("cpu"))) == ()
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment()
+    card(plan)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert sft_config(unknown, run).n_gpu == 1
 
 
 def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_run, card):
@@ -220,15 +190,6 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert all((event.peak_reserved_bytes, event.peak_segments) == (RESERVED, SEGMENTS + 1) for event in phases.values())
     (measured,) = read_history(plan.card.name).reserved_errors
     assert measured == end.reserved_error
-
-
-def test_a_run_that_records_its_history_leaves_it_when_it_succeeds(machine, make_run, card):
-    machine("4090-desktop")
-    run = make_run("record_memory_history=true")
-    recorded = card(read_plan(run.plan), broken={"write_history": lambda calls: Path(calls[-1][1]).touch()})
-    assert train(run) == 0, run.log.read_text()[-3000:]
-    names = [name for name, *_ in recorded.calls()]
-    assert names.index("start_history") < names.index("device_of") and list(run.snapshots) == ["peak", "end"]
 
 
 def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(machine, make_run, card, tmp_path, monkeypatch):
@@ -266,38 +227,6 @@ def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machi
         recorded.broken = {"snapshot": broken} if broken else {}
         recorded.answers["snapshot"] = None
         assert describe(error, "train", plan, MemorySampler(on_cuda=True)).free_bytes is None
-
-
-def test_a_budget_below_the_forecast_runs_out_of_memory_and_one_of_its_upper_end_does_not(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    forecast, context, unsure = plan.forecast, plan.card.context_bytes, plan.card.context_uncertainty_bytes
-    least_reserved, most_reserved = forecast.peak_low_bytes - (context - unsure), forecast.peak_high_bytes - context - unsure
-    recorded = card(plan)
-    limit_card(dataclasses.replace(plan, budget_bytes=round(0.9 * forecast.peak_low_bytes)))
-    assert recorded.limit_bytes() < 0.95 * least_reserved
-    limit_card(dataclasses.replace(plan, budget_bytes=forecast.peak_high_bytes))
-    assert recorded.limit_bytes() >= most_reserved
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("4090-desktop", "7b-4090"), ("wsl", "1b-4060")])
-def test_at_the_cap_torchs_allocator_runs_out_below_the_forecast_and_not_at_its_upper_end(machine, card, name, recipe):
-    """The dry run's allocations through the replayed allocator, limited to the bytes that the run gives torch."""
-    machine(name)
-    plan = plan_recipe(load_recipe(recipe, ["gpu=auto"]), find_card("auto"), without_rows)
-    settings, recorded = plan.settings, card(plan)
-
-    def replay_with(budget):
-        limit_card(dataclasses.replace(plan, budget_bytes=round(budget)))
-        return replayed(
-            read_config(settings), settings, rows=RowShape(settings.max_length),
-            micro_batch=settings.per_device_train_batch_size, capability=plan.card.capability,
-            expandable=expandable_segments(), limit=round(recorded.limit_bytes()),
-        )  # fmt: skip
-
-    assert plan.forecast.peak_low_bytes > 2 * GIB
-    assert replay_with(plan.forecast.peak_high_bytes).reserved_bytes <= recorded.limit_bytes()
-    assert replay_with(0.9 * plan.forecast.peak_low_bytes) is None
 
 
 @pytest.mark.parametrize(("end", "share", "code"), [("peak_low_bytes", 0.9, 5), ("peak_high_bytes", 1.0, 0)])
@@ -379,14 +308,6 @@ def test_free_memory_is_compared_with_the_forecasts_upper_end_without_the_contex
     assert limit_card(plan).endswith(f"by the upper end of its forecast it needs {format_bytes(needed)}")
 
 
-def test_a_run_that_was_forced_needs_no_more_than_its_budget(machine, make_run, card):
-    machine("4090-desktop")
-    plan = read_plan(make_run().plan)
-    budget = round(0.9 * plan.forecast.peak_high_bytes)
-    card(plan, free_bytes=budget - plan.card.context_bytes - plan.card.context_uncertainty_bytes)
-    assert limit_card(dataclasses.replace(plan, budget_bytes=budget)) == ""
-
-
 def test_the_context_is_learned_once_and_subtracted_once(machine, make_run, card, home):
     others, context = 3000 * MIB, 300 * MIB
     used = f"used_mib = {(others + RESERVED + context) // MIB}"
@@ -411,12 +332,6 @@ def sampled(machine, card, name, *more):
     plan_card = dataclasses.make_dataclass("Planned", ["card"])(find_card("auto"))
     card(plan_card)
     return MemorySampler(on_cuda=True).sample()
-
-
-def test_the_drivers_reserve_is_neither_the_runs_nor_anyones(machine, card):
-    memory = sampled(machine, card, "4090-desktop", "compute = self 62")
-    assert memory.card_total_bytes == (24564 - 452) * MIB and memory.card_used_bytes == 1612 * MIB
-    assert memory.other_processes_bytes == 1550 * MIB  # the desktop's graphics processes
 
 
 @pytest.mark.parametrize("name", ["container", "wsl"])

@@ -1,15 +1,9 @@
 """The dry run against GPU memory that others measured; benchmarks/forecast_accuracy.py prints all rows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import forecast_accuracy as accuracy  # noqa: E402
-import reserved_accuracy as reserved  # noqa: E402
+import forecast_accuracy as accuracy
+import reserved_accuracy as reserved
 
 ROWS = accuracy.read_rows(accuracy.REFERENCE / "measured_memory.csv")
 #: The smallest of each kind: NF4 and fp16, eager and fused attention.

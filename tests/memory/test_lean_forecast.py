@@ -1,7 +1,5 @@
 """What lean layers keep in the forecast of a large model, and what the plan says of them."""
 
-import dataclasses
-
 import pytest
 from tiny_models import config_values, settings
 
@@ -13,7 +11,6 @@ from finetune.memory.ledger import dry_run
 from finetune.memory.simulate import Batch, simulate
 from finetune.model.configuration import catalogue
 from finetune.model.transformers_config import config_from
-from finetune.planner.plan import Plan
 from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
 
@@ -67,15 +64,6 @@ def test_they_are_off_where_they_do_not_work_with_the_reason(name, new_plan):
     assert plan.settings.lean_layers is False and name in plan.reasons["lean_layers"]
     with pytest.raises(RecipeError, match=f"lean_layers does not work with .*{name}"):
         recipe_from({**RECIPE, **WITHOUT[name], "lean_layers": True})
-
-
-def test_a_plan_from_before_there_were_any_goes_on_without(new_plan):
-    plan = new_plan({})
-    assert plan.settings.lean_layers is True
-    stored = plan.as_json()
-    assert Plan.from_json(stored) == dataclasses.replace(plan, data=None)
-    del stored["plan"]["lean_layers"]
-    assert Plan.from_json(stored).settings.lean_layers is False
 
 
 @pytest.fixture

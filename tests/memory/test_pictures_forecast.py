@@ -1,13 +1,8 @@
 """On the CPU: a run on rows with pictures of uneven size against its dry run, phase by phase."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from picture_models import kinds, save_picture_rows
 from real_run import by_phase, measured
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from picture_models import kinds, save_picture_model, save_picture_rows
 
 from finetune.memory.ledger import _shape
 from finetune.memory.simulate import Batch, simulate
@@ -42,18 +37,6 @@ FEW_BYTES = 16 * 1024
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    saved = {}
-
-    def of(kind):
-        if kind not in saved:
-            saved[kind] = save_picture_model(kind, tmp_path_factory.mktemp(kind) / kind)
-        return saved[kind]
-
-    return of
-
-
 def planned(model, folder, **more):
     """The run directory of a small recipe on rows with pictures, and its plan."""
     from finetune.run.prepare import create_run, prepare
@@ -72,8 +55,8 @@ def planned(model, folder, **more):
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(model, tmp_path, kind, name):
-    run, plan = planned(model(kind), tmp_path, **TECHNIQUES[name])
+def test_every_phase_of_a_run_with_pictures_needs_what_its_dry_run_says(picture_model, tmp_path, kind, name):
+    run, plan = planned(picture_model(kind), tmp_path, **TECHNIQUES[name])
     settings = plan.settings
     batch = Batch(**_shape(settings, 1, plan.data.row_shape(settings, plan.data.longest)))
     expected, seen = by_phase(simulate(load_config(settings), settings, batch, None)), measured(run)

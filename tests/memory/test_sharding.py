@@ -125,18 +125,6 @@ def test_the_ledger_of_a_real_model_sums_to_the_peak_of_training(launch):
     assert any("not measured on several cards" in note for note in forecast.notes)
 
 
-def test_fsdp_trains_in_less_than_ddp_and_offload_in_less_still():
-    values = config_values(num_hidden_layers=24)
-    ways = [{}, {"strategy": "fsdp"}, {"strategy": "fsdp", "offload": "cpu"}]
-    ddp, fsdp, away = (
-        make_forecast(values, settings(load_in_4bit=False, launch={"num_processes": 8, **way}), CARD, rows=RowShape(64))
-        for way in ways
-    )
-    assert away.peaks["train"] < fsdp.peaks["train"] < ddp.peaks["train"]
-    assert fsdp.peaks["load"] > ddp.peaks["load"]  # every rank loads the full model first
-    assert away.host_bytes > fsdp.host_bytes
-
-
 def test_the_dry_run_is_the_same_for_every_strategy_but_zero_3_and_made_once(home):
     ways = [{}, {"num_processes": 2}, {"num_processes": 2, "strategy": "fsdp"}, {"num_processes": 2, "strategy": "deepspeed"}]
     recipes = [settings(launch=way) for way in ways]

@@ -31,8 +31,9 @@ def routes(shipped_run):
     return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
-@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "1.25e-4", 300)])
+@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "3e-4", 120)])
 def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, learning_rate, steps):
+    """KTO in fewer steps at a higher rate than in docs/preferences.md, which has what its own command reaches."""
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
 

@@ -1,14 +1,11 @@
 """Training on rows with pictures is TRL's: its vision collator's batches, and the losses of several steps of its trainer."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from picture_models import kinds, save_picture_model, save_picture_rows
+from picture_models import kinds, save_picture_rows
 
 from finetune.data.pictures.source import open_picture
 from finetune.data.pictures.tensors import source_of
@@ -20,18 +17,6 @@ KINDS = sorted(kinds())
 USUAL = ("qwen2_5_vl", "gemma3", "idefics3")
 CASES = [pytest.param(kind, marks=[] if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    saved = {}
-
-    def of(kind):
-        if kind not in saved:
-            saved[kind] = save_picture_model(kind, tmp_path_factory.mktemp(kind) / kind)
-        return saved[kind]
-
-    return of
 
 
 def picture_run(model, folder, **more):
@@ -57,14 +42,14 @@ def trl_examples(rows):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_batch_is_that_of_trls_vision_collator(model, tmp_path, kind):
+def test_a_batch_is_that_of_trls_vision_collator(picture_model, tmp_path, kind):
     from datasets import load_from_disk
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, DataCollatorForVisionLanguageModeling
 
     from finetune.planner.plan import read_plan
     from finetune.run.picture_collator import PictureCollator, picture_processor_of
 
-    run = picture_run(model(kind), tmp_path)
+    run = picture_run(picture_model(kind), tmp_path)
     processor = picture_processor_of(read_plan(run.plan).settings, run.data)
     rows = [dict(row) for row in load_from_disk(str(run.data / "train"))]
     ours = PictureCollator(DataCollatorForLanguageModeling(pad_token_id=0), processor)(rows)
@@ -142,10 +127,10 @@ def trl_losses(run, folder):
 
 @pytest.mark.parametrize("train_vision", ["none", "all"])
 @pytest.mark.parametrize("kind", CASES)
-def test_losses_are_those_of_trls_trainer_with_its_vision_collator(model, tmp_path, kind, train_vision):
+def test_losses_are_those_of_trls_trainer_with_its_vision_collator(picture_model, tmp_path, kind, train_vision):
     from finetune.run.worker import Worker
 
-    run = picture_run(model(kind), tmp_path, train_vision=train_vision)
+    run = picture_run(picture_model(kind), tmp_path, train_vision=train_vision)
     theirs = trl_losses(run, tmp_path)
     assert Worker(run).main() == 0
     ours = [event.loss for event in read_events(run.events) if event.kind == "step"]

@@ -1,12 +1,8 @@
 """A picture's text and its number of pixel values by the processor's own rule are those of processing one."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from picture_models import kinds, save_picture_model
 
 import finetune.compat.processors as processors

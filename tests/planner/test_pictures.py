@@ -3,12 +3,9 @@
 import copy
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model
 
 from finetune.card import find_card

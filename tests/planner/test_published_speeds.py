@@ -1,13 +1,10 @@
 """The speed model beside tokens per second that others published; benchmarks/speed_accuracy.py prints all rows."""
 
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import speed_accuracy as accuracy  # noqa: E402
+import speed_accuracy as accuracy
 
 ROWS = accuracy.REFERENCE / "published_speed.csv"
 T4 = "t4"

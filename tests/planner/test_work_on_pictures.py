@@ -1,15 +1,11 @@
 """The speed model's count of a vision tower's work against a real one's, and what pictures cost in a step."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import kinds, save_picture_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.card import find_card
 from finetune.memory.picture_inputs import picture_inputs

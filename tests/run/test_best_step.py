@@ -89,21 +89,6 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
 
 
 @pytest.mark.slow
-def test_after_five_times_too_many_epochs_both_are_evaluated_and_the_last_step_is_worse(make, train):
-    from finetune.evaluate.score import compare
-    from finetune.evaluate.scorers import scorer
-
-    run = make("max_steps=80", "eval_steps=5", "save_steps=0")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    (result,) = of(run, Result)
-    assert result.last_step == 80 >= 5 * result.step
-    best, last = (compare(run, last=last, score=scorer("loss")).tuned.loss for last in (False, True))
-    # the trainer's is a mean over rows, eval's over tokens
-    assert best == pytest.approx(result.eval_loss, rel=0.02) and last == pytest.approx(result.last_eval_loss, rel=0.02)
-    assert best < last
-
-
-@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_with_the_newest(overfitted):
     (result,) = of(overfitted, Result)
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}
@@ -122,7 +107,7 @@ def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train
 @pytest.mark.slow
 def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, train, kill):
     times, moments = [event.time_s for event in read_events(overfitted.events)], random.Random(0)
-    for number in range(3):
+    for number in range(2):
         run = fresh_copy(overfitted, tmp_path / str(number))
         pid = train.start(run)
         time.sleep(moments.uniform(0.3, times[-1] - times[0] + 0.5))

@@ -80,16 +80,6 @@ def test_files_that_a_library_would_load_must_be_in_the_manifest(tmp_path):
     assert changes_in(tmp_path) == ["model.safetensors is not in its manifest"]
 
 
-def test_a_run_of_an_older_version_without_manifests_is_still_used(run):
-    plan = json.loads(run.plan.read_text())
-    del plan["version"]
-    run.plan.write_text(json.dumps({**plan, "alternatives": []}))
-    for folder in (run.data, run.adapter):
-        (folder / MANIFEST).unlink()
-    require_data(run)
-    require_own_adapter(run, run.adapter)
-
-
 def test_a_lost_manifest_is_named(run):
     for folder in (run.data, run.adapter):
         (folder / MANIFEST).unlink()
@@ -156,16 +146,18 @@ def keep_time(fault):
     return change
 
 
-@pytest.mark.parametrize("fault", [change_norm, change_generation, keep_time(flip_one_byte_of_the_weights)])
-@pytest.mark.parametrize("use", [Answerer, compare, lambda run: merge(run, run.path / "out")])
+@pytest.mark.parametrize(
+    ("fault", "use"),
+    [(change_norm, compare), (change_generation, lambda run: merge(run, run.path / "out")),
+     (keep_time(flip_one_byte_of_the_weights), Answerer)],
+)  # fmt: skip
 def test_an_adapter_is_not_used_with_another_base_model(changed_base, fault, use):
     with pytest.raises(RecipeError, match=r"can't be used with .*base: the base model's \w+.* changed"):
         use(changed_base(fault))
 
 
-@pytest.mark.parametrize("fault", [change_norm, flip_one_byte_of_the_weights, keep_time(flip_one_byte_of_the_weights)])
-def test_a_run_does_not_resume_on_a_changed_base_model(changed_base, train, fault):
-    run = changed_base(fault)
+def test_a_run_does_not_resume_on_a_changed_base_model(changed_base, train):
+    run = changed_base(keep_time(flip_one_byte_of_the_weights))
     shutil.rmtree(run.adapter)
     assert train(run) == 1
     assert "can't resume from checkpoint-2: the base model's" in read_state(run).message
@@ -182,13 +174,12 @@ def test_a_damaged_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
         weights_fingerprint(settings, reread=True)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"something else"])
-def test_garbage_in_the_cache_of_hashes_is_ignored(content, tmp_path, monkeypatch):
+def test_garbage_in_the_cache_of_hashes_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     settings = load_recipe("tiny-cpu", [])
     before = weights_fingerprint(settings)
     for path in (tmp_path / "weights").iterdir():
-        path.write_bytes(content)
+        path.write_bytes(b"\xff\xfe")
     assert weights_fingerprint(settings) == before
 
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
+import re
 
 import pytest
 
-from finetune.bundled import model_path
-from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import FinetuneError
 from finetune.evaluate.results import read_evaluations, read_forgetting
 from finetune.evaluate.rows import held_out_rows
@@ -15,7 +13,6 @@ from finetune.events import read_events
 from finetune.files import parse_json, read_json, read_safetensors_header
 from finetune.layers import quantised_files
 from finetune.layers.quantised_store import Damaged, Store
-from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import read_config
 from finetune.model.weights import check_weights, file_problem
 from finetune.planner.base_adapter import read_base_adapter
@@ -34,9 +31,39 @@ CONTENTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=CONTENTS)
-def content(request):
-    return CONTENTS[request.param]
+#: File below a run -> what reads it, and what it returns or, as a pattern, says of every damaged content.
+READERS = {
+    "process.json": (lambda run: read_state(run).state, "lost"),
+    "plan.json": (lambda run: read_plan(run.plan), re.compile(r"plan\.json can't be read")),
+    f"data/{MANIFEST}": (lambda run: verify(run.data) + changes_in(run.data), ["its manifest can't be read"] * 2),
+    "evaluations/scores-exact.json": (read_evaluations, {}),
+    "evaluations/lost.json": (read_forgetting, []),
+    "data/eval_examples.json": (lambda run: held_out_rows(run, None), re.compile(r"eval_examples\.json can't be read")),
+    "data/eval/state.json": (lambda run: held_out_rows(run, None), re.compile(r"eval can't be read")),
+    "data/eval/dataset_info.json": (lambda run: held_out_rows(run, None), re.compile(r"eval can't be read")),
+    "adapter_config.json": (lambda run: read_base_adapter(str(run.path)), re.compile("adapter")),
+    "model.safetensors": (lambda run: check_weights(run.path), re.compile(r"model\.safetensors")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_any_content_is_named_or_left_out(run, name):
+    reader, expected = READERS[name]
+    (run.data / "eval").mkdir()
+    (run.data / "eval_examples.json").write_text("[]")
+    (run.data / "eval" / "state.json").write_text('{"_data_files": [], "_format_type": null, "_split": null}')
+    path = run.path / name
+    for content in CONTENTS.values():
+        is_header = path.suffix == ".safetensors"
+        path.write_bytes(len(content).to_bytes(8, "little") + content if is_header else content)
+        if not isinstance(expected, re.Pattern):
+            assert reader(run) == expected
+            continue
+        with pytest.raises(FinetuneError, match=expected):
+            reader(run)
+        if is_header:
+            with pytest.raises(Damaged):
+                Store(path)
 
 
 @pytest.fixture
@@ -88,22 +115,6 @@ def test_what_has_the_name_of_a_quantised_file_is_damaged_and_is_cleared(tmp_pat
     assert not path.exists()
 
 
-def test_process_json_of_any_content_is_a_lost_run(run, content):
-    run.process.write_bytes(content)
-    assert read_state(run).state == "lost"
-
-
-def test_a_damaged_plan_is_named(run, content):
-    run.plan.write_bytes(content)
-    with pytest.raises(FinetuneError, match=r"plan\.json can't be read"):
-        read_plan(run.plan)
-
-
-def test_a_damaged_manifest_is_named(run, content):
-    (run.data / MANIFEST).write_bytes(content)
-    assert verify(run.data) == changes_in(run.data) == ["its manifest can't be read"]
-
-
 def test_infinity_where_a_whole_number_is_read_is_named(run):
     (run.data / MANIFEST).write_text('{"step": 1e999}')
     assert verify(run.data) == ["its manifest can't be read"]
@@ -113,43 +124,6 @@ def test_infinity_where_a_whole_number_is_read_is_named(run):
         held_out_rows(run, None)
 
 
-def test_evaluations_of_another_shape_are_left_out(run, content):
-    for name in ("scores-exact.json", "lost.json"):
-        (run.path / "evaluations" / name).write_bytes(content)
-    assert read_evaluations(run) == {} and read_forgetting(run) == []
-
-
-def test_held_out_rows_of_another_shape_are_named(run, content):
-    (run.data / "eval_examples.json").write_bytes(content)
-    with pytest.raises(FinetuneError, match=r"eval_examples\.json can't be read"):
-        held_out_rows(run, None)
-
-
-def test_a_damaged_adapter_configuration_is_named(tmp_path, content):
-    (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(FinetuneError):
-        read_base_adapter(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-def test_held_out_tokens_that_cant_be_read_are_named(run, content, name):
-    (run.data / "eval").mkdir()
-    (run.data / "eval_examples.json").write_text("[]")
-    (run.data / "eval" / "state.json").write_text('{"_data_files": [], "_format_type": null, "_split": null}')
-    (run.data / "eval" / name).write_bytes(content)
-    with pytest.raises(FinetuneError, match=r"eval can't be read"):
-        held_out_rows(run, None)
-
-
-@pytest.mark.parametrize("entry", [{}, {"dtype": {}}, {"dtype": "F32"}, {"dtype": "F32", "shape": [0, -1]}, {"dtype": 1}])
-def test_a_tensor_without_a_type_or_shape_is_named(tmp_path, entry):
-    header = json.dumps({"x.lora_A.weight": {**entry, "data_offsets": [0, 0]}}).encode()
-    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
-    (problem,) = adapter_problems(tmp_path)
-    assert "x.lora_A.weight" in problem
-
-
 def test_measurements_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     rows = [{"card": "x", "measured_step_s": value, "modelled_step_s": 1.0} for value in (2.0, "nan", [], 10**400, True)]
@@ -157,29 +131,11 @@ def test_measurements_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     assert read_history("x").runs == 1
 
 
-@pytest.mark.parametrize("model", ["\ud800", None, [], {"type": "BPE", "vocab": {}, "merges": [None]}])
-def test_a_damaged_tokenizer_is_named(tmp_path, model):
-    shutil.copytree(model_path("tiny"), tmp_path / "base")
-    path = tmp_path / "base" / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model": model}))
-    with pytest.raises(FinetuneError, match="its tokenizer can't be read"):
-        load_tokenizer(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path / 'base'}"]))
-
-
 @pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
 def test_a_model_of_a_billion_layers_is_refused_before_they_are_built(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FinetuneError, match="1,000,000,000 layers"):
         read_config(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path}"]))
-
-
-def test_a_damaged_header_of_weights_is_named(tmp_path, content):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(content).to_bytes(8, "little") + content)
-    with pytest.raises(FinetuneError, match=r"model\.safetensors"):
-        check_weights(tmp_path)
-    with pytest.raises(Damaged):
-        Store(path)
 
 
 def test_a_header_larger_than_the_formats_limit_is_not_read(tmp_path):

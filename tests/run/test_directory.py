@@ -13,7 +13,7 @@ from finetune.errors import DiskFull, RecipeError
 from finetune.events import EventWriter, State
 from finetune.files import write_json
 from finetune.run import control
-from finetune.run.directory import RunDirectory, create, list_runs, open_run
+from finetune.run.directory import create, list_runs, open_run
 from finetune.run.state import is_alive, is_recorded_process, process_record, read_state
 from finetune.system import take_lock
 
@@ -157,9 +157,3 @@ def test_a_finished_run_stays_finished_whatever_lives(run):
     EventWriter(run.events).emit(State(state="finished", exit_code=0))
     write_json(run.process, {"worker": process_record(os.getpid())})
     assert read_state(run).state == "finished"
-
-
-def test_a_damaged_process_file_is_not_fatal(run):
-    run.process.write_text('{"worker": {"pi')
-    EventWriter(run.events).emit(State(state="running"))
-    assert read_state(RunDirectory(run.path)).state == "lost"

@@ -112,36 +112,20 @@ def test_room_is_what_the_limit_and_the_card_both_leave():
 
 
 def out_of_memory(**more):
+    free = dict.fromkeys(("free_bytes", "free_blocks", "largest_free_block_bytes", "largest_usable_block_bytes"), 0)
     return OutOfMemory(
-        phase="train",
-        asked_bytes=GIB,
-        forecast_allocated_bytes=20 * GIB,
-        forecast_reserved_bytes=21 * GIB,
-        peak_allocated_bytes=20 * GIB,
-        peak_reserved_bytes=22 * GIB,
-        **{
-            "free_bytes": 0,
-            "free_blocks": 0,
-            "largest_free_block_bytes": 0,
-            "largest_usable_block_bytes": 0,
-            "fragmented": False,
-            **more,
-        },
-    )
+        phase="train", asked_bytes=GIB, forecast_allocated_bytes=20 * GIB, forecast_reserved_bytes=21 * GIB,
+        peak_allocated_bytes=20 * GIB, peak_reserved_bytes=22 * GIB, **{**free, "fragmented": False, **more},
+    )  # fmt: skip
 
 
 def test_fragmentation_is_named_with_the_pieces():
     message = explanation(
         out_of_memory(
-            free_bytes=1600 * MIB,
-            free_blocks=3,
-            largest_free_block_bytes=900 * MIB,
-            largest_usable_block_bytes=900 * MIB,
-            fragmented=True,
-            room_bytes=100 * MIB,
-            holders={"32 x 448 MiB": 14 * GIB},
+            free_bytes=1600 * MIB, free_blocks=3, largest_free_block_bytes=900 * MIB, largest_usable_block_bytes=900 * MIB,
+            fragmented=True, room_bytes=100 * MIB, holders={"32 x 448 MiB": 14 * GIB},
         )
-    )
+    )  # fmt: skip
     assert message.startswith("1.00 GiB were asked for in phase train, 100 MiB more could be reserved. Fragmentation: 1.56 GiB")
     assert "3 pieces" in message and "has 900 MiB" in message and "32 x 448 MiB (14.0 GiB)" in message
     assert "expected 20.0 GiB allocated and 21.0 GiB reserved at most" in message and "more than forecast" not in message

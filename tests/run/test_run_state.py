@@ -34,11 +34,6 @@ def test_a_damaged_process_file_names_no_process(tmp_path, content):
     assert control.stop(run) is False
 
 
-def test_a_folder_in_place_of_the_process_file_names_no_process(tmp_path):
-    (tmp_path / "process.json").mkdir()
-    assert read_processes(RunDirectory(tmp_path)) == {}
-
-
 def test_a_process_is_known_again_after_the_clock_was_set(monkeypatch):
     record = process_record(os.getpid())
     created = psutil.Process.create_time

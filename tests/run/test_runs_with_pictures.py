@@ -2,13 +2,10 @@
 
 import io
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 

@@ -1,10 +1,9 @@
 """What was trained is not lost: killed, stopped, out of disk or broken, a resumed run equals the one that never failed."""
 
-import json
 import os
 import random
-import resource
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -14,17 +13,20 @@ from conftest import adapter_hash
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
-from finetune.events import EventWriter, RunWarning, Start, Step, read_events
+from finetune.events import EventReader, EventWriter, RunWarning, Start, Step, read_events
 from finetune.run.seal import newest_verified, write_manifest
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow
-EPOCHS = ["max_steps=null", "num_train_epochs=2"]
-PADDED = ["effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32"]
+PADDED_EPOCHS = [
+    "effective_batch_size=4", "per_device_train_batch_size=2", "dataset.max_rows=32", "max_steps=null", "num_train_epochs=2",
+]  # fmt: skip
+PACKED_BY_WORKERS = ["packing=true", "max_length=256", "dataloader_num_workers=2"]
 PAIRS = ["method=dpo", "dataset.path=support-pairs"]
 LABELS = ["method=kto", "dataset.path=support-pairs", "effective_batch_size=4", "per_device_train_batch_size=2"]
-LEAN = ["lora_dropout=0", "lean_layers=true", "target_modules=all-linear"]
-TILED = ["activation_checkpointing=true", "mlp_tile_tokens=32"]
+TILED = [
+    "lora_dropout=0", "lean_layers=true", "target_modules=all-linear", "activation_checkpointing=true", "mlp_tile_tokens=32",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,7 @@ def wait_for_step(pid, run, step):
         time.sleep(0.005)
 
 
-def test_same_seed_same_adapter(unbroken, twin, train):
-    assert train(twin) == 0
-    assert adapter_hash(twin) == adapter_hash(unbroken)
-
-
-@pytest.mark.parametrize("n_kills", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments_the_adapter_is_the_same(unbroken, tmp_path, train, kill, n_kills):
     assert n_equal_after_kills(unbroken, n_kills, tmp_path, train, kill) == n_kills
 
@@ -123,13 +120,12 @@ def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_traine
     assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
 
 
-@pytest.mark.parametrize("number", [15, 2])
-def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path, number):
+def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path):
     pid = train.start(twin, waiting_after(3, tmp_path / "asked"))
     wait_for_step(pid, twin, 3)
-    os.kill(pid, number)
+    os.kill(pid, signal.SIGTERM)
     (tmp_path / "asked").touch()
-    assert train.wait(pid) == 128 + number
+    assert train.wait(pid) == 143
     assert read_state(twin).state == "stopped"
     assert train(twin) == 0
     assert adapter_hash(twin) == adapter_hash(unbroken)
@@ -161,16 +157,6 @@ def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, tra
     assert str(twin.path) in before
 
 
-def test_a_limit_of_a_files_size_pauses_as_a_full_disk_does(unbroken, twin, train):
-    def fault():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-
-    assert train(twin, fault) == 7
-    assert read_state(twin).state == "paused"
-    assert train(twin) == 0
-    assert adapter_hash(twin) == adapter_hash(unbroken)
-
-
 def test_a_run_whose_directory_is_deleted_ends_after_its_step(twin, train, tmp_path):
     pid = train.start(twin, waiting_after(3, tmp_path / "deleted"))
     wait_for_step(pid, twin, 3)
@@ -192,8 +178,7 @@ def test_values_of_the_base_model_that_are_not_finite_are_the_cause_of_divergenc
     assert "learning_rate" not in message
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(("where", "value"), [("loss", "nan"), ("gradient", "inf")])
 def test_what_is_not_finite_ends_as_diverged_and_is_never_sealed(twin, train, where, value):
     def fault():
         from finetune.run.training import RunTrainer
@@ -217,9 +202,7 @@ def test_what_is_not_finite_ends_as_diverged_and_is_never_sealed(twin, train, wh
     assert not twin.adapter.exists()
 
 
-@pytest.mark.parametrize(
-    "fault_in", ["adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
-)
+@pytest.mark.parametrize("fault_in", ["adapter_model.safetensors", "rng_state.pth"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_path, train, fault_in):
     run = type(unbroken)(tmp_path / "run")
     shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
@@ -229,25 +212,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroke
     path.write_bytes(data)
     offset = run.events.stat().st_size
     assert train(run) == 0
-    from finetune.events import EventReader
-
     events = EventReader(run.events, offset).new()
-    assert any(
-        "checkpoint-8 skipped" in event.message and fault_in in event.message
-        for event in events
-        if isinstance(event, RunWarning)
-    )
+    messages = [event.message for event in events if isinstance(event, RunWarning)]
+    assert any("checkpoint-8 skipped" in message and fault_in in message for message in messages)
     assert next(event for event in events if isinstance(event, Start)).resumed_from == "checkpoint-6"
     assert adapter_hash(run) == adapter_hash(unbroken)
 
 
-@pytest.mark.parametrize("name, value", [("lora_r", 8), ("lora_alpha", 1)])
-def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train, name, value):
+def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train):
     run = type(unbroken)(tmp_path / "run")
     shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
-    (run.path / "adjustments.json").write_text(json.dumps({name: value}))
+    (run.path / "adjustments.json").write_text('{"lora_r": 8}')
     assert train(run) == 1
-    assert f"{name} was" in read_state(run).message
+    assert "lora_r was" in read_state(run).message
 
 
 def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
@@ -259,13 +236,8 @@ def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
     assert "the training data has changed" in read_state(run).message
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [PADDED, ["packing=true", "max_length=256"], ["dataloader_num_workers=2"], EPOCHS, LEAN, [*LEAN, *TILED], PAIRS, LABELS],
-)
-def test_resume_is_exact_with_padding_packing_workers_epochs_lean_layers_tiles_and_answers(
-    make_run, train, tmp_path, overrides
-):
+@pytest.mark.parametrize("overrides", [PADDED_EPOCHS, PACKED_BY_WORKERS, TILED, PAIRS, LABELS])
+def test_resume_is_exact_with_padding_packing_workers_epochs_tiles_and_answers(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
     assert train(whole) == 0, whole.log.read_text()[-2000:]

@@ -74,9 +74,8 @@ def run_on_each(machine, tmp_path, strategy, four_bit, gpus=2):
     return forecast, [measured_peaks(run, rank) for rank in range(gpus)]
 
 
-@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
-def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine_of, tmp_path, four_bit):
-    forecast, ranks = run_on_each(machine_of(2), tmp_path, "ddp", four_bit)
+def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine_of, tmp_path):
+    forecast, ranks = run_on_each(machine_of(2), tmp_path, "ddp", four_bit=True)
     highest = {phase: max(peaks[phase] for peaks in ranks) for phase in forecast["peaks"]}
     # The first step's buckets may live on in the second one: it depends on when NCCL's watchdog wakes.
     if highest["train"] > forecast["peaks"]["train"] + forecast["parts"]["adapters"] / 2:
@@ -93,11 +92,8 @@ def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth
     assert max(peaks["train"] for peaks in ranks) >= 0.9 * forecast["peaks"]["train"]
 
 
-@pytest.mark.parametrize(("strategy", "least"), [("ddp", 0.995), ("fsdp", 0.85)])
-def test_on_four_gpus_the_highest_rank_takes_what_was_forecast_or_less(machine_of, tmp_path, strategy, least):
-    forecast, ranks = run_on_each(machine_of(4), tmp_path, strategy, True, gpus=4)
+def test_under_fsdp_the_highest_of_four_ranks_takes_what_was_forecast_or_less(machine_of, tmp_path):
+    forecast, ranks = run_on_each(machine_of(4), tmp_path, "fsdp", True, gpus=4)
     highest = {phase: max(peaks[phase] for peaks in ranks) for phase in ("load", "train", "save")}
-    assert least * forecast["peaks"]["train"] <= highest["train"]
-    buckets = forecast["parts"]["adapters"] if strategy == "ddp" else 0  # the first step's, in the second one
-    allowed = {**forecast["peaks"], "train": forecast["peaks"]["train"] + buckets}
-    assert all(highest[phase] <= 1.002 * allowed[phase] for phase in highest), (highest, forecast)
+    assert 0.85 * forecast["peaks"]["train"] <= highest["train"]
+    assert all(highest[phase] <= 1.002 * forecast["peaks"][phase] for phase in highest), (highest, forecast)
