@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from finetune.files import read_object
-
 T = TypeVar("T")
 
 
@@ -49,6 +47,8 @@ def from_json(cls: type[T], values: Any) -> T:
 
 def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
     """The `cls` that this program wrote to a JSON file, whole or as the value of `key`; None without one that can be read."""
+    from finetune.files import read_object  # here: events and all above them need this module, and no files
+
     values = read_object(path)
     try:
         return None if values is None else from_json(cls, values.get(key) if key else values)

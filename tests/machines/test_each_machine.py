@@ -10,7 +10,6 @@ from recorded_card import RecordedCard, train
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
 from finetune.card import find_card, record_measurement
-from finetune.card.device_selection import alike_cards, cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import Phase, Step, read_events
@@ -115,13 +114,6 @@ def test_the_page_offers_each_card_of_the_machine_and_none_without_a_driver(mach
     assert cards_here() == [("0: NVIDIA GeForce RTX 3090", "0"), ("1: NVIDIA GeForce RTX 3090", "1")]
     machine("t4", "start = 9")
     assert cards_here() == []
-
-
-def test_a_sweep_trains_on_each_card_of_the_planned_model(machine):
-    machine("two-3090")
-    assert sorted(alike_cards(find_card("auto").name)) == ["0", "1"]
-    machine("3060-and-4090")
-    assert len(alike_cards(find_card("auto").name)) == 1
 
 
 @pytest.mark.slow
