@@ -10,6 +10,7 @@ from recorded_card import RecordedCard, train
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
 from finetune.card import find_card, record_measurement
+from finetune.card.device_selection import cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
 from finetune.events import Phase, Step, read_events
