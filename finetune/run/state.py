@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,8 +116,6 @@ def _ticks(pid: int) -> int | None:
 
 def _last_events(path: Path) -> list[Event]:
     """Events at the end of the file, so that long runs take no longer to read."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return []
-    return EventReader(path, max(0, size - _TAIL_BYTES)).new()
+    with contextlib.suppress(FileNotFoundError):
+        return EventReader(path, max(0, path.stat().st_size - _TAIL_BYTES)).new()
+    return []

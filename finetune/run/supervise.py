@@ -137,7 +137,10 @@ class Supervisor:
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
-                    self._request_stop(worker, launcher)
+                    if launcher is not None:
+                        launcher.send(worker, self.signals[0])
+                    elif not (self.requests or WINDOWS):  # the worker reads the run's file itself; Windows can't signal it
+                        worker.send_signal(self.signals[0])
                     requested_s = time.monotonic()
             if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
                 ended = True
@@ -155,13 +158,6 @@ class Supervisor:
         requests = read_stop_requests(self.run)
         self.signals += requests[self.requests :]
         self.requests = max(self.requests, len(requests))
-
-    def _request_stop(self, worker: subprocess.Popen[bytes], launcher: Launcher | None) -> None:
-        """Ask the worker to stop, which reads the run's file itself; Windows can't signal it."""
-        if launcher is not None:
-            launcher.send(worker, self.signals[0])
-        elif not (self.requests or WINDOWS):
-            worker.send_signal(self.signals[0])
 
     def _has_started(self) -> bool:
         self.seen += self.reader.new()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +70,7 @@ class RunTrainer(SFTTrainer):
         self.masked, self.phase, self.method = masked, "train", method_of(plan.settings)
         if not self.method.counts_items:
             self.loss_is_scaled_for_ga = False  # type: ignore[assignment]
-        self._counted: dict[str, Any] = {}
+        self._counted = defaultdict[str, Any](int)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
         self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
@@ -106,13 +107,13 @@ class RunTrainer(SFTTrainer):
             steps = 1 if items is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * computed.auxiliary / steps  # type: ignore[operator]
         for name, count in computed.counts.items():
-            self._add(name, count)
+            self._counted[name] += count
         return loss
 
     def take_counts(self) -> dict[str, Any]:
         """Sums of all ranks since the last call: tokens supervised, real, with padding, and predicted correctly, and what the
         method counts. Synchronises the device once."""
-        counted, self._counted = self._counted, {}
+        counted, self._counted = self._counted, defaultdict(int)
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
         on_device = {name: count for name, count in counted.items() if isinstance(count, torch.Tensor)}
@@ -123,12 +124,9 @@ class RunTrainer(SFTTrainer):
 
     def _count(self, inputs: dict[str, Any]) -> None:
         ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
-        self._add("supervised", (labels[..., 1:] != -100).sum())
-        self._add("real", ids.numel() if mask is None else mask.sum())
-        self._add("padded", ids.numel())
-
-    def _add(self, name: str, count: Any) -> None:
-        self._counted[name] = self._counted.get(name, 0) + count
+        self._counted["supervised"] += (labels[..., 1:] != -100).sum()
+        self._counted["real"] += ids.numel() if mask is None else mask.sum()
+        self._counted["padded"] += ids.numel()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
