@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 #: Texts of torch's allocator, of the driver (without the dot that transformers looks for), and of a CPU's allocator.
 _MEMORY_TEXTS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
+    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator: not enough memory",
+)  # fmt: skip
 
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 #: safetensors and torch's zip writer turn the errno into text of their own exceptions.
@@ -24,23 +22,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error of torch, the driver or Python, also as the cause of another error."""
     import torch
 
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    return any(
+        isinstance(seen, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(seen, RuntimeError) and any(text in str(seen) for text in _MEMORY_TEXTS))
+        for seen in _with_causes(error)
+    )
 
 
 def is_disk_full(error: BaseException) -> bool:
     """True when a write failed for the disk, its quota, a limit of a file's size, or as it is read-only; also as a cause."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS:
-            return True
-        if any(text in str(seen) for text in _DISK_TEXTS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    return any(
+        (isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS) or any(text in str(seen) for text in _DISK_TEXTS)
+        for seen in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

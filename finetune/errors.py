@@ -16,13 +16,11 @@ class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
     `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status; `cause`: what that
-    means. `run_state`: of a run that it ends; `paused` is for a full disk. `is_permanent`: another attempt would end in the
-    same way.
+    means. `run_state`: of a run that it ends; `paused` is for a full disk.
     """
 
     exit_code = FAILED
     cause = "internal error"
-    is_permanent = False
     run_state = "failed"
     title = "Something went wrong"
 
@@ -54,7 +52,6 @@ class RecipeError(FinetuneError):
 
     exit_code = 2
     cause = "recipe"
-    is_permanent = True
     title = "The recipe needs a change"
 
 
@@ -99,7 +96,6 @@ class DoesNotFit(FinetuneError):
 
     exit_code = 3
     cause = "card"
-    is_permanent = True
     title = "This will not fit"
 
 
@@ -116,7 +112,6 @@ class DataError(FinetuneError):
 
     exit_code = 4
     cause = "data"
-    is_permanent = True
     title = "The data needs a change"
 
 
@@ -125,7 +120,6 @@ class OutOfMemory(FinetuneError):
 
     exit_code = 5
     cause = "out of memory"
-    is_permanent = True
     title = "Out of memory"
 
 
@@ -134,7 +128,6 @@ class Diverged(FinetuneError):
 
     exit_code = 6
     cause = "diverged"
-    is_permanent = True
     run_state = "diverged"
     title = "Training diverged"
 
@@ -152,16 +145,10 @@ class DiskFull(FinetuneError):
     title = "The disk needs attention"
 
 
-def exit_codes(*, permanent: bool = False) -> list[int]:
-    """Those of all causes that have a code of their own, lowest first. `permanent`: only where another attempt is of no use."""
-    codes = {error.exit_code for error in _kinds(FinetuneError) if error.is_permanent or not permanent}
-    return sorted(codes - {FAILED})
-
-
 def exit_code_causes() -> dict[int, str]:
-    """What each code of `exit_codes` means, in a word or three."""
+    """What each exit code of an error means, lowest first, in a word or three; without the internal error's."""
     causes = {error.exit_code: error.cause for error in _kinds(FinetuneError)}
-    return {code: causes[code] for code in exit_codes()}
+    return {code: causes[code] for code in sorted(causes) if code != FAILED}
 
 
 def _kinds(error: type[FinetuneError]) -> list[type[FinetuneError]]:

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar, overload
+from typing import Any, BinaryIO
 
 from finetune.checksum import has_checksum, is_damaged, with_checksum
 from finetune.errors import CommandError, DiskFull
@@ -21,8 +21,7 @@ from finetune.system import WINDOWS, replace
 def cache_dir() -> Path:
     """Folder of measurements, forecasts and card queues: $FINETUNE_CACHE, else $XDG_CACHE_HOME/finetune, else
     ~/.cache/finetune, on Windows %LOCALAPPDATA%\\finetune."""
-    chosen = os.environ.get("FINETUNE_CACHE")
-    if chosen:
+    if chosen := os.environ.get("FINETUNE_CACHE"):
         return Path(chosen)
     usual = os.environ.get("LOCALAPPDATA") if WINDOWS else None
     return Path(os.environ.get("XDG_CACHE_HOME") or usual or Path.home() / ".cache") / "finetune"
@@ -34,13 +33,8 @@ MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 100
 #: Of a safetensors file: https://github.com/huggingface/safetensors#format
 MAX_HEADER_BYTES = 100_000_000
-_T = TypeVar("_T")
 
 
-@overload
-def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any: ...
-@overload
-def read_json(path: Path, kind: type[_T], *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> _T: ...
 def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
     """The values of a JSON file that anybody may have written.
 
@@ -114,11 +108,9 @@ def _is_tensor(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    return _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
-
-
-def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        return False
+    return all(type(size) is int and size >= 0 for size in (*shape, *offsets)) and offsets[0] <= offsets[1]
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

@@ -9,8 +9,9 @@ def printable(text: str) -> str:
     """`text` with control and bidirectional characters escaped."""
     if text.isprintable():
         return text
-    return "".join(letter if _is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text)
-
-
-def _is_shown(letter: str) -> bool:
-    return letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
+    return "".join(
+        letter
+        if letter in "\n\t" or letter.isprintable() or unicodedata.category(letter) == "Zs"
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

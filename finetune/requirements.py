@@ -12,8 +12,6 @@ from finetune.errors import PackagesError
 
 #: The name to install: `finetune` on PyPI is another project.
 DISTRIBUTION = "finetune-forecast"
-#: The fix when a package that forecasts or trains has another version.
-_FIX = "Forecasts are valid only for supported versions. Type: "
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,6 @@ class Package:
     def fits(self) -> bool:
         """Whether the installed version is within the requirement's bounds."""
         return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether only an extra needs it."""
-        return "extra" in str(self.requirement.marker)
 
     def __str__(self) -> str:
         return f"{self.requirement.name} {self.installed or 'is missing'}, needed {self.requirement.specifier}"
@@ -68,7 +61,8 @@ def refuse_other_versions(names: Collection[str]) -> None:
     except metadata.PackageNotFoundError:
         return
     if wrong:
-        raise PackagesError([str(package) for package in wrong], _FIX + how_to_install(wrong))
+        fix = f"Forecasts are valid only for supported versions. Type: {how_to_install(wrong)}"
+        raise PackagesError([str(package) for package in wrong], fix)
 
 
 def refuse_missing_extra(extra: str, subject: str) -> None:

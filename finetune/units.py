@@ -6,17 +6,8 @@ import re
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _FACTORS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 2**40,
-}
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
+}  # fmt: skip
 
 
 def format_bytes(count: int | float | None) -> str:

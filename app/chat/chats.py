@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from finetune.events import Event, read_events
 from finetune.run.directory import RunDirectory
@@ -28,11 +28,8 @@ Model = Literal["base", "tuned"]
 MODELS: tuple[Model, ...] = ("base", "tuned")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question(Event):
+class Question(Event, kind="question"):
     """A question of the page."""
-
-    kind: ClassVar[str] = "question"
 
     id: str
     text: str
@@ -41,22 +38,16 @@ class Question(Event):
     pictures: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece(Event):
+class Piece(Event, kind="piece"):
     """The next piece of an answer that is being generated."""
-
-    kind: ClassVar[str] = "piece"
 
     id: str
     model: Model
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer(Event):
+class Answer(Event, kind="answer"):
     """The whole answer of a model to the question of that id, with its calls of tools."""
-
-    kind: ClassVar[str] = "answer"
 
     id: str
     model: Model
@@ -67,11 +58,8 @@ class Answer(Event):
     calls: tuple[dict[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done(Event):
+class Done(Event, kind="done"):
     """All models that were asked have answered, or why not."""
-
-    kind: ClassVar[str] = "done"
 
     id: str
     error: str = ""

@@ -18,9 +18,7 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
-    from finetune.memory.allocator_replay import Replay
     from finetune.memory.forecast import Forecast
-    from finetune.memory.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,8 @@ def forecast_trainer(trainer: Any, card: Card, *, rows: int | None = None, token
         simulation = simulate_trainer(trainer, batch, capability)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     run = ledger_of(simulation, capability, parameters=parameters, method="dry run of the trainer's own step")
-    return forecast_of(run, card, _replayed(simulation, card), even=False)
+    trace = None if card.is_cpu else simulation.trace()
+    return forecast_of(run, card, replay(trace, expandable=expandable_segments()) if trace else None, even=False)
 
 
 def _refuse_what_is_not_simulated(trainer: Any) -> None:
@@ -111,8 +110,3 @@ def _refuse_what_is_not_simulated(trainer: Any) -> None:
         raise RecipeError(
             f"a trainer's step with {', '.join(names)} is not forecast", "Turn it off, or plan a run: finetune plan RECIPE"
         )
-
-
-def _replayed(simulation: Simulation, card: Card) -> Replay | None:
-    trace = None if card.is_cpu else simulation.trace()
-    return replay(trace, expandable=expandable_segments()) if trace else None

@@ -17,11 +17,8 @@ def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
     in each decoder layer, in words. Raises RecipeError for a model without decoder layers.
     """
     layers = _decoder_layers(model)
-    if not enabled:
-        undo_lean([*layers, *outside_layers(model)])
-        return []
-    make_lean([*layers, *outside_layers(model)])
-    return [lean_summary(layer) for layer in layers]
+    (make_lean if enabled else undo_lean)([*layers, *outside_layers(model)])
+    return [lean_summary(layer) for layer in layers] if enabled else []
 
 
 def offload_layers(model: torch.nn.Module, count: int | None = None) -> LayerOffloading:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
 
 #: Settings that hooks around each step or several processes do; plain TRL's trainer has neither.
 _NOT_IN_PLAIN_TRL = (
-    "activation_offloading",
-    "int8_activations",
-    "adapter_name_or_path",
-    "torch_compile",
-    "trained_embedding_rows",
-)
+    "activation_offloading", "int8_activations", "adapter_name_or_path", "torch_compile", "trained_embedding_rows",
+)  # fmt: skip
 
 
 class Plan(plans.Plan):
@@ -42,6 +37,7 @@ class Plan(plans.Plan):
         """
         import torch
         from transformers import set_seed
+        from trl import SFTConfig
 
         from finetune.data.preparation import encode
         from finetune.data.tokenizer import load_tokenizer
@@ -60,10 +56,12 @@ class Plan(plans.Plan):
             settings, output_dir=output_dir or settings.output_dir, total_steps=self.total_steps,
             evaluates=rows.eval is not None, on_cpu=self.card.is_cpu,
         )  # fmt: skip
+        arguments |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
+        arguments["max_steps"] = self.total_steps or arguments["max_steps"]
         set_seed(settings.seed)
         return {
             "model": _adapted(settings, on_cpu=self.card.is_cpu),
-            "args": _config({**arguments, "train_sampling_strategy": "sequential", "num_train_epochs": 1}, self.total_steps),
+            "args": SFTConfig(**arguments),
             "train_dataset": _in_order(rows, settings, self.total_steps or 1),
             "eval_dataset": rows.eval,
             "processing_class": tokenizer,
@@ -112,12 +110,6 @@ def _adapted(settings: Settings, *, on_cpu: bool) -> Any:
     return model
 
 
-def _config(arguments: dict[str, Any], total_steps: int | None) -> Any:
-    from trl import SFTConfig
-
-    return SFTConfig(**{**arguments, "max_steps": total_steps or arguments["max_steps"]})
-
-
 def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Dataset:
     from finetune.data.packing import pack
     from finetune.methods.row_order import LongestEarly, row_lengths
@@ -125,11 +117,11 @@ def _in_order(rows: PreparedData, settings: Settings, total_steps: int) -> Datas
     train = pack(rows.train, settings.max_length, settings.seed) if settings.packing else rows.train
     order = LongestEarly(row_lengths(train), settings.seed, settings.effective_batch_size, total_steps)
     epochs = max(1, -(-total_steps * settings.effective_batch_size // len(train)))
-    indices = []
+    indices: list[int] = []
     for epoch in range(epochs):
         order.set_epoch(epoch)
-        indices.append(list(order))
-    return train.select(list(itertools.chain.from_iterable(indices)))
+        indices += order
+    return train.select(indices)
 
 
 def _callbacks(settings: Settings) -> list[Any]:

@@ -117,15 +117,11 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
             model = fake_copy(trainer.model, tracker)
             observe(model, tracker)
             if not batch.padded:  # its values say so, and a fake mask has none
-                model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+                model.register_forward_pre_hook(lambda _, args, named: (args, without_mask(named)), with_kwargs=True)
             shadow = _shadow(trainer, model)
             _run(shadow, model, tracker, batch, on_cpu=capability is None)
         del model, shadow
     return Simulation(tracker.peaks, tracker.host, (), (), tracker.recording)
-
-
-def _without_mask(_model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return arguments, without_mask(named)
 
 
 def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[Any, ...], _named: dict[str, Any]) -> Any:
@@ -180,17 +176,16 @@ def _run(shadow: Any, model: Any, tracker: StorageTracker, batch: LargestBatch, 
 
     def loss() -> torch.Tensor:
         tracker.phase, tracker.part, tracker.layer = "forward", "activations", None
-        inputs = {name: _fake(value) for name, value in batch.inputs.items()}
+        inputs = {
+            name: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.inputs.items()
+        }
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         with torch.autocast("cpu", dtype=dtype, enabled=args.bf16 or args.fp16):
             return shadow.compute_loss(model, inputs)
 
     take_step(model, optimizer, tracker, loss, args, context=nullcontext(), on_cpu=on_cpu)
     save(model, tracker)
-
-
-def _fake(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 class _Copies(dict[int, Any]):

@@ -7,7 +7,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
-from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, read_events
+from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory, open_run
@@ -41,7 +41,7 @@ def show_memory(source: str, *, as_json: bool) -> None:
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
     known = plan.forecast if plan else None
     forecasts = {phase: known.of_phase(phase) if known else PhaseForecast() for phase in peaks}
-    failure = next((event for event in reversed(events) if isinstance(event, OutOfMemory)), None)
+    failure = newest(OutOfMemory, events)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:
         first, end = (event_json(check) if check else None for check in (checks.get("first steps"), checks.get("end")))

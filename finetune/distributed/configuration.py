@@ -17,7 +17,7 @@ from finetune.system import WINDOWS
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def is_distributed(settings: Settings) -> bool:
+def is_distributed(settings: Recipe) -> bool:
     """Whether a launcher is needed: for several processes, or for FSDP or DeepSpeed."""
     return settings.launch.num_processes > 1 or settings.launch.strategy != "ddp"
 
@@ -27,7 +27,7 @@ def machine_problems(recipe: Recipe, *, on_cpu: bool) -> list[str]:
     launch, problems = recipe.launch, []
     if launch.strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append("launch.strategy deepspeed needs a package that is not installed: pip install deepspeed")
-    if WINDOWS and (launch.num_processes > 1 or launch.strategy != "ddp"):
+    if WINDOWS and is_distributed(recipe):
         problems.append("launch: several processes, FSDP and DeepSpeed need NCCL, which Windows lacks; run it in WSL2")
     local_processes = launch.processes_here
     if not on_cpu and local_processes > 1:

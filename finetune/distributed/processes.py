@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from finetune import errors
-from finetune.distributed.configuration import is_distributed, write_configuration
+from finetune.distributed.configuration import write_configuration
 from finetune.distributed.ranks import COMMON_EXITS, ending_path
 from finetune.errors import FAILED
 from finetune.events import Event, State, event_from
@@ -73,7 +72,7 @@ class Launcher:
     def exit_status(self, code: int, emit: Callable[[Event], None]) -> int:
         """One exit status from the final events of all local ranks; emits the failure's event. `code`: the launcher's own."""
         ranks = range(self.local_world_size)
-        endings = {local: ending for local in ranks if (ending := self._ending(local)) is not None}
+        endings = {local: ending for local in ranks if (ending := read_object(ending_path(self.run, local)))}
         if 0 in endings and endings[0]["exit_code"] in COMMON_EXITS:  # local rank 0 has written the event
             return int(endings[0]["exit_code"])
         if not endings:  # no rank wrote a final event
@@ -81,35 +80,23 @@ class Launcher:
         cause = min(endings.values(), key=lambda ending: _ORDER.index(ending["exit_code"]))
         silent = [str(local) for local in ranks if local not in endings]
         if silent and cause["exit_code"] == FAILED:  # the other ranks' errors about lost connections follow from the kill
-            emit(State(state="failed", exit_code=FAILED, message=self._killed(silent)))
+            processes = f"process {', '.join(silent)} of {self.local_world_size}"
+            resume = f"resume from the last checkpoint with: finetune resume {self.run}"
+            message = f"{processes} was killed (often: out of host memory), see {self.log}; {resume}"
+            emit(State(state="failed", exit_code=FAILED, message=message))
         elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
-            emit(State(state="failed", exit_code=FAILED, message=self._connection_lost(str(cause["event"].get("message", "")))))
+            # any process on any machine may have failed first: the others only report a lost connection
+            lost = f"a process ended, or its machine could not be reached ({cause['event'].get('message', '')[:200]})"
+            message = f"{lost}, see log.txt on each machine; resume on every machine with: finetune resume {self.run}"
+            emit(State(state="failed", exit_code=FAILED, message=message))
         else:
             emit(event_from(cause["event"]))
         return int(cause["exit_code"])
 
-    def _killed(self, silent: list[str]) -> str:
-        processes = f"process {', '.join(silent)} of {self.local_world_size}"
-        resume = f"resume from the last checkpoint with: finetune resume {self.run}"
-        return f"{processes} was killed (often: out of host memory), see {self.log}; {resume}"
-
-    def _connection_lost(self, error: str) -> str:
-        """Message when any rank on any machine may have failed first: the others only report a lost connection."""
-        resume = f"resume on every machine with: finetune resume {self.run}"
-        return f"a process ended, or its machine could not be reached ({error[:200]}), see log.txt on each machine; {resume}"
-
-    def _ending(self, local: int) -> dict[str, Any] | None:
-        return read_object(ending_path(self.run, local))
-
 
 #: When ranks end differently, the first of these exit statuses is the cause.
-_CAUSES = sorted(errors.exit_codes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
+_CAUSES = sorted(errors.exit_code_causes(), key=lambda code: (code != errors.OutOfMemory.exit_code, -code))
 _ORDER = (*_CAUSES, FAILED, *reversed(errors.STOPPED), errors.FINISHED)
-
-
-def launcher_for(run: Path, log: Path, plan: Plan) -> Launcher | None:
-    """The launcher for the plan's processes; None when a plain worker is enough."""
-    return Launcher(run, log, plan) if is_distributed(plan.settings) else None
 
 
 def interface_towards(address: str) -> str | None:

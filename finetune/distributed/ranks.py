@@ -7,7 +7,6 @@ event to a file for the supervisor, which reports one failure for all.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -53,11 +52,6 @@ def ending_path(run: Path, local: int) -> Path:
     return run / "launch" / f"ending-{local}.json"
 
 
-def event_writer(events: Path, rank: Rank) -> EventWriter:
-    """The writer of a run's events.jsonl; with several ranks only local rank 0 writes."""
-    return EventWriter(events) if rank.world == 1 else RankEvents(events, rank)
-
-
 class RankEvents(EventWriter):
     """Event writer of one of several ranks: local rank 0's are written, failures go to the supervisor, others are dropped."""
 
@@ -75,7 +69,8 @@ class RankEvents(EventWriter):
 
     def _write_ending(self, event: Event, code: int) -> None:
         if code == _OUT_OF_MEMORY:
-            _share_out_of_memory(self._rank.number)
+            if (store := _store()) is not None:
+                store.set(_OUT_OF_MEMORY_KEY, str(self._rank.number))
         elif code == errors.FAILED and (culprit := _shared_out_of_memory()) is not None:
             # the connection was lost after another's out of memory
             event = OutOfMemory(phase="train", message=f"process {culprit} on another machine ran out of memory")
@@ -114,7 +109,7 @@ def barrier() -> None:
 
 def all_reduce_max(number: int) -> int:
     """The maximum over all ranks."""
-    return int(_all_reduce([number], "MAX")[0])
+    return int(all_reduce([number], "MAX")[0])
 
 
 def all_reduce_min(number: int) -> int:
@@ -122,12 +117,8 @@ def all_reduce_min(number: int) -> int:
     return -all_reduce_max(-number)
 
 
-def all_reduce_sum(numbers: list[float]) -> list[float]:
-    """Element-wise sums over all ranks."""
-    return _all_reduce(numbers, "SUM")
-
-
-def _all_reduce(numbers: list[float], operation: str) -> list[float]:
+def all_reduce(numbers: list[float], operation: str) -> list[float]:
+    """Element-wise SUM, MAX, ... over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -139,17 +130,11 @@ def _all_reduce(numbers: list[float], operation: str) -> list[float]:
     return values.tolist()
 
 
-def _share_out_of_memory(number: int) -> None:
-    store = _store()
-    if store is not None:
-        store.set(_OUT_OF_MEMORY_KEY, json.dumps(number))
-
-
 def _shared_out_of_memory() -> int | None:
     store = _store()
     try:
         is_set = store is not None and store.check([_OUT_OF_MEMORY_KEY])
-        return json.loads(store.get(_OUT_OF_MEMORY_KEY)) if is_set else None
+        return int(store.get(_OUT_OF_MEMORY_KEY)) if is_set else None
     except RuntimeError:  # the launcher, which has the store, has ended, too
         return None
 

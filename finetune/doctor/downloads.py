@@ -26,10 +26,7 @@ from finetune.settings import Recipe
 #: Seconds to wait for the hub.
 TIMEOUT_S = 4.0
 _OFFLINE_FIX = "Models and data that are in the cache, or in local folders, work without it: finetune doctor RECIPE says which."
-#: File name -> path; None when the file is missing.
-Find = Callable[[str], Path | None]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "tiktoken.model")
-_SINGLE = "model.safetensors"
 
 
 def check_hub() -> Finding:
@@ -107,21 +104,21 @@ def _get(address: str, token: str | None = None) -> tuple[int | None, str]:
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, ""
     except OSError as error:
-        return _failed(error)
+        return None, _reason(error)
     except ValueError:  # a line break in the token or address; the error's text would show it
         return None, "the token or HF_ENDPOINT has characters that are not allowed in a request"
 
 
-def _failed(error: OSError) -> tuple[int | None, str]:
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code, ""
+def _reason(error: OSError) -> str:
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
-        return None, f"no answer within {TIMEOUT_S:g} s"
+        return f"no answer within {TIMEOUT_S:g} s"
     if isinstance(reason, ssl.SSLError):
-        return None, f"TLS: {reason.reason or reason}; a company's proxy? set SSL_CERT_FILE to its certificate"
-    return None, str(getattr(reason, "strerror", None) or reason)
+        return f"TLS: {reason.reason or reason}; a company's proxy? set SSL_CERT_FILE to its certificate"
+    return str(getattr(reason, "strerror", None) or reason)
 
 
 def _source_finding(source: Source) -> Finding:
@@ -133,13 +130,13 @@ def _source_finding(source: Source) -> Finding:
     return Finding("data", "warn", f"{source.name}: a hub dataset that is not in the cache", fix)
 
 
-def _missing(find: Find) -> list[str]:
+def _missing(find: Callable[[str], Path | None]) -> list[str]:
     missing = [] if find("config.json") else ["config.json is missing"]
     if not any(find(file) for file in _TOKENIZERS):
         missing.append("its tokenizer is missing")
     index = find(INDEX)
     try:
-        files = weight_files(index.parent) if index else [_SINGLE]
+        files = weight_files(index.parent) if index else ["model.safetensors"]
     except ModelError:
         return [*missing, f"{INDEX} can't be read"]
     for file in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,9 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The finding as plain values, the home directory written as `~`."""
-        return _without_home(asdict(self))
+        home = json.dumps(str(Path.home()))[1:-1]
+        text = json.dumps(asdict(self))
+        return json.loads(text.replace(home, "~") if len(home) > 1 else text)
 
 
 Check = Callable[[], Finding | Iterable[Finding]]
@@ -66,14 +69,3 @@ def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
     except Exception as error:  # noqa: BLE001 - a check that raises is reported; the other checks continue
         what = f"could not be checked: {type(error).__name__}: {error}"
         results[name] = [Finding(name, "warn", what, "Put this line into a bug report.")]
-
-
-def _without_home(value: Any) -> Any:
-    home = str(Path.home())
-    if isinstance(value, str):
-        return value.replace(home, "~") if len(home) > 1 else value
-    if isinstance(value, dict):
-        return {key: _without_home(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_home(part) for part in value]
-    return value

@@ -46,9 +46,8 @@ def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = 
             what = f"there is an NVIDIA card, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
         because, fix = next((reasons for maker in sorted(makers) if (reasons := why_unsupported(maker))), ("", _NO_CARD_FIX))
-        if because:
-            return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason}); {because}", fix)
-        return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason})", fix)
+        because = because and f"; {because}"
+        return Finding("driver", "warn", f"no NVIDIA card in this machine ({reason}){because}", fix)
     facts = {"driver": driver, "cuda": f"{cuda[0]}.{cuda[1]}"}
     return Finding("driver", "ok", f"{driver}, supports CUDA up to {facts['cuda']}", facts=facts)
 
@@ -83,9 +82,8 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
     if used_bytes <= MOST_IN_USE * device.total_bytes:
         return Finding("card memory", "ok", what, facts=facts)
     fix = "Close programs that use the card and that you don't need; a plan counts on the memory that is free."
-    used, holders = format_bytes(used_bytes), ", ".join(device.holders[:6])
-    in_use = f"{what}; {used} in use by {holders}" if holders else f"{what}; {used} in use"
-    return Finding("card memory", "warn", in_use, fix, facts)
+    by = f" by {', '.join(device.holders[:6])}" if device.holders else ""
+    return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{by}", fix, facts)
 
 
 def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MINIMUM_MEMORY_BYTES) -> Finding:

@@ -34,10 +34,11 @@ MOST_QUANTISATION_ERROR = 0.18
 def check_packages(requirements: list[str] | None = None) -> Finding:
     """Are the dependencies, and the page's if installed, of supported versions? `requirements`: as in package metadata."""
     try:
-        wanted = [package for package in packages(requirements, extra="ui") if package.installed or not package.is_optional]
+        every = packages(requirements, extra="ui")
     except PackageNotFoundError:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
+    wanted = [package for package in every if package.installed or "extra" not in str(package.requirement.marker)]
     installed = {package.requirement.name: package.installed for package in wanted}
     python = sys.version.split()[0]
     facts = {"finetune": __version__, "python": python, **installed}

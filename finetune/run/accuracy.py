@@ -74,22 +74,18 @@ def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
     return starts[0].time_s - began.time_s, events[-1].time_s - starts[0].time_s
 
 
-def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, float] | None = None) -> None:
+def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
     """Record speed, memory and the CUDA context's size on this card, for later plans; to be called by the training process.
 
     Raises OSError when the cache can't be written.
     """
-    later = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
+    later, peaks = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s], highest(steps)
     record_run(
-        plan, step_s=statistics.median(later) if later else None,
-        allocated_bytes=_highest(step.peak_allocated_bytes for step in steps),
-        reserved_bytes=_highest(step.peak_reserved_bytes for step in steps),
-        segments=_highest(step.peak_segments for step in steps),
+        plan, step_s=statistics.median(later) if later else None, allocated_bytes=peaks.peak_allocated_bytes,
+        reserved_bytes=peaks.peak_reserved_bytes, segments=peaks.peak_segments,
         load_s=whole_run[0] if whole_run else None, train_s=whole_run[1] if whole_run else None,
     )  # fmt: skip
-    contexts = [step.context_bytes for step in steps]
-    measured = [size for size in contexts if size is not None and size > 0]
-    if measured:
+    if measured := [size for step in steps if (size := step.context_bytes) and size > 0]:
         record_measurement(plan.card.name, int(statistics.median(measured)))
 
 

@@ -15,7 +15,7 @@ from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import RunDirectory, open_run
-from finetune.run.seal import MANIFEST, changes_in, newest_verified, write_manifest
+from finetune.run.seal import MANIFEST, newest_verified, require_unchanged, write_manifest
 from finetune.settings import Recipe, Settings
 
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
@@ -64,8 +64,8 @@ def require_usable_adapter(settings: Settings) -> None:
     adapter = read_base_adapter(settings.adapter_name_or_path)
     if not (adapter.folder / ADAPTER_WEIGHTS).is_file():
         raise RecipeError(f"adapter_name_or_path {adapter.folder} has no {ADAPTER_WEIGHTS}", "Save it as safetensors.")
-    if changes := changes_in(adapter.folder, required=False):  # PEFT's own adapters have none
-        raise RecipeError([f"{adapter.folder}: {change}" for change in changes[:5]], "Train it again, or give another adapter.")
+    # PEFT's own adapters have no manifest
+    require_unchanged(adapter.folder, RecipeError, "Train it again, or give another adapter.", required=False)
     if problems := adapter_problems(adapter.folder):
         problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
         raise RecipeError(problems, "Give another adapter.")
@@ -124,9 +124,7 @@ def load_base_adapter(model: Any, run: RunDirectory) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    if changes := changes_in(run.base_adapter):
-        problems = [f"{run.base_adapter}: {change}" for change in changes[:5]]
-        raise RecipeError(problems, f"Start a new run: finetune run {run.recipe}")
+    require_unchanged(run.base_adapter, RecipeError, f"Start a new run: finetune run {run.recipe}")
     tensors = load_file(run.base_adapter / ADAPTER_WEIGHTS)
     if not_finite := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         problem = f"the adapter in {run.base_adapter} has values that are not finite: {', '.join(not_finite[:3])}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
-from finetune.events import Result, RunWarning
+from finetune.events import Result
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.seal import changes_in, verify, write_manifest
@@ -34,7 +34,7 @@ class EvaluatedStep:
 
 def evaluations(history: list[dict[str, Any]]) -> list[EvaluatedStep]:
     """The evaluations of a trainer's `log_history`, in order."""
-    losses = [(entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry]
+    losses = ((entry["step"], float(entry["eval_loss"])) for entry in history if "eval_loss" in entry)
     return [EvaluatedStep(step, loss if math.isfinite(loss) else math.inf) for step, loss in losses]
 
 
@@ -77,32 +77,32 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
 
     Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns what was written.
     """
-    model: Any = trainer.model
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
-    losses = {evaluation.step: evaluation.loss for evaluation in evaluations(trainer.state.log_history)}
-    loss = {evaluated: value for evaluated, value in losses.items() if value < math.inf}
+    evaluated = evaluations(trainer.state.log_history)
+    loss = next((evaluation.loss for evaluation in evaluated if evaluation.step == step and evaluation.loss < math.inf), None)
     building = run.path / ".adapter"
     if writes:
         shutil.rmtree(building, ignore_errors=True)
     ranks.barrier()
     if trainer.plan.settings.launch.strategy != "ddp":  # sharded: all ranks take part
         trainer.save_model(str(building))
+    elif writes:
+        model: Any = trainer.model
+        model.save_pretrained(str(building), safe_serialization=True)
     if not writes:
         return None
-    if trainer.plan.settings.launch.strategy == "ddp":
-        model.save_pretrained(str(building), safe_serialization=True)
     best = _best_earlier_step(trainer, run)
     if best is None:
-        _finish(building, run.adapter, trainer, step, loss.get(step))
+        _finish(building, run.adapter, trainer, step, loss)
         shutil.rmtree(run.last_adapter, ignore_errors=True)
-        return Result(step=step, path=run.adapter.name, eval_loss=loss.get(step), last_step=step)
-    _finish(building, run.last_adapter, trainer, step, loss.get(step))
+        return Result(step=step, path=run.adapter.name, eval_loss=loss, last_step=step)
+    _finish(building, run.last_adapter, trainer, step, loss)
     shutil.copytree(run.last_adapter, building)
     shutil.copyfile(weights_of(run, best.step) / ADAPTER_WEIGHTS, building / ADAPTER_WEIGHTS)
     _finish(building, run.adapter, trainer, best.step, best.loss)
     return Result(
         step=best.step, path=run.adapter.name, eval_loss=best.loss,
-        last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss.get(step),
+        last_step=step, last_path=run.last_adapter.name, last_eval_loss=loss,
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep 
         return None
     if problems := _damage(run, best.step):
         message = unusable_best_message(best.step, "; ".join(problems[:3]))
-        trainer.events.emit(RunWarning(message=f"{message}; the result is the last step"))
+        trainer.events.warn(f"{message}; the result is the last step")
         return None
     return best
 
@@ -121,8 +121,7 @@ def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep 
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
     """Add tokenizer, plan and manifest, and rename the folder to `target`."""
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
-    tokenizer: Any = trainer.processing_class
-    tokenizer.save_pretrained(str(building))
+    trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)  # its library lets only the owner read it
     shutil.copy(trainer.run.plan, building / "plan.json")
     write_manifest(building, {"step": step, "eval_loss": loss, "facts": trainer.seal_facts})
@@ -135,8 +134,8 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
     """A message: which step the adapter is of, why, and where the last step's is."""
     if result.last_path is None:
         return f"adapter in {run.adapter}"
-    text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}"
-    text += "" if result.step else ", the adapter that it continued from"
+    continued = "" if result.step else ", the adapter that it continued from"
+    text = f"adapter in {run.adapter}: best at step {result.step} of {total_steps}{continued}"
     if result.eval_loss is not None and result.last_eval_loss is not None:
         rise = result.last_eval_loss / result.eval_loss - 1 if result.eval_loss > 0 else math.inf
         text += f"; since then held-out loss rose {_percent(rise)}"
@@ -146,4 +145,4 @@ def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:
 def _percent(share: float) -> str:
     if share >= 2:
         return f"to {share + 1:.3g} times that" if math.isfinite(share) else "from zero"
-    return f"{share:.0%}".replace("%", " %") if share >= 0.01 else f"{share:.1%}".replace("%", " %")
+    return f"{share:.{0 if share >= 0.01 else 1}%}".replace("%", " %")

@@ -16,7 +16,7 @@ from finetune.card import cuda
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
-from finetune.events import Compiled, RunWarning, Step
+from finetune.events import Compiled, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
 from finetune.run.best import evaluations, since_best
@@ -26,7 +26,6 @@ from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
     from finetune.events import EventWriter, Memory
-    from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.run.memory import MemorySampler
     from finetune.run.snapshot import MemoryHistory
@@ -111,7 +110,7 @@ class RunCallback(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         tokens = self.trainer.take_counts()
-        correct, supervised = tokens["correct"], tokens["supervised"]
+        supervised = tokens["supervised"]
         step_s = time.perf_counter() - self._began
         memory = self._memory.sample()
         self._events.emit(Step(
@@ -121,8 +120,8 @@ class RunCallback(TrainerCallback):
             loss=logs["loss"],
             learning_rate=logs.get("learning_rate"),
             grad_norm=logs.get("grad_norm"),
-            token_accuracy=correct / supervised if correct is not None and supervised else None,
-            supervised_tokens=tokens["supervised"],
+            token_accuracy=tokens["correct"] / supervised if tokens["correct"] is not None and supervised else None,
+            supervised_tokens=supervised,
             real_tokens=tokens["real"],
             padded_tokens=tokens["padded"],
             metrics=self.trainer.method.metrics(tokens),
@@ -134,7 +133,7 @@ class RunCallback(TrainerCallback):
         self._memory.reset_peak()
         self._report_compiling(state.global_step)
         for message in self._watch.step(memory, step_s):
-            self._events.emit(RunWarning(message=message))
+            self._events.warn(message)
         self._check_finite(state.global_step, logs, control)
         self._check_collapse(state.global_step, tokens, control)
         self._check_spike(state.global_step, logs["loss"], control)
@@ -143,31 +142,26 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
-        self._warm_up(self.trainer.plan)
+        plan = self.trainer.plan
+        allocator = plan.forecast.allocator if plan.forecast else None
+        # reserves the steps' memory as one segment; not earlier: `Trainer.train` begins by giving all cached memory back
+        if allocator and allocator.warm_up_bytes and not plan.card.is_cpu:
+            cuda.warm_up(allocator.warm_up_bytes)
+            self._memory.reset_peak()
         if state.global_step == 0:
             return
         self.trainer.recall_best()
         rate = args.learning_rate
-        optimizer: Any = self.trainer.optimizer
-        for group in optimizer.param_groups:
+        groups = self.trainer.optimizer.param_groups  # type: ignore[union-attr]
+        for group in groups:
             if group.get("initial_lr", rate) != rate:
                 group["lr"], group["initial_lr"] = group["lr"] * rate / group["initial_lr"], rate
-        set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in optimizer.param_groups])
+        set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in groups])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End a run resumed from its last step: the trainer looks at the number of steps only after training another one."""
         if state.global_step >= state.max_steps:
             raise NothingLeftToTrain
-
-    def _warm_up(self, plan: Plan) -> None:
-        """Reserve the steps' memory as one segment, where the forecast says that this saves some.
-
-        Not earlier: `Trainer.train` begins by giving all cached memory back.
-        """
-        allocator = plan.forecast.allocator if plan.forecast else None
-        if allocator is not None and allocator.warm_up_bytes and not plan.card.is_cpu:
-            cuda.warm_up(allocator.warm_up_bytes)
-            self._memory.reset_peak()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the best step so far, and end the run when none was better for the recipe's patience."""
@@ -187,7 +181,7 @@ class RunCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look for a leak: between epochs only long-lived tensors are allocated."""
         for message in self._watch.epoch(self._memory.sample()):
-            self._events.emit(RunWarning(message=message))
+            self._events.warn(message)
 
     def _report_compiling(self, step: int) -> None:
         """Emit what torch has compiled since the last step, if anything; warn when a layer is not one graph."""
@@ -196,9 +190,7 @@ class RunCallback(TrainerCallback):
             return
         self._events.emit(Compiled(step=step, **vars(compilations)))
         if compilations.graph_breaks > breaks_before:
-            self._events.emit(
-                RunWarning(message=f"torch_compile: layers are not one graph each, {compilations.graph_breaks} graph breaks")
-            )
+            self._events.warn(f"torch_compile: layers are not one graph each, {compilations.graph_breaks} graph breaks")
 
     def _compare(self, state: Any, memory: Memory) -> None:
         """After step 2 (or the only one) compare the peak so far with the forecast; a run resumed later has passed it."""
@@ -209,7 +201,7 @@ class RunCallback(TrainerCallback):
             check = compare_with_forecast(self.trainer.plan, highest(self._first), at="first steps", step=state.global_step)
             self._events.emit(check)
             if message := excess_warning(self.trainer.plan, check):
-                self._events.emit(RunWarning(message=message))
+                self._events.warn(message)
 
     def _check_spike(self, step: int, loss: float, control: Any) -> None:
         """Opt-in watchdog: a loss far above its recent median ends the attempt without a checkpoint."""
@@ -218,8 +210,7 @@ class RunCallback(TrainerCallback):
             usual = statistics.median(self._losses)
             if loss > factor * usual:
                 self.spike = f"loss {loss:.4g} at step {step} is {loss / usual:.1f} times the recent median {usual:.4g}"
-                control.should_training_stop = True
-                control.should_save = control.should_evaluate = False
+                _end_now(control)
         self._losses.append(loss)
 
     def _check_finite(self, step: int, logs: dict[str, Any], control: Any) -> None:
@@ -232,8 +223,7 @@ class RunCallback(TrainerCallback):
                 continue
             if value is not None and not math.isfinite(value):
                 self.diverged = f"{name} is {value} at step {step}"
-                control.should_training_stop = True
-                control.should_save = control.should_evaluate = False
+                _end_now(control)
 
     def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
         """End a run whose chosen answers have become unlikely: losses on pairs ask only that rejected ones become more so."""
@@ -242,5 +232,9 @@ class RunCallback(TrainerCallback):
         if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
             self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely"
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
+            _end_now(control)
+
+
+def _end_now(control: Any) -> None:
+    control.should_training_stop = True
+    control.should_save = control.should_evaluate = False

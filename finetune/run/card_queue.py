@@ -20,7 +20,6 @@ class Queue:
 
     def __init__(self, folder: Path, cards: Sequence[str]) -> None:
         self.folder, self.cards = folder, list(cards)
-        self._ticket: Path | None = None
 
     def join(self, run: Path) -> None:
         """Add the calling process to the end of the queue, also when the clock has been set back."""
@@ -37,24 +36,19 @@ class Queue:
 
     def ahead(self) -> list[str]:
         """Run directories ahead in the queue, in order; empty when it is the caller's turn."""
-        return [run for ticket, run in self._living() if self._ticket is None or ticket.name < self._ticket.name]
-
-    def leave(self) -> None:
-        """Leave the queue; the next run starts."""
-        if self._ticket is not None:
-            self._ticket.unlink(missing_ok=True)
-            self._ticket = None
-
-    def _living(self) -> list[tuple[Path, str]]:
-        living = []
+        ahead = []
         for ticket in sorted(self.folder.glob("*.json")):
             if (record := read_object(ticket)) is None:  # just removed, or being written
                 continue
             if not is_record(record) or not is_recorded_process(record):
                 ticket.unlink(missing_ok=True)
-            elif not set(self.cards).isdisjoint(record.get("cards", ())):
-                living.append((ticket, record["run"]))
-        return living
+            elif ticket.name < self._ticket.name and not set(self.cards).isdisjoint(record.get("cards", ())):
+                ahead.append(record["run"])
+        return ahead
+
+    def leave(self) -> None:
+        """Leave the queue; the next run starts."""
+        self._ticket.unlink(missing_ok=True)
 
 
 def card_queue(cards: Sequence[str]) -> Queue:

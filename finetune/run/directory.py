@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked
-from finetune.run.seal import changes_in
+from finetune.run.seal import require_unchanged
 from finetune.system import is_locked, rename, take_lock
 
 #: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.
@@ -27,10 +26,8 @@ _UNFINISHED = ".being-made"
 #: Seconds after which that process surely has locked it.
 _LOCKED_AFTER_S = 60
 _DISK_ERRORS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-}
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the file system is read-only",
+}  # fmt: skip
 
 
 class _Entry:
@@ -161,21 +158,18 @@ def remember(run: RunDirectory) -> None:
     path, here = run.path.absolute(), Path.cwd()
     if path.parent == here / "runs":
         return
-    try:
+    with contextlib.suppress(OSError):  # a full disk or a read-only home: the run is found by its path
         _index().parent.mkdir(parents=True, exist_ok=True)
         with _index().open("a", encoding="utf-8") as file:  # one short line: two processes don't mix theirs
             file.write(with_checksum(json.dumps({"from": str(here), "run": str(path)})) + "\n")
-    except OSError:  # a full disk or a read-only home: the run is found by its path
-        return
 
 
 def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
     """Runs below `runs`, and those that were started in this folder with another output_dir; newest first."""
     here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
-    try:
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
         lines = _index().read_bytes().splitlines()
-    except OSError:
-        lines = []
     for line in lines:
         try:
             entry = parse_checked(line)
@@ -199,7 +193,7 @@ def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
             raise CommandError("there are no runs yet", "Start one: finetune run tiny-cpu")
         return newest_first[0]
     for path in (Path(source), runs / str(source)):
-        with suppress(OSError):  # a name that is too long
+        with contextlib.suppress(OSError):  # a name that is too long
             if (path / "plan.json").is_file():
                 return RunDirectory(path)
     for run in runs_from_here(runs):
@@ -213,8 +207,7 @@ def require_data(run: RunDirectory) -> None:
     fix = f"Start a new run: finetune run {run.recipe}"
     if not ((run.data / "fingerprint").is_file() and (run.data / "tokenizer").is_dir()):
         raise CommandError(f"{run.data} is missing or incomplete", fix)
-    if changes := changes_in(run.data):
-        raise CommandError([f"{run.data}: {change}" for change in changes[:5]], fix)
+    require_unchanged(run.data, CommandError, fix)
 
 
 def list_runs(runs: Path = Path("runs")) -> list[RunDirectory]:

@@ -35,9 +35,8 @@ def _free(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: Memory) 
     free = free_memory(snapshot, asked)
     if free is None:
         return {}
-    card_free = (
-        None if now.card_total_bytes is None or now.card_used_bytes is None else now.card_total_bytes - now.card_used_bytes
-    )
+    total, used = now.card_total_bytes, now.card_used_bytes
+    card_free = None if total is None or used is None else total - used
     reservable = reservable_bytes(plan.usable_bytes - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
     largest = max(free.usable, default=0)
     enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked

@@ -18,7 +18,7 @@ from finetune.model.weights import (
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import MANIFEST, changes_in, facts_differ
+from finetune.run.seal import MANIFEST, facts_differ, require_unchanged
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
@@ -70,8 +70,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     `reread`: hash the base model's files, whatever their time is.
     """
     fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
-    if changes := changes_in(folder):
-        raise CommandError([f"{folder}: {change}" for change in changes[:5]], fix)
+    require_unchanged(folder, CommandError, fix)
     if problems := adapter_problems(folder):
         raise CommandError([f"the adapter in {folder} can't be loaded: {problem}" for problem in problems], fix)
     sealed = _sealed_facts(folder)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.files import read_json, write_json
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.run.directory import RunDirectory
 
 
@@ -27,19 +25,9 @@ class RowLosses:
     tokens: tuple[int, ...] = ()
 
 
-def keep_row_losses(run: RunDirectory) -> None:
-    """Let each evaluation of a sweep's arm keep the loss of each row."""
-    run.arm.touch()
-
-
-def losses_path(run: RunDirectory, step: int) -> Path:
-    """The file with each row's held-out loss after a step."""
-    return run.path / "evaluations" / f"held-out-{step}.json"
-
-
 def write_row_losses(run: RunDirectory, step: int, mean: float | None, rows: list[tuple[float, int]]) -> None:
     """Write them, and the mean over batches that the run's events have. Raises OSError."""
-    path = losses_path(run, step)
+    path = run.path / "evaluations" / f"held-out-{step}.json"
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"mean": mean, "losses": [loss for loss, _ in rows], "tokens": [tokens for _, tokens in rows]})
 
@@ -81,20 +69,13 @@ def recorded_row_losses(model: Any) -> Iterator[list[tuple[float, int]]]:
 def row_losses(outputs: Any, inputs: dict[str, Any]) -> list[tuple[float, int]]:
     """Mean loss and number of the trained tokens of each row of a batch that TRL's head has computed."""
     losses, counted = -outputs.log_probs.double(), outputs.label_mask
-    starts = _starts(inputs)
-    if starts is None:
+    positions = inputs.get("position_ids")
+    if positions is None or positions.shape[0] != 1:  # each row is one of the tensor's
         sums, counts = losses.sum(dim=1).tolist(), counted.sum(dim=1).tolist()
         return [(total / max(1, count), int(count)) for total, count in zip(sums, counts, strict=True)]
-    ends = [*starts[1:], losses.shape[1]]
+    starts = (positions[0] == 0).nonzero().flatten().tolist()  # of the rows of a batch without padding
     parts = [
-        (losses[0, start:end].sum().item(), int(counted[0, start:end].sum())) for start, end in zip(starts, ends, strict=True)
+        (losses[0, start:end].sum().item(), int(counted[0, start:end].sum()))
+        for start, end in itertools.pairwise([*starts, losses.shape[1]])
     ]
     return [(total / max(1, count), count) for total, count in parts]
-
-
-def _starts(inputs: dict[str, torch.Tensor]) -> list[int] | None:
-    """First tokens of the rows of a batch without padding; None where each row is one of the tensor's."""
-    positions = inputs.get("position_ids")
-    if positions is None or positions.shape[0] != 1:
-        return None
-    return (positions[0] == 0).nonzero().flatten().tolist()

@@ -37,8 +37,8 @@ class MemorySampler:
         )  # fmt: skip
 
     def sensors(self) -> dict[str, Any]:
-        """Temperature and power of the card; null on a CPU, and what the driver does not report."""
-        values: dict[str, float | None] = {"temperature_c": None, "power_w": None}
+        """Temperature and power of the card, where the driver reports them; empty on a CPU."""
+        values = {}
         if self._gpu is not None:
             with contextlib.suppress(DriverError):
                 values["temperature_c"] = self._gpu.temperature_c()

@@ -35,8 +35,7 @@ def free_memory(snapshot: dict[str, Any], asked_bytes: int | None) -> FreeMemory
     segments = snapshot.get("segments", ())
     if not segments:
         return None
-    blocks, usable = [], []
-    streams: Counter[int] = Counter()
+    blocks, usable, streams = [], [], Counter[int]()
     for segment in segments:
         streams[segment["stream"]] += segment["allocated_size"]
     stream = streams.most_common(1)[0][0]
@@ -95,10 +94,10 @@ def explanation_lines(event: OutOfMemory) -> list[str]:
 
 
 def _request(event: OutOfMemory) -> str:
-    asked = f"{format_bytes(event.asked_bytes)} were asked for" if event.asked_bytes is not None else "memory ran out"
+    asked = f"{format_bytes(event.asked_bytes)} were asked for" if event.asked_bytes is not None else "Memory ran out"
     phase = f" in phase {event.phase}" if event.phase else ""
     more = f", {format_bytes(event.room_bytes)} more could be reserved" if event.room_bytes is not None else ""
-    return f"{asked[0].upper()}{asked[1:]}{phase}{more}."
+    return f"{asked}{phase}{more}."
 
 
 def _fragments(event: OutOfMemory) -> str:
@@ -125,15 +124,15 @@ def _expectation(event: OutOfMemory) -> str:
     forecast, allocated = event.forecast_allocated_bytes, event.peak_allocated_bytes
     if forecast is None:
         return ""
-    expected = f"The plan expected {format_bytes(forecast)} allocated"
-    if event.forecast_reserved_bytes is not None:
-        expected += f" and {format_bytes(event.forecast_reserved_bytes)} reserved"
+    expected = f"The plan expected {format_bytes(forecast)} allocated{_reserved(event.forecast_reserved_bytes)} at most"
     if allocated is None:
-        return f"{expected} at most."
-    message = f"{expected} at most; {format_bytes(allocated)} were allocated"
-    if event.peak_reserved_bytes is not None:
-        message += f" and {format_bytes(event.peak_reserved_bytes)} reserved"
-    return f"{message}, more than forecast." if allocated > (1 + DRY_RUN_ERROR) * forecast else f"{message} before it failed."
+        return f"{expected}."
+    end = ", more than forecast" if allocated > (1 + DRY_RUN_ERROR) * forecast else " before it failed"
+    return f"{expected}; {format_bytes(allocated)} were allocated{_reserved(event.peak_reserved_bytes)}{end}."
+
+
+def _reserved(size: int | None) -> str:
+    return "" if size is None else f" and {format_bytes(size)} reserved"
 
 
 def _line(block: dict[str, Any]) -> str:

@@ -112,9 +112,14 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
 
 def create_run(prepared: Prepared) -> RunDirectory:
     """Create the run directory atomically. Raises DiskFull when there is no space or no permission."""
-    settings = prepared.plan.settings
-    path = Path(settings.output_dir)
-    _check_disk(path, prepared.plan)
+    plan = prepared.plan
+    path, needed = Path(plan.settings.output_dir), plan.forecast.disk_bytes if plan.forecast else 0
+    if needed > (free := free_disk_bytes(path)):
+        raise DiskFull(
+            f"{existing_parent(path)} has {format_bytes(free)} free, "
+            f"the run needs {format_bytes(needed)} for checkpoints and the adapter",
+            "Free some space, set output_dir to another disk, or lower save_total_limit.",
+        )
     run = create(path, lambda run: _fill(run, prepared))
     remember(run)
     return run
@@ -154,22 +159,12 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     write_json(run.plan, prepared.plan.as_json(), checksum=True)
 
 
-def _check_disk(path: Path, plan: Plan) -> None:
-    needed = plan.forecast.disk_bytes if plan.forecast else 0
-    parent, free = existing_parent(path), free_disk_bytes(path)
-    if needed > free:
-        raise DiskFull(
-            f"{parent} has {format_bytes(free)} free, the run needs {format_bytes(needed)} for checkpoints and the adapter",
-            "Free some space, set output_dir to another disk, or lower save_total_limit.",
-        )
-
-
 def _shortfall(plan: Plan) -> tuple[list[str], str]:
     forecast, card = plan.forecast, plan.card
     if forecast is None:
         return ["the plan does not fit"], ""
     short = forecast.peak_high_bytes - card.free_bytes
-    largest = max(forecast.parts, key=lambda part: forecast.parts[part])
+    largest = max(forecast.parts, key=forecast.parts.__getitem__)
     problems = [
         f"the peak needs {format_bytes(forecast.peak_bytes)}, {card.name} has {format_bytes(card.free_bytes)} free: "
         f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"

@@ -21,33 +21,29 @@ if TYPE_CHECKING:
 
     from finetune.run.training import RunTrainer
 
-_SPLITS = ("train", "eval")
 #: Facts of the seal that these values follow from.
 _FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
 
 
-def add_reference(trainer: RunTrainer, warn: Callable[[str], None]) -> str:
+def add_reference(trainer: RunTrainer) -> str:
     """Give the trainer's rows the columns of their reference; returns the hash of the values, for the seal.
 
     Values of an earlier attempt are used as they are. Changed or damaged ones, and those of other rows or another model, are
     computed again; a checkpoint that was sealed with other values is refused by their hash.
     """
     folder = trainer.run.path / "reference"
-    rows = {name: part for name in _SPLITS if (part := getattr(trainer, f"{name}_dataset")) is not None}
-    values = _read(folder, _facts_of(trainer), warn)
+    facts = {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
+    rows = {name: part for name in ("train", "eval") if (part := getattr(trainer, f"{name}_dataset")) is not None}
+    values = _read(folder, facts, trainer.events.warn)
     if values is None or any(len(values.get(name, ())) != len(part) for name, part in rows.items()):
         with trainer.measured_phase("reference"):
             values = {name: _computed(trainer, part) for name, part in rows.items()}
-        _write(folder, values, _facts_of(trainer))
+        _write(folder, values, facts)
     for name, part in rows.items():
         for column, numbers in zip(REFERENCE_COLUMNS, values[name].T, strict=True):
             part = part.add_column(column, numbers.tolist())  # noqa: PLW2901
         setattr(trainer, f"{name}_dataset", part)
     return hashlib.sha256(b"".join(values[name].tobytes() for name in rows)).hexdigest()
-
-
-def _facts_of(trainer: RunTrainer) -> dict[str, Any]:
-    return {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
 
 
 def _read(folder: Path, facts: dict[str, Any], warn: Callable[[str], None]) -> dict[str, np.ndarray] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.pictures.tensors import PictureTensors, source_of
 from finetune.error_kinds import is_out_of_memory
-from finetune.events import RunWarning, Sample
+from finetune.events import Sample
 from finetune.files import read_json
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Samples:
             if not is_out_of_memory(error):
                 raise
             self._rows = []
-            events.emit(RunWarning(message="no more sample answers: not enough memory to generate them"))
+            events.warn("no more sample answers: not enough memory to generate them")
             return
         for row, answer in zip(self._rows, answers, strict=True):
             pictures = tuple(picture["path"] for picture in row.get("pictures", ()))

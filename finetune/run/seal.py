@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import FinetuneError
 from finetune.files import read_json, read_object, sha256_of
 from finetune.system import WINDOWS, rename, sync_file, sync_folder
 
@@ -95,14 +96,18 @@ def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[s
         return ["its manifest can't be read"]
     if manifest.pop("seal") != _seal_of(manifest):
         return ["its manifest has changed since it was sealed"]
-    files = manifest["files"]
-    if only:
-        files = {name: files[name] for name in (only,) if name in files}
+    files = {name: expected for name, expected in manifest["files"].items() if only in ("", name)}
     problems = [problem for name, expected in files.items() if (problem := _change(folder / name, name, expected))]
     if only:
         return problems
     loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
     return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
+
+
+def require_unchanged(folder: Path, kind: type[FinetuneError], fix: str, *, required: bool = True) -> None:
+    """Raise an error of this kind when a folder differs from its manifest."""
+    if changes := changes_in(folder, required=required):
+        raise kind([f"{folder}: {change}" for change in changes[:5]], fix)
 
 
 def _change(path: Path, name: str, expected: dict[str, Any]) -> str:
@@ -121,8 +126,7 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
             continue
         problems = verify(path)
         if not problems:
-            facts = read_json(path / MANIFEST, dict)["facts"]
-            return Checkpoint(path, step, facts), skipped
+            return Checkpoint(path, step, read_json(path / MANIFEST, dict)["facts"]), skipped
         skipped.append(f"{path.name} skipped: {'; '.join(problems[:3])}")
     return None, skipped
 

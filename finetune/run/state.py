@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.events import ENDED_STATES, EventReader, Start, State, Step
+from finetune.events import ENDED_STATES, EventReader, Start, State, Step, newest
 from finetune.files import read_object
 from finetune.system import is_locked
 
@@ -47,14 +48,12 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
     `events`: the newest of each kind, from a caller that follows the events; read from the file if None.
     """
     events = _last_events(run.events) if events is None else events
-    last = next((event for event in reversed(events) if isinstance(event, State)), None)
-    step = next((event for event in reversed(events) if isinstance(event, Step)), None)
-    start = next((event for event in reversed(events) if isinstance(event, Start)), None)
+    last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
     state, message = (last.state, last.message) if last else ("starting", "")
     values: dict[str, Any] = {
         "step": step.step if step else None,
         "total_steps": next((event.total_steps for event in (step, start) if event and event.total_steps), None),
-        "loss": step.loss if step and step.loss is not None and math.isfinite(step.loss) else None,
+        "loss": step.loss if step and math.isfinite(step.loss or 0.0) else None,
     }  # fmt: skip
     alive = is_alive(run)
     if last and state in ENDED:
@@ -78,8 +77,11 @@ def is_alive(run: RunDirectory) -> bool:
 
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
     """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
-    values = read_object(run.process) or {}
-    return {role: record for role, record in values.items() if isinstance(record, dict) and is_record(record)}
+    return {
+        role: record
+        for role, record in (read_object(run.process) or {}).items()
+        if isinstance(record, dict) and is_record(record)
+    }
 
 
 def is_record(record: dict[str, Any]) -> bool:
@@ -89,9 +91,9 @@ def is_record(record: dict[str, Any]) -> bool:
 
 def process_record(pid: int) -> dict[str, float]:
     """Id and start of a process (ids alone are reused): by the wall clock, and on Linux in clock ticks since boot."""
-    record: dict[str, float] = {"pid": pid, "started_s": psutil.Process(pid).create_time()}
     ticks = _ticks(pid)
-    return record if ticks is None else {**record, "started_ticks": ticks}
+    known = {} if ticks is None else {"started_ticks": ticks}
+    return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **known}
 
 
 def is_recorded_process(record: dict[str, float]) -> bool:
@@ -114,8 +116,6 @@ def _ticks(pid: int) -> int | None:
 
 def _last_events(path: Path) -> list[Event]:
     """Events at the end of the file, so that long runs take no longer to read."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return []
-    return EventReader(path, max(0, size - _TAIL_BYTES)).new()
+    with contextlib.suppress(FileNotFoundError):
+        return EventReader(path, max(0, path.stat().st_size - _TAIL_BYTES)).new()
+    return []

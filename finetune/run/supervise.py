@@ -19,8 +19,9 @@ import psutil
 
 from finetune import errors
 from finetune.card.allocator import AllocatorSettings, usual_settings
-from finetune.distributed.processes import Launcher, launcher_for
-from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State
+from finetune.distributed.configuration import is_distributed
+from finetune.distributed.processes import Launcher
+from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State, newest
 from finetune.files import write_json
 from finetune.planner.plan import read_plan
 from finetune.privacy import SETTINGS, keep_private
@@ -44,10 +45,7 @@ def main() -> int:
     if lock is None:
         print(f"{run.path} is already running", file=sys.stderr)  # noqa: T201
         return 2
-    try:
-        return Supervisor(run).main()
-    finally:
-        lock.release()
+    return Supervisor(run).main()
 
 
 class Supervisor:
@@ -83,10 +81,9 @@ class Supervisor:
         queue = card_queue(self.cards or [card.name])
         queue.join(self.run.path)
         try:
-            code = self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
+            return self._attempts() if self._wait_for_turn(queue) else self._final_state(128 + self.signals[0])
         finally:
             queue.leave()
-        return code
 
     def _wait_for_turn(self, queue: Queue) -> bool:
         """Wait for other runs on the card; False when a signal came first."""
@@ -102,33 +99,28 @@ class Supervisor:
         return True
 
     def _attempts(self) -> int:
-        attempt = 1
+        attempt = 0
         if other := replacement_message(read_plan(self.run.plan), self.cards):
             self._emit(RunWarning(message=other))
         while True:
+            attempt += 1
             self._emit(State(state="starting", attempt=attempt))
             code = self._attempt()
             self.seen += self.reader.new()
             retry = {errors.OutOfMemory.exit_code: self._smaller_plan, errors.Diverged.exit_code: self._lower_rate}.get(code)
-            if retry and not self.signals and retry(attempt):
-                attempt += 1
-                continue
-            return self._final_state(code)
+            if not (retry and not self.signals and retry(attempt)):
+                return self._final_state(code)
 
     def _attempt(self) -> int:
         plan = adjusted_plan(self.run)
-        launcher = launcher_for(self.run.path, self.run.log, plan)
+        launcher = Launcher(self.run.path, self.run.log, plan) if is_distributed(plan.settings) else None
         environment = worker_environment(self.cards, plan.forecast.allocator if plan.forecast else None)
+        command = worker_command(self.run)
         if launcher is not None:
             launcher.prepare()
+            command, environment = launcher.command(), environment | launcher.environment()
         with self.run.log.open("ab") as log:
-            worker = subprocess.Popen(
-                launcher.command() if launcher is not None else worker_command(self.run),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**environment, **(launcher.environment() if launcher is not None else {})},
-            )
+            worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             write_json(self.run.process, {"supervisor": process_record(os.getpid()), "worker": process_record(worker.pid)})
         except OSError:  # a worker that is recorded nowhere could not be stopped
@@ -142,19 +134,21 @@ class Supervisor:
             if len(self.signals) > handled:
                 handled += 1  # one at a time: the next may come while this one is handled
                 if handled > 1 or not self._has_started():  # the second signal, or nothing to save yet
-                    _kill_tree(worker)
                     ended = True
                 else:
                     self._emit(State(state="stopping"))
-                    self._request_stop(worker, launcher)
+                    if launcher is not None:
+                        launcher.send(worker, self.signals[0])
+                    elif not (self.requests or WINDOWS):  # the worker reads the run's file itself; Windows can't signal it
+                        worker.send_signal(self.signals[0])
                     requested_s = time.monotonic()
             if requested_s and time.monotonic() - requested_s > self.stop_deadline_s:
-                _kill_tree(worker)
                 ended = True
             if self._hangs():
                 self._emit(RunWarning(message=f"no progress for {self.hang_deadline_s:.0f} s; the process was killed"))
-                _kill_tree(worker)
                 ended = True
+            if ended:
+                _kill_tree(worker)
             time.sleep(_POLL_S)
         if launcher is None or ended:
             return worker.returncode
@@ -164,13 +158,6 @@ class Supervisor:
         requests = read_stop_requests(self.run)
         self.signals += requests[self.requests :]
         self.requests = max(self.requests, len(requests))
-
-    def _request_stop(self, worker: subprocess.Popen[bytes], launcher: Launcher | None) -> None:
-        """Ask the worker to stop, which reads the run's file itself; Windows can't signal it."""
-        if launcher is not None:
-            launcher.send(worker, self.signals[0])
-        elif not (self.requests or WINDOWS):
-            worker.send_signal(self.signals[0])
 
     def _has_started(self) -> bool:
         self.seen += self.reader.new()
@@ -190,7 +177,7 @@ class Supervisor:
 
     def _smaller_plan(self, attempt: int) -> bool:
         """Prepare the next attempt after out of memory; False when nothing is left to try."""
-        failure = next((event for event in reversed(self.seen) if isinstance(event, OutOfMemory)), None)
+        failure = newest(OutOfMemory, self.seen)
         phase = (failure.phase if failure else None) or "train"
         plan = adjusted_plan(self.run)
         changes = next_smaller(plan, phase)
@@ -220,7 +207,7 @@ class Supervisor:
 
     def _final_state(self, code: int) -> int:
         """The run's exit status; emits the final state when the worker was killed before it could."""
-        last = next((event for event in reversed(self.seen) if isinstance(event, State)), None)
+        last = newest(State, self.seen)
         if last is not None and last.state in ENDED:
             return code if last.exit_code is None else last.exit_code
         sealed = any(self.run.checkpoints.glob("checkpoint-*"))
@@ -251,11 +238,8 @@ class Supervisor:
         self.seen += self.reader.new()
 
     def _write(self, event: Event) -> None:
-        writer = EventWriter(self.run.events)
-        try:
+        with contextlib.closing(EventWriter(self.run.events)) as writer:
             writer.emit(event)
-        finally:
-            writer.close()
 
 
 def worker_command(run: RunDirectory) -> list[str]:
@@ -269,13 +253,18 @@ def worker_environment(cards: Sequence[str] = (), allocator: AllocatorSettings |
     `allocator`: what the forecast chose, None for the usual settings; the user's own variable comes before both.
     Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
     """
-    environment = {**os.environ, **SETTINGS, "TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONUTF8"] = "1"  # also for files that libraries open without an encoding
-    environment["PYTHONSAFEPATH"] = "1"  # a datasets.py or torch.py in the working folder must not be imported
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and it plans anew for each length
-    environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    return {**(allocator or usual_settings()).environment(), **environment, **visibility(cards)}
+    return {
+        **(allocator or usual_settings()).environment(),
+        # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and each length is planned anew
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+        **SETTINGS,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUTF8": "1",  # also for files that libraries open without an encoding
+        "PYTHONSAFEPATH": "1",  # a datasets.py or torch.py in the working folder must not be imported
+        **visibility(cards),
+    }
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

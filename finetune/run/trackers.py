@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from finetune.events import Evaluation, Event, EventWriter, Memory, RunWarning, Start, Step
+from finetune.events import Evaluation, Event, EventWriter, Memory, Start, Step
 from finetune.planner.plan import Plan
 from finetune.requirements import installed_version
 from finetune.run.directory import RunDirectory
@@ -28,6 +28,8 @@ _STEP_NAMES = {
     **{field.name: f"memory/{field.name}" for field in fields(Memory)},
     "temperature_c": "card/temperature_c", "power_w": "card/power_w",
 }  # fmt: skip
+#: Logs the values of a step; closes with the exit status.
+_Tracker = tuple[Callable[[dict[str, float], int], Any], Callable[[int], Any]]
 _EVAL_NAMES = {"eval_loss": "eval/loss", "eval_token_accuracy": "eval/mean_token_accuracy", "eval_s": "eval_s"}
 
 
@@ -56,9 +58,9 @@ class Trackers:
 
     def close(self, code: int) -> None:
         """Flush and close the trackers; `code` is the exit status."""
-        for name, tracker in self._open.items():
+        for name, (_, close) in self._open.items():
             try:
-                tracker.close(code)
+                close(code)
             except Exception as error:  # noqa: BLE001 - the run has ended; its final event stays the last
                 print(f"{name} could not be closed: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         self._open.clear()
@@ -67,31 +69,25 @@ class Trackers:
         settings, facts = self._plan.settings, {"card": self._plan.card.name, "forecast/verdict": self._plan.verdict.value}
         attempt = _Attempt(self._run, step, {**settings.model_dump(mode="json"), **facts, **self._forecast})
         for name in settings.report_to:
-            self._guarded(name, lambda name: self._open.update({name: _KINDS[name](attempt)}), name)
+            self._guarded(name, lambda name: self._open.update({name: _OPEN[name](attempt)}), name)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, tracker.log, step, values)
+        for name, (log, _) in list(self._open.items()):
+            self._guarded(name, log, values, step)
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
         except Exception as error:  # noqa: BLE001 - a broken tracker must not end the training
             self._open.pop(name, None)
-            message = f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers"
-            self._events.emit(RunWarning(message=message))
+            self._events.warn(f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers")
 
 
 def forecast_numbers(plan: Plan) -> dict[str, float]:
     """The plan's forecast and budget in bytes, as constant lines in charts of the measured ones; empty without a forecast."""
-    forecast = plan.forecast
-    numbers = {
-        "forecast/peak_bytes": forecast.peak_bytes if forecast else None,
-        "forecast/peak_high_bytes": forecast.peak_high_bytes if forecast else None,
-        "forecast/allocated_bytes": forecast.allocated_bytes if forecast else None,
-        "forecast/budget_bytes": plan.budget_bytes,
-    }
-    return {name: number for name, number in numbers.items() if number is not None}
+    names = ("peak_bytes", "peak_high_bytes", "allocated_bytes") if plan.forecast else ()
+    budget = {} if plan.budget_bytes is None else {"forecast/budget_bytes": plan.budget_bytes}
+    return {f"forecast/{name}": getattr(plan.forecast, name) for name in names} | budget
 
 
 def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:
@@ -123,67 +119,49 @@ class _Attempt:
         return folder
 
 
-class _Tracker(Protocol):
-    def log(self, step: int, values: dict[str, float]) -> None: ...
+def _open_tensorboard(attempt: _Attempt) -> _Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def close(self, code: int) -> None: ...
+    hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are repeated
+    writer = SummaryWriter(str(attempt.folder("tensorboard")), purge_step=hidden_from)
+    writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
 
-
-class _TensorBoard:
-    def __init__(self, attempt: _Attempt) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        hidden_from = attempt.step + 1 if attempt.step else None  # steps after the checkpoint are repeated
-        self._writer = SummaryWriter(str(attempt.folder("tensorboard")), purge_step=hidden_from)
-        self._writer.add_text("plan", f"```json\n{json.dumps(attempt.config, indent=1)}\n```", attempt.step)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self, code: int) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, attempt: _Attempt) -> None:
-        folder = str(attempt.folder("wandb"))
-        _default_environment(
-            WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_CONSOLE="off", WANDB_FINISH_TIMEOUT="300",
-            WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{folder}/cache", WANDB_DATA_DIR=f"{folder}/data",
-            WANDB_PROJECT=_PROJECT,
-        )  # fmt: skip
-        import wandb
-
-        self._run = wandb.init(name=attempt.name, group=attempt.group, config=attempt.config)
-        self._run.summary.update({name: value for name, value in attempt.config.items() if name.startswith("forecast/")})
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self, code: int) -> None:
-        self._run.finish(exit_code=code)
+    return log, lambda _: writer.close()
 
 
-class _Trackio:
-    def __init__(self, attempt: _Attempt) -> None:
-        _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # read when it is imported
-        import trackio
+def _open_wandb(attempt: _Attempt) -> _Tracker:
+    folder = str(attempt.folder("wandb"))
+    _default_environment(
+        WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_CONSOLE="off", WANDB_FINISH_TIMEOUT="300",
+        WANDB_DIR=str(attempt.run.trackers.resolve()), WANDB_CACHE_DIR=f"{folder}/cache", WANDB_DATA_DIR=f"{folder}/data",
+        WANDB_PROJECT=_PROJECT,
+    )  # fmt: skip
+    import wandb
 
-        self._run = trackio.init(
-            _PROJECT, name=attempt.name, group=attempt.group, config=attempt.config, embed=False,
-            auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self, code: int) -> None:
-        self._run.finish()
+    run = wandb.init(name=attempt.name, group=attempt.group, config=attempt.config)
+    run.summary.update({name: value for name, value in attempt.config.items() if name.startswith("forecast/")})
+    return run.log, lambda code: run.finish(exit_code=code)
 
 
-_KINDS: dict[str, Callable[[_Attempt], _Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
+def _open_trackio(attempt: _Attempt) -> _Tracker:
+    _default_environment(TRACKIO_DIR=str(attempt.folder("trackio")))  # read when it is imported
+    import trackio
+
+    run = trackio.init(
+        _PROJECT, name=attempt.name, group=attempt.group, config=attempt.config, embed=False,
+        auto_log_gpu=False, auto_log_cpu=False,
+    )  # fmt: skip
+    return run.log, lambda _: run.finish()
+
+
+_OPEN: dict[str, Callable[[_Attempt], _Tracker]] = {
+    "tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio,
+}  # fmt: skip
 
 
 def _default_environment(**values: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from finetune.data.pictures.columns import sizes_of
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, RunWarning
+from finetune.events import Checkpoint, Evaluation, EventWriter, Phase
 from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
@@ -49,15 +50,10 @@ class OneCardConfig(SFTConfig):
 
 def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
     """SFTConfig for a plan in its run directory."""
-    held_out = bool(plan.data and plan.data.eval_rows)
-    arguments = trl_arguments(
-        plan.settings,
-        output_dir=str(run.checkpoints),
-        total_steps=plan.total_steps,
-        evaluates=held_out,
-        on_cpu=plan.card.is_cpu,
-    )
-    return OneCardConfig(**arguments)
+    return OneCardConfig(**trl_arguments(
+        plan.settings, output_dir=str(run.checkpoints), total_steps=plan.total_steps,
+        evaluates=bool(plan.data and plan.data.eval_rows), on_cpu=plan.card.is_cpu,
+    ))  # fmt: skip
 
 
 class RunTrainer(SFTTrainer):
@@ -67,21 +63,14 @@ class RunTrainer(SFTTrainer):
     """
 
     def __init__(
-        self,
-        *,
-        plan: Plan,
-        run: RunDirectory,
-        events: EventWriter,
-        memory: MemorySampler,
-        seal_facts: dict[str, Any],
-        masked: bool,
-        **arguments: Any,
-    ) -> None:
+        self, *, plan: Plan, run: RunDirectory, events: EventWriter, memory: MemorySampler, seal_facts: dict[str, Any],
+        masked: bool, **arguments: Any,
+    ) -> None:  # fmt: skip
         self.plan, self.run, self.events, self.memory, self.seal_facts = plan, run, events, memory, seal_facts
         self.masked, self.phase, self.method = masked, "train", method_of(plan.settings)
         if not self.method.counts_items:
             self.loss_is_scaled_for_ga = False  # type: ignore[assignment]
-        self._counted: dict[str, Any] = {}
+        self._counted = defaultdict[str, Any](int)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._sealing: Future[None] | None = None
         self.best: EvaluatedStep | None = None  # that has a checkpoint, or gets one before the next step
@@ -118,54 +107,47 @@ class RunTrainer(SFTTrainer):
             steps = 1 if items is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * computed.auxiliary / steps  # type: ignore[operator]
         for name, count in computed.counts.items():
-            self._add(name, count)
+            self._counted[name] += count
         return loss
 
     def take_counts(self) -> dict[str, Any]:
         """Sums of all ranks since the last call: tokens supervised, real, with padding, and predicted correctly, and what the
         method counts. Synchronises the device once."""
-        counted, self._counted = self._counted, {}
+        counted, self._counted = self._counted, defaultdict(int)
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))
         on_device = {name: count for name, count in counted.items() if isinstance(count, torch.Tensor)}
         counted |= zip(on_device, torch.stack([count.double() for count in on_device.values()]).tolist(), strict=True)
-        sums = zip(counted, ranks.all_reduce_sum([float(count) for count in counted.values()]), strict=True)
+        sums = zip(counted, ranks.all_reduce([float(count) for count in counted.values()], "SUM"), strict=True)
         fractions = {name for name, count in on_device.items() if count.is_floating_point()}
         return {name: value if name in fractions else int(value) for name, value in sums}
 
     def _count(self, inputs: dict[str, Any]) -> None:
         ids, labels, mask = inputs["input_ids"], inputs["labels"], inputs.get("attention_mask")
-        self._add("supervised", (labels[..., 1:] != -100).sum())
-        self._add("real", ids.numel() if mask is None else mask.sum())
-        self._add("padded", ids.numel())
-
-    def _add(self, name: str, count: Any) -> None:
-        self._counted[name] = self._counted.get(name, 0) + count
+        self._counted["supervised"] += (labels[..., 1:] != -100).sum()
+        self._counted["real"] += ids.numel() if mask is None else mask.sum()
+        self._counted["padded"] += ids.numel()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = train_dataset if train_dataset is not None else self.train_dataset
         batch, steps = self.plan.settings.effective_batch_size, self.plan.total_steps or 0
-        return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, self._pixel_values(rows))
-
-    def _pixel_values(self, rows: Any) -> Sequence[int]:
-        if self._processor is None:
-            return ()
-        sizes = sizes_of([rows.with_format("arrow")[:]])
-        return self._processor.values_by_row(sizes, len(rows)).tolist()
+        values: Sequence[int] = ()
+        if self._processor is not None:
+            values = self._processor.values_by_row(sizes_of([rows.with_format("arrow")[:]]), len(rows)).tolist()
+        return LongestEarly(row_lengths(rows), self.args.seed, batch, steps, values)
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Evaluate the loss, as a phase with its own memory peak; of a sweep's arm also of each row, for its sweep."""
         is_arm = self.run.arm.exists() and ranks.this_rank().world == 1
         with (
-            self.measured_phase("evaluate") as took,
+            self.measured_phase("evaluate"),
             recorded_row_losses(self.model) if is_arm else contextlib.nullcontext() as rows,
         ):
             metrics = super().evaluate(*arguments, **named)
         if rows is not None:
             write_row_losses(self.run, self.state.global_step, metrics.get("eval_loss"), rows)
-        took_s = took()
         self.events.emit(Evaluation(
-            step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=took_s,
+            step=self.state.global_step, eval_loss=metrics.get("eval_loss"), eval_s=self.phase_s,
             eval_token_accuracy=metrics.get("eval_mean_token_accuracy"), metrics=self.method.metrics(self.take_counts()),
         ))  # fmt: skip
         if ranks.this_rank().is_local_rank_0:
@@ -177,7 +159,7 @@ class RunTrainer(SFTTrainer):
         evaluated = evaluations(self.state.log_history)
         self.best, lowest = best_sealed(evaluated, self.run), best_of(evaluated)
         if lowest is not None and lowest != self.best:
-            self.events.emit(RunWarning(message=unusable_best_message(lowest.step, "missing or damaged")))
+            self.events.warn(unusable_best_message(lowest.step, "missing or damaged"))
 
     def is_best_so_far(self) -> bool:
         """After an evaluation: whether its loss is the lowest of the steps that have a checkpoint, and remembered as such."""
@@ -199,7 +181,7 @@ class RunTrainer(SFTTrainer):
         Raises DiskFull, also for the checkpoint before this one, and leaves no partial one.
         """
         step, partial = self.state.global_step, self.run.checkpoints / _PARTIAL
-        with self.measured_phase("save") as took, self._removing_partial(step):
+        with self.measured_phase("save"), self._removing_partial(step):
             self.finish_sealing()
             require_unchanged_file(model)
             if self.is_local_process_zero():
@@ -208,7 +190,7 @@ class RunTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
             ranks.barrier()
         if self.is_local_process_zero():
-            self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, took(), self.best)
+            self._sealing = self._sealer.submit(self._seal, partial / f"checkpoint-{step}", step, self.phase_s, self.best)
 
     def finish_sealing(self) -> None:
         """Wait until the newest checkpoint is sealed. Raises the error of its sealing, once."""
@@ -245,15 +227,14 @@ class RunTrainer(SFTTrainer):
         return self._prepare_inputs(self.data_collator(rows))
 
     @contextlib.contextmanager
-    def measured_phase(self, name: str) -> Iterator[Any]:
-        """Emit a phase event with its memory peak at the end; yields a function that returns its seconds."""
-        ended: list[float] = []
+    def measured_phase(self, name: str) -> Iterator[None]:
+        """Emit a phase event with its memory peak at the end; `phase_s` are its seconds."""
         began = time.perf_counter()
         self.memory.reset_peak()
         self.phase = name  # stays set after an error, to name the phase that failed
-        yield lambda: (ended or [time.perf_counter()])[0] - began
-        ended.append(time.perf_counter())
+        yield
+        self.phase_s = time.perf_counter() - began
         self.phase = "train"
         memory = vars(self.memory.sample())
-        self.events.emit(Phase(phase=name, step=self.state.global_step, phase_s=ended[0] - began, **memory))
+        self.events.emit(Phase(phase=name, step=self.state.global_step, phase_s=self.phase_s, **memory))
         self.memory.reset_peak()

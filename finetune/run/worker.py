@@ -59,13 +59,13 @@ class Worker:
         if self.rank.is_local_rank_0:  # which compares memory with the forecast
             self.plan = forecast_adjusted(run, self.plan)
         self.stop = StopRequest(run)
-        self.events = ranks.event_writer(run.events, self.rank)
+        self.events = events.EventWriter(run.events) if self.rank.world == 1 else ranks.RankEvents(run.events, self.rank)
         self.trackers = Trackers(self.plan, run, self.events)
         if self.rank.number == 0:
             self.events.listeners.append(self.trackers.on_event)
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
         records = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
-        self.history = MemoryHistory(run, self._warn, records=records)
+        self.history = MemoryHistory(run, self.events.warn, records=records)
         self.phase = "load"
         self.trainer: RunTrainer | None = None
 
@@ -143,7 +143,7 @@ class Worker:
         since_s = adjusted_since_s(self.run)
         every = events.read_events(self.run.events)
         steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
-        if (check := compare_at_end(self.plan, steps)) is not None:
+        if check := compare_at_end(self.plan, steps):
             self.events.emit(check)
         with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
             record_measurements(self.plan, steps, whole_run_s(every))
@@ -182,7 +182,7 @@ class Worker:
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
         load = sharded_base if reads_own_rows(settings) else load_base
-        base = load(settings, config, device, self._warn)
+        base = load(settings, config, device, self.events.warn)
         tokenizer = run_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
@@ -205,7 +205,7 @@ class Worker:
             load_base_adapter(trainer.model, self.run)
             trainer.method.keep_reference(trainer.model)
         if settings.precompute_ref_log_probs is True:
-            self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer, self._warn)
+            self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer)
         return trainer, callback
 
     @cached_property
@@ -234,7 +234,7 @@ class Worker:
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
         edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
         for line in (*skipped, *edited):
-            self.events.emit(events.RunWarning(message=line))
+            self.events.warn(line)
         approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
         eval_steps = None if trainer.args.eval_strategy == "no" else int(trainer.args.eval_steps)
@@ -247,9 +247,6 @@ class Worker:
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
-
-    def _warn(self, message: str) -> None:
-        self.events.emit(events.RunWarning(message=message))
 
     def _shrink_to_fit(self) -> None:
         """After out of memory, continue with the first smaller plan that is forecast to fit what is free."""
@@ -269,14 +266,13 @@ class Worker:
         if self.plan.card.is_cpu:
             return
         open_card(self.plan, self.rank.local)
-        warnings = [limit_card(self.plan)]
+        if warning := limit_card(self.plan):
+            self.events.warn(warning)
         if problem := kernel_problem(self.plan):
             from finetune.compat.trl import compute_loss_without_triton
 
             compute_loss_without_triton()
-            warnings.append(f"{problem}; the loss is computed without Triton's kernels, which is slower")
-        for message in filter(None, warnings):
-            self.events.emit(events.RunWarning(message=message))
+            self.events.warn(f"{problem}; the loss is computed without Triton's kernels, which is slower")
 
     def _end_load(self, took_s: float) -> None:
         """Emit the load phase, free its cached memory and reset the peak for the first step."""
@@ -286,7 +282,7 @@ class Worker:
         if not self.plan.card.is_cpu:
             cuda.release_cached()
             if message := ignored_settings_message(self.plan):
-                self._warn(message)
+                self.events.warn(message)
 
     def _save_result(self, trainer: RunTrainer, stopped_early: str | None) -> str:
         """Save the adapter of the best and, if another, of the last step; returns the run's last message."""

@@ -16,7 +16,7 @@ from finetune.errors import CommandError, DataError, DoesNotFit, FinetuneError, 
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
-from finetune.run.held_out import keep_row_losses, lowest, row_losses_of
+from finetune.run.held_out import lowest, row_losses_of
 from finetune.run.state import is_alive, read_state
 from finetune.settings import AUTO, Recipe
 from finetune.sweep.sweep import STOP, Sweep, label, open_sweep, storage_in
@@ -77,7 +77,7 @@ def create_sweep(
         raise CommandError(f"the arms have different numbers of steps: {sorted(steps)}", "Set max_steps, the same for all.")
     progress("writing the arms")
     for _, run in fitting:
-        keep_row_losses(create_run(run))
+        create_run(run).arm.touch()
     study = optuna.create_study(storage=storage_in(path), study_name=path.name)
     facts = {
         "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),

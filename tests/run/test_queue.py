@@ -48,6 +48,7 @@ def test_a_ticket_of_a_dead_process_is_removed(tmp_path):
 def test_a_run_waits_for_all_of_its_cards_and_for_no_other(tmp_path):
     first, both = other(tmp_path, "/first", "GPU-1"), other(tmp_path, "/both", "GPU-1", "GPU-2")
     second, third = Queue(tmp_path, ["GPU-2"]), Queue(tmp_path, ["GPU-3"])
+    second.join(tmp_path), third.join(tmp_path)
     assert third.ahead() == [] and second.ahead() == ["/both"]
     for process in (first, both):
         process.kill(), process.wait()

@@ -1,0 +1,385 @@
+"""Events: one JSON line each, the only channel from a run to the terminal, the page and the trackers.
+
+One writer at a time, append-only, complete lines. A reader keeps a byte offset and tolerates an incomplete last line, unknown
+kinds and keys, and missing keys. docs/events.md documents every kind.
+"""
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+
+from pydantic import Field
+
+from finetune.checksum import is_damaged, with_checksum
+from finetune.serialise import from_json, readable, to_json
+from finetune.system import one_writer_at_a_time
+
+#: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
+VERSION = 1
+#: States of a run's last event, from which it needs a new attempt to go on.
+ENDED_STATES = ("paused", "finished", "stopped", "diverged", "failed")
+#: Larger numbers are damage, and too large for a float.
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+WholeOrNone = Whole | None
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events, which are dataclasses as well. `durable` ones are synced to disk."""
+
+    kind: ClassVar[str]
+    durable: ClassVar[bool]
+
+    time_s: Annotated[float | None, "time in seconds since 1970, set by the writer"] = None
+
+    def __init_subclass__(cls, kind: str, durable: bool = False) -> None:
+        cls.kind, cls.durable = kind, durable
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory now, and at the peak since the start of the step or phase. Null where this machine can't measure it."""
+
+    allocated_bytes: Annotated[WholeOrNone, "allocated by torch's allocator to live tensors"] = None
+    peak_allocated_bytes: Annotated[WholeOrNone, "peak of allocated memory"] = None
+    reserved_bytes: Annotated[WholeOrNone, "reserved by torch's allocator"] = None
+    peak_reserved_bytes: Annotated[WholeOrNone, "peak of reserved memory"] = None
+    inactive_split_bytes: Annotated[WholeOrNone, "free parts of split blocks: fragmentation"] = None
+    segments: Annotated[WholeOrNone, "number of segments, the pieces in which memory is reserved; null where expandable"] = None
+    peak_segments: Annotated[WholeOrNone, "peak of their number"] = None
+    allocation_retries: Annotated[WholeOrNone, "how often torch has freed cached blocks to find memory, so far"] = None
+    card_used_bytes: Annotated[WholeOrNone, "in use on the whole GPU, by all programs"] = None
+    card_total_bytes: Annotated[WholeOrNone, "of the whole GPU"] = None
+    other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU by other programs"] = None
+    process_rss_bytes: Annotated[WholeOrNone, "host memory of the training process"] = None
+    process_peak_rss_bytes: Annotated[WholeOrNone, "peak of it since the process started"] = None
+
+    @property
+    def own_card_bytes(self) -> int | None:
+        """Bytes in use on the GPU without other programs; None where the driver does not report them."""
+        used, others = self.card_used_bytes, self.other_processes_bytes
+        return None if used is None or others is None else used - others
+
+    @property
+    def context_bytes(self) -> int | None:
+        """Bytes of this process on the GPU outside torch's allocator; None where the driver does not report other programs."""
+        own, reserved = self.own_card_bytes, self.reserved_bytes
+        return None if own is None or reserved is None else own - reserved
+
+
+class State(Event, kind="state", durable=True):
+    """The run's state has changed."""
+
+    state: Annotated[str, "queued, starting, running, stopping, paused, finished, stopped, diverged or failed"]
+    attempt: Annotated[WholeOrNone, "number of the starting attempt, from 1"] = None
+    message: Annotated[str, "why, and what to type next"] = ""
+    exit_code: Annotated[WholeOrNone, "exit status of a run that ended"] = None
+
+
+class Phase(Event, Memory, kind="phase"):
+    """A phase other than training has ended; its peaks are of this phase."""
+
+    phase: Annotated[str, "load, evaluate or save"]
+    step: Annotated[WholeOrNone, "optimizer steps done; null in load"] = None
+    phase_s: Annotated[float | None, "how long it took"] = None
+
+
+class Start(Event, kind="start"):
+    """Training starts, from the beginning or a checkpoint. Every attempt has one."""
+
+    version: Annotated[WholeOrNone, "version of these lines; null in files from before there was one"] = None
+    resumed_from: Annotated[str | None, "name of the checkpoint; null for a new run"] = None
+    step: Annotated[Whole, "optimizer steps done already"] = 0
+    total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
+    eval_steps: Annotated[WholeOrNone, "optimizer steps from one evaluation to the next; null without evaluations"] = None
+    exact: Annotated[bool | None, "whether the result is bit-exact, as if the run was never stopped"] = None
+    approximate_because: Annotated[tuple[str, ...], "why it is not exact"] = ()
+    versions: Annotated[dict[str, str], "versions of the libraries"] = field(default_factory=dict)
+    trainable_parameters: Annotated[WholeOrNone, "number of trainable parameters"] = None
+    memory_is: Annotated[str | None, "what the memory fields measure: card or process"] = None
+
+
+class Step(Event, Memory, kind="step"):
+    """One optimizer step has ended; its peaks are of this step."""
+
+    step: Annotated[Whole, "optimizer steps done, this one included"]
+    total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None
+    epoch: Annotated[float | None, "epochs done, with fraction"] = None
+    loss: Annotated[float | None, "mean loss of the step's supervised tokens"] = None
+    learning_rate: Annotated[float | None, "of this step"] = None
+    grad_norm: Annotated[float | None, "norm of the gradient before clipping"] = None
+    token_accuracy: Annotated[float | None, "share of the supervised tokens predicted correctly"] = None
+    supervised_tokens: Annotated[WholeOrNone, "tokens that count in the loss"] = None
+    real_tokens: Annotated[WholeOrNone, "tokens without padding"] = None
+    padded_tokens: Annotated[WholeOrNone, "tokens with padding"] = None
+    metrics: Annotated[dict[str, float], "of the training method, by TRL's names, such as rewards/margins of dpo"] = field(
+        default_factory=dict
+    )
+    step_s: Annotated[float | None, "how long the step took"] = None
+    tokens_per_s: Annotated[float | None, "real tokens per second"] = None
+    temperature_c: Annotated[float | None, "temperature of the GPU"] = None
+    power_w: Annotated[float | None, "power that the GPU draws"] = None
+
+
+class Compiled(Event, kind="compiled"):
+    """torch has compiled layers; the counts are of the whole attempt so far."""
+
+    step: Annotated[WholeOrNone, "optimizer steps done"] = None
+    graphs: Annotated[WholeOrNone, "forward graphs compiled"] = None
+    recompiles: Annotated[WholeOrNone, "graphs that were compiled again, for other inputs"] = None
+    reasons: Annotated[tuple[str, ...], "why they were compiled again"] = ()
+    graph_breaks: Annotated[WholeOrNone, "how often a layer could not be compiled as one graph"] = None
+    compile_s: Annotated[float | None, "how long compiling has taken"] = None
+
+
+class Evaluation(Event, kind="eval"):
+    """The held-out rows were evaluated."""
+
+    step: Annotated[Whole, "optimizer steps done"]
+    eval_loss: Annotated[float | None, "mean loss of the held-out rows"] = None
+    eval_s: Annotated[float | None, "how long it took"] = None
+    eval_token_accuracy: Annotated[float | None, "share of the held-out rows' supervised tokens predicted correctly"] = None
+    metrics: Annotated[dict[str, float], "of the training method, of the held-out rows"] = field(default_factory=dict)
+
+
+class Checkpoint(Event, kind="checkpoint", durable=True):
+    """A checkpoint is sealed and can be resumed from."""
+
+    step: Annotated[Whole, "optimizer steps done"]
+    path: Annotated[str | None, "its folder, in the run directory"] = None
+    bytes: Annotated[WholeOrNone, "size of its files, in bytes"] = None
+    save_s: Annotated[float | None, "how long training was blocked"] = None
+    seal_s: Annotated[float | None, "how long hashing and syncing took, in the background"] = None
+
+
+class Result(Event, kind="result", durable=True):
+    """The adapter is written: of the step with the lowest held-out loss or, without evaluations, of the last one."""
+
+    step: Annotated[Whole, "optimizer steps that the adapter was trained for"]
+    path: Annotated[str | None, "its folder, in the run directory"] = None
+    eval_loss: Annotated[float | None, "its held-out loss"] = None
+    last_step: Annotated[WholeOrNone, "optimizer steps done at the end of the run"] = None
+    last_path: Annotated[str | None, "folder of the last step's adapter; null when that is the best one"] = None
+    last_eval_loss: Annotated[float | None, "held-out loss of the last step's adapter, when it is another"] = None
+
+
+class ForecastCheck(Event, kind="forecast"):
+    """Forecast against measured memory, after the first two steps and, for the peak of all steps, at the end of the run."""
+
+    at: Annotated[str, "first steps, or end"] = "first steps"
+    step: Annotated[WholeOrNone, "optimizer steps done"] = None
+    predicted_allocated_bytes: Annotated[WholeOrNone, "forecast peak of allocated memory"] = None
+    measured_allocated_bytes: Annotated[WholeOrNone, "measured peak of allocated memory"] = None
+    allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
+    predicted_peak_bytes: Annotated[WholeOrNone, "forecast peak of the whole GPU"] = None
+    measured_card_bytes: Annotated[WholeOrNone, "measured on the whole GPU, without other programs"] = None
+    measured_reserved_bytes: Annotated[WholeOrNone, "measured peak of reserved memory"] = None
+    predicted_reserved_bytes: Annotated[
+        WholeOrNone, "forecast peak of reserved memory in training, by the replayed allocator"
+    ] = None
+    reserved_error: Annotated[float | None, "measured / forecast - 1 of reserved memory"] = None
+    predicted_segments: Annotated[WholeOrNone, "forecast number of segments in training; null where expandable"] = None
+    measured_segments: Annotated[WholeOrNone, "measured number of segments; null where expandable"] = None
+
+
+class Sample(Event, kind="sample"):
+    """The model's answer to a held-out prompt."""
+
+    step: Annotated[Whole, "optimizer steps done"]
+    prompt: Annotated[str | None, "the prompt"] = None
+    expected: Annotated[str | None, "the answer of the row"] = None
+    answer: Annotated[str | None, "the model's answer"] = None
+    pictures: Annotated[tuple[str, ...], "files of the prompt's pictures"] = ()
+
+
+class RunWarning(Event, kind="warning"):
+    """A warning for the user; the run continues."""
+
+    message: Annotated[str, "the warning"]
+
+
+class Retry(Event, kind="retry", durable=True):
+    """An attempt has failed and another one follows automatically."""
+
+    attempt: Annotated[WholeOrNone, "number of the next attempt"] = None
+    reason: Annotated[str, "why the run is retried"] = ""
+    changes: Annotated[dict[str, Any], "changed settings, with their new values"] = field(default_factory=dict)
+
+
+class OutOfMemory(Event, Memory, kind="out_of_memory"):
+    """An attempt ran out of memory. A retry or the run's end follows."""
+
+    phase: Annotated[str | None, "load, train, evaluate or save"] = None
+    message: Annotated[str, "the error's text"] = ""
+    asked_bytes: Annotated[WholeOrNone, "size of the allocation that failed"] = None
+    micro_batch: Annotated[WholeOrNone, "micro-batch size"] = None
+    max_length: Annotated[WholeOrNone, "longest row, in tokens"] = None
+    forecast_allocated_bytes: Annotated[WholeOrNone, "forecast peak of the phase's allocated memory"] = None
+    forecast_reserved_bytes: Annotated[WholeOrNone, "forecast peak of the phase's reserved memory"] = None
+    room_bytes: Annotated[WholeOrNone, "how much more could be reserved, within the run's limit and free on the GPU"] = None
+    free_bytes: Annotated[WholeOrNone, "free in reserved memory, all blocks together"] = None
+    largest_free_block_bytes: Annotated[WholeOrNone, "largest free block in reserved memory"] = None
+    largest_usable_block_bytes: Annotated[WholeOrNone, "largest free block that the failed allocation may use"] = None
+    free_blocks: Annotated[WholeOrNone, "number of free blocks in reserved memory"] = None
+    fragmented: Annotated[bool | None, "whether free memory would have sufficed in one piece"] = None
+    holders: Annotated[dict[str, Whole], "what holds most of the allocated memory: line of code, or size, to bytes"] = field(
+        default_factory=dict
+    )
+
+
+class LossSpike(Event, kind="loss_spike"):
+    """The opt-in loss watchdog has ended an attempt."""
+
+    message: Annotated[str, "the loss, its step, and the recent median"]
+    learning_rate: Annotated[float | None, "of the failed attempt"] = None
+
+
+class Unknown(Event, kind="unknown"):
+    """An event of a later version, unchanged."""
+
+    values: dict[str, Any]
+
+
+#: `kind` of a line -> its type.
+KINDS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        State, Phase, Start, Step, Compiled, Evaluation, Checkpoint, Result, ForecastCheck, Sample, RunWarning, Retry,
+        OutOfMemory, LossSpike,
+    )
+}  # fmt: skip
+
+_Kinds = Mapping[str, type[Event]]
+E = TypeVar("E", bound=Event)
+
+
+class EventWriter:
+    """Appends events to a file. Each line is one write(), so that readers see only complete lines of a live writer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listeners: list[Callable[[Event], None]] = []  # called with each event after it is written
+        self._file = path.open("ab", buffering=0)
+        self._write_lock = one_writer_at_a_time(path)
+        self._is_incomplete = self._ends_incomplete()  # a killed writer's incomplete line must not be continued
+
+    def _ends_incomplete(self) -> bool:
+        size = os.fstat(self._file.fileno()).st_size
+        with self.path.open("rb") as file:
+            file.seek(max(0, size - 1))
+            return file.read(1) not in (b"", b"\n")
+
+    def emit(self, event: Event) -> None:
+        """Write one event, with the time. Raises OSError when the disk is full."""
+        event = dataclasses.replace(event, time_s=round(time.time(), 3))
+        line = with_checksum(json.dumps(event_json(event), allow_nan=False)).encode() + b"\n"
+        if self._is_incomplete:
+            line = b"\n" + line
+        with self._write_lock:
+            written = self._file.write(line)
+        if written != len(line):
+            self._is_incomplete = self._is_incomplete or written > 0
+            raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
+        self._is_incomplete = False
+        if event.durable:
+            os.fsync(self._file.fileno())
+        for listener in self.listeners:
+            listener(event)
+
+    def warn(self, message: str) -> None:
+        """Write a warning."""
+        self.emit(RunWarning(message=message))
+
+    def close(self) -> None:
+        """Close the file; the writer can't be used afterwards."""
+        self._file.close()
+
+
+class EventReader:
+    """Reads the events appended since the last call. `offset` is in bytes; store it to continue later."""
+
+    def __init__(self, path: Path, offset: int = 0, kinds: _Kinds = KINDS) -> None:
+        self.path, self.offset, self._kinds = path, offset, kinds
+
+    def new(self, max_bytes: int = 64 * 2**20) -> list[Event]:
+        """Events appended since the last call, from at most `max_bytes`; incomplete lines are skipped, a changed one warns."""
+        try:
+            if not stat.S_ISREG(self.path.stat().st_mode):  # a FIFO would wait for a writer
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(max_bytes)
+        except FileNotFoundError:
+            return []
+        complete_bytes = data.rfind(b"\n") + 1
+        self.offset += complete_bytes
+        events = (_event_of(line, self._kinds) for line in data[:complete_bytes].splitlines())
+        return [event for event in events if event is not None]
+
+
+def read_events(path: Path, kinds: _Kinds = KINDS) -> list[Event]:
+    """All events of a file."""
+    reader, events = EventReader(path, kinds=kinds), list[Event]()
+    while new := reader.new():
+        events += new
+    return events
+
+
+def newest(kind: type[E], events: Sequence[Event]) -> E | None:
+    """The last event of a kind; None without one."""
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    """An event as the JSON object of its line."""
+    if isinstance(event, Unknown):
+        return event.values
+    kind: Any = type(event)
+    return {"kind": event.kind, **{name: to_json(getattr(event, name)) for name in _field_order(kind)}}
+
+
+def event_from(values: dict[str, Any]) -> Event:
+    """The event of a JSON object from `event_json`. Raises ValueError for a value of the wrong type."""
+    kind = KINDS.get(values["kind"])
+    return Unknown(values=values) if kind is None else from_json(kind, values)
+
+
+@functools.cache
+def _field_order(kind: Any) -> tuple[str, ...]:
+    """Fields in the order in which they are written: the time, the kind's own, the shared memory fields."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return tuple(sorted(names, key=lambda name: 0 if name == "time_s" else 1 if name in kind.__annotations__ else 2))
+
+
+#: The writer puts the kind first, so that a line is parsed only once.
+_KIND = re.compile(rb'\{"kind": "(\w+)"')
+
+
+def _event_of(line: bytes, kinds: _Kinds) -> Event | None:
+    """The event of a line; a warning for one with another checksum, None for an incomplete line and for anything else."""
+    if is_damaged(line):
+        message = "a line of events.jsonl has changed since it was written, and is left out"
+        return RunWarning(message=message) if RunWarning.kind in kinds else None
+    match = _KIND.match(line)
+    kind = kinds.get(match[1].decode()) if match else None
+    if kind is not None:
+        return readable(kind, line)
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        return None
+    kind = kinds.get(values["kind"])
+    return readable(kind, line) if kind is not None else Unknown(values=values)
