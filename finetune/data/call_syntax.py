@@ -41,7 +41,6 @@ class CallSyntax:
     `read(text, match)` yields the calls that begin at the opening. It raises ValueError for one that can't be read.
     """
 
-    name: str
     openings: tuple[str, ...]
     opening: re.Pattern[str]
     read: Callable[[str, re.Match[str]], Iterator[_ReadCall]]
@@ -50,9 +49,9 @@ class CallSyntax:
     def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
         """The calls of a whole answer, and its text without them. Arguments written as text get the types of `tools`."""
         thinking = _THINKING.match(text)
-        start = thinking.end() if thinking else 0
+        position = start = thinking.end() if thinking else 0
         calls: list[Call] = []
-        position, before, between = start, text[:start], ""
+        between = ""
         while match := self.opening.search(text, position):
             between += text[position : match.start()]
             end = match.end()
@@ -64,14 +63,16 @@ class CallSyntax:
             except (ValueError, SyntaxError, RecursionError, MemoryError, BadRow):
                 return Answer(text, is_unreadable=True)
             position = end
-        after = text[position:]
-        parts = [part.strip() for part in (before, between, after)] if calls else []
+        parts = (part.strip() for part in (text[:start], between, text[position:]))
         return Answer("\n".join(filter(None, parts)), calls) if calls else Answer(text)
 
 
 def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyntax | None:
     """The form in which a rendered text has exactly these calls; None if there is none."""
-    tools = [{"function": {"name": name, "parameters": _schema_of(arguments)}} for name, arguments in calls]
+    tools = []
+    for name, arguments in calls:
+        types = {argument: {"type": _type_of(value)} for argument, value in arguments.items()}
+        tools.append({"function": {"name": name, "parameters": {"properties": types}}})
     for syntax in SYNTAXES:
         answer = syntax.answer(text, tools)
         if [(call["function"]["name"], call["function"]["arguments"]) for call in answer.calls] == list(calls):
@@ -91,14 +92,12 @@ def _with_types(call: Call, tools: Sequence[dict[str, Any]]) -> Call:
     """A call whose arguments were written as text, with the types that the tool's schema says."""
     functions = (tool.get("function") for tool in tools)
     name, values = call["function"]["name"], call["function"]["arguments"]
-    tool = next((function for function in functions if isinstance(function, dict) and function.get("name") == name), {})
-    parameters = tool.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    schemas = properties if isinstance(properties, dict) else {}
-    return {
-        "type": "function",
-        "function": {"name": name, "arguments": {k: _typed(v, schemas.get(k)) for k, v in values.items()}},
-    }
+    schemas: Any = next((function for function in functions if isinstance(function, dict) and function.get("name") == name), {})
+    for key in ("parameters", "properties"):
+        schemas = schemas.get(key)
+        schemas = schemas if isinstance(schemas, dict) else {}
+    arguments = {argument: _typed(value, schemas.get(argument)) for argument, value in values.items()}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _typed(text: Any, schema: Any) -> Any:
@@ -114,13 +113,12 @@ def _typed(text: Any, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows, as far as it names them."""
     if not isinstance(schema, dict):
         return set()
     names = schema.get("type")
     types = {names} if isinstance(names, str) else {name for name in names or () if isinstance(name, str)}
-    if "enum" in schema and isinstance(schema["enum"], list):
-        types |= {_type_of(value) for value in schema["enum"]}
+    if isinstance(schema.get("enum"), list):
+        types |= set(map(_type_of, schema["enum"]))
     for key in ("anyOf", "oneOf"):
         types |= {name for part in schema.get(key) or () for name in _types(part)}
     return types
@@ -131,10 +129,6 @@ _JSON_TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", 
 
 def _type_of(value: Any) -> str:
     return _JSON_TYPES.get(type(value), "null")
-
-
-def _schema_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"properties": {name: {"type": _type_of(value)} for name, value in arguments.items()}}
 
 
 def _closing(text: str, position: int, pattern: str) -> int:
@@ -157,7 +151,6 @@ def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[
 
 
 def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterator[_ReadCall]:
-    """Arguments as JSON after an opening that has the name."""
     arguments, end = json_at(text, match.end())
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
@@ -204,61 +197,57 @@ def _gemma(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
     yield match["name"], arguments, _closing(text, end, r"<tool_call\|>")
 
 
-def _syntax(
-    name: str, openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], **options: str
-) -> CallSyntax:
+def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], **options: str) -> CallSyntax:
     """A form whose calls `read` yields with `options`; in tags, arguments are text."""
-    return CallSyntax(name, openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
+    return CallSyntax(openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
 
 
 #: The forms, more special ones first.
 SYNTAXES = (
-    _syntax(
-        "tags in tool_call", ("<tool_call>",), rf"<tool_call>\s*<function=(?P<name>{_NAME})>\s*",
+    _syntax(  # tags in tool_call
+        ("<tool_call>",), rf"<tool_call>\s*<function=(?P<name>{_NAME})>\s*",
         _tagged, end_tag="</function>", closing="</tool_call>",
     ),
-    _syntax(
-        "key and value tags", ("<tool_call>",), rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<)",
+    _syntax(  # key and value tags
+        ("<tool_call>",), rf"<tool_call>\s*(?P<name>{_NAME})\s*(?=<)",
         _tagged, closing="</tool_call>",
     ),
-    _syntax(
-        "invoke", ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
+    _syntax(  # invoke
+        ("<atem:function_calls>", "<function_calls>", "<｜DSML｜function_calls>", " to="),
         rf"(?:\s*(?:<\|start\|>assistant)?\s*to={_NAME}<\|message\|>)?<[\w:|｜]*function_calls>\s*"
         rf"<[\w:|｜]*invoke name=\"(?P<name>{_NAME})\">\s*",
         _tagged, end_tag=r"</[\w:|｜]*invoke>", closing=r"</[\w:|｜]*function_calls>(?:<\|eom\|>)?",
     ),
-    _syntax(
-        "JSON in a tag", ("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects, closing="</tool_call>",
-    ),
-    _syntax(
-        "JSON after a mark", ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
+    _syntax(("<tool_call>",), r"<tool_call>\s*(?=[\[{])", _json_objects, closing="</tool_call>"),
+    _syntax(  # JSON after a mark
+        ("[TOOL_CALLS]", "<|tool_call|>"), r"(?:<\|tool_call\|>|\[TOOL_CALLS\])\s*(?=[\[{])",
         _json_objects, closing=r"(?:<\|/tool_call\|>)?",
     ),
-    _syntax(
-        "name and JSON in a tag", ("[TOOL_CALLS]",),
+    _syntax(  # name and JSON in a tag
+        ("[TOOL_CALLS]",),
         rf"\[TOOL_CALLS\](?P<name>{_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{{)", _named_json,
     ),
-    _syntax(
-        "DeepSeek", ("<｜tool▁call",),
+    _syntax(  # DeepSeek
+        ("<｜tool▁call",),
         rf"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>{_NAME})(?:<｜tool▁sep｜>)?{_CODE_FENCE}",
         _named_json, closing=r"(?:```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
     ),
-    _syntax(
-        "Harmony", ("<|channel|>", " to=functions."),
+    _syntax(  # Harmony
+        ("<|channel|>", " to=functions."),
         rf"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?"
         r"[^<{]*(?:<\|constrain\|>\w+)?<\|message\|>",
         _named_json,
     ),
-    _syntax(
-        "Kimi", ("<|tool_call",),
+    _syntax(  # Kimi
+        ("<|tool_call",),
         r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w\-./]+?)(?::\d+)?\s*"
         r"<\|tool_call_argument_begin\|>\s*",
         _named_json, closing=r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
     ),
-    _syntax("Python", ("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
-    _syntax("Gemma", ("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
-    _syntax(
-        "bare JSON", ("{", "<|python_tag|>"),
+    _syntax(("<|tool_call_start|>",), r"<\|tool_call_start\|>", _python),
+    _syntax(("<|tool_call>",), rf"<\|tool_call>call:(?P<name>{_NAME})(?=\{{)", _gemma),
+    _syntax(  # bare JSON
+        ("{", "<|python_tag|>"),
         r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:\s*\"[^\"]+\"\s*,\s*"
         r"\"(?:parameters|arguments)\"\s*:)",
         _bare_objects,

@@ -45,26 +45,21 @@ def override(name: str, value: Any) -> str:
 def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRecipe) -> DataError:
     """The error of rows that can't be read, with settings that read them in front of its fix."""
     values = [row.values for row in rows]
-    suggestions: Iterable[Suggestion] = ()
-    if isinstance(error, PreferenceData):
-        suggestions = _chosen_answers(values, error.chosen, error.rejected)
-    elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
-        suggestions = _unknown_columns(values)
-    lines = _lines(suggestions, rows, file, dataset)
+    fixes = [error.fix]
     if isinstance(error, PreferenceData):
         names = {"chosen": error.chosen, "rejected": error.rejected}
-        mapping = "" if error.chosen == "chosen" else f"  {override('columns', names)}"
-        return DataError(error.problems, "\n".join([f"{error.fix}{mapping}", *lines[:1]]))
-    return DataError(error.problems, "\n".join([*lines, error.fix]))
+        fixes[0] += "" if error.chosen == "chosen" else f"  {override('columns', names)}"
+        fixes += _lines(_chosen_answers(values, **names), rows, file, dataset)[:1]
+    elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
+        fixes = [*_lines(_unknown_columns(values), rows, file, dataset), error.fix]
+    return DataError(error.problems, "\n".join(fixes))
 
 
 def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
     """What to type for columns and fields that stop a run: settings that use them, and the one that leaves them out."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
-    suggestions = _unused_columns(columns, asked, parser)
-    ignored = [*dataset.ignore_columns, *asked]
-    leave_out = f"To leave it out on purpose:  {override('ignore_columns', ignored)}"
-    return [*_lines(suggestions, rows, parser.file, dataset), leave_out]
+    leave_out = f"To leave it out on purpose:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
+    return [*_lines(_unused_columns(columns, asked, parser), rows, parser.file, dataset), leave_out]
 
 
 def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]:
@@ -157,10 +152,7 @@ def _chosen_answers(rows: list[dict[str, Any]], chosen: str, rejected: str) -> I
             yield reason, {"format": "prompt_completion", "columns": {"prompt": column, "completion": chosen}, **ignored}
         elif isinstance(value, str) and value.strip():
             yield reason, {"format": "alpaca", "columns": {"instruction": column, "output": chosen}, **ignored}
-    yield (
-        "To train on the chosen answers with their prompts, as plain text",
-        {"format": "text", "columns": {"text": chosen}, **ignored},
-    )
+    yield f"{reason} with their prompts, as plain text", {"format": "text", "columns": {"text": chosen}, **ignored}
 
 
 def _question_and_answer(columns: Iterable[str]) -> tuple[str, str] | None:
@@ -180,7 +172,6 @@ def _first_named(columns: list[str], names: Iterable[str]) -> str | None:
 
 
 def _flow(value: Any) -> str:
-    """A value in YAML's flow style."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_flow(key)}: {_flow(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):

@@ -93,11 +93,9 @@ def check_message(message: dict[str, Any], path: str, used_fields: Iterable[str]
 
 def check_placeholders(row: dict[str, Any], texts: Iterable[str]) -> None:
     """Raises BadRow when a text has a tag for an image, sound or video of the row, which is left out."""
-    if not any(not is_blank(row.get(name)) for name in _MEDIA_COLUMNS):
-        return
-    for text in texts:
-        if placeholder := next((tag for tag in MEDIA_TAGS if tag in text), None):
-            raise BadRow(None, f"has {placeholder} in its text, in the place of what is left out")
+    tags = (tag for text in texts for tag in MEDIA_TAGS if tag in text)
+    if any(not is_blank(row.get(name)) for name in _MEDIA_COLUMNS) and (tag := next(tags, None)):
+        raise BadRow(None, f"has {tag} in its text, in the place of what is left out")
 
 
 def without_columns(row: dict[str, Any], ignored: Iterable[str]) -> dict[str, Any]:
@@ -116,10 +114,10 @@ def _without_fields(value: Any, ignored: set[str]) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("[") and any(name in value for name in ignored):
         with contextlib.suppress(BadRow):  # it is plain text
             value = parse_if_text(value, "")
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        dropped = ignored - _MESSAGE_PARTS
-        return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
-    return value
+    if not isinstance(value, list):
+        return value
+    dropped = ignored - _MESSAGE_PARTS
+    return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
 
 
 class PreferenceData(DataError):

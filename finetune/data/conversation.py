@@ -32,20 +32,23 @@ _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("
 _MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "function_call")
 
 
-def read_messages(value: Any, field: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
+def message_keys(columns: dict[str, str]) -> tuple[str, str]:
+    """The keys of a message's role and content, where a recipe's `columns` may name others."""
+    return columns.get("role", "role"), columns.get("content", "content")
+
+
+def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "content")) -> list[Message]:
     """The messages in a row's `field`, with the roles of chat templates. Raises BadRow with the path inside the field.
 
-    A message has `role`/`content`, `from`/`value`, or `role_key`/`content_key`. JSON in a string is parsed first.
+    A message has `role`/`content`, `from`/`value`, or `keys`. JSON in a string is parsed first.
     """
     value = parse_if_text(value, field)
-    if is_missing(value):
-        raise BadRow(field, f"is {type_phrase(value)}")
     if not isinstance(value, list):
-        raise BadRow(field, f"is {type_phrase(value)}, not a list of messages")
+        raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
     if not value:
         raise BadRow(field, "is empty")
     turns = [message for turn in value for message in _messages_of(turn)]
-    return [_message(message, f"{field}[{index}]", role_key, content_key) for index, message in enumerate(turns)]
+    return [_message(message, f"{field}[{index}]", keys) for index, message in enumerate(turns)]
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
@@ -91,7 +94,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     return trained
 
 
-def unread_fields(value: Any, role_key: str, content_key: str) -> list[dict[str, Any]]:
+def unread_fields(value: Any, keys: tuple[str, str]) -> list[dict[str, Any]]:
     """The fields of each message in a column that `read_messages` has read, without those that it reads."""
     messages = value
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -101,18 +104,19 @@ def unread_fields(value: Any, role_key: str, content_key: str) -> list[dict[str,
         messages = [messages]
     if not isinstance(messages, list):
         return []
-    return [_unread(message, role_key, content_key) for message in messages if isinstance(message, dict)]
+    unread = []
+    for message in messages:
+        if isinstance(message, dict):
+            read = {*_MESSAGE_KEYS, *_keys_in(message, keys), *(_pair_keys(message) or ())}
+            unread.append({name: value for name, value in message.items() if name not in read})
+    return unread
 
 
-def _unread(message: dict[str, Any], role_key: str, content_key: str) -> dict[str, Any]:
-    read = {*_MESSAGE_KEYS, *_keys_in(message, role_key, content_key), *(_pair_keys(message) or ())}
-    return {name: value for name, value in message.items() if name not in read} if message.keys() - read else {}
-
-
-def _keys_in(message: dict[str, Any], role_key: str, content_key: str) -> tuple[str, str]:
-    """The keys of a message's role and content."""
-    role = role_key if role_key in message else "from" if "from" in message else role_key
-    return role, content_key if content_key in message else "value" if "value" in message else content_key
+def _keys_in(message: dict[str, Any], keys: tuple[str, str]) -> tuple[str, str]:
+    role, content = (
+        usual if key not in message and usual in message else key for key, usual in zip(keys, ("from", "value"), strict=True)
+    )
+    return role, content
 
 
 def _pair_keys(turn: Any) -> tuple[str, ...] | None:
@@ -131,10 +135,10 @@ def _messages_of(turn: Any) -> list[Any]:
     return sorted(messages, key=lambda message: message["role"] != "system") if keys else [turn]
 
 
-def _message(source: Any, path: str, role_key: str, content_key: str) -> Message:
+def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     if not isinstance(source, dict):
         raise BadRow(path, f"is {type_phrase(source)}, not a message with role and content")
-    role_key, content_key = _keys_in(source, role_key, content_key)
+    role_key, content_key = _keys_in(source, keys)
     check_message(source, path, (*_MESSAGE_KEYS, role_key, content_key))
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":
@@ -176,10 +180,8 @@ def _is_trained(source: dict[str, Any], path: str, role: str) -> bool:
 
 
 def _role(value: Any, path: str) -> str:
-    if is_missing(value):
-        raise BadRow(path, f"is {type_phrase(value)}")
     if not isinstance(value, str):
-        raise BadRow(path, f"is {type_phrase(value)}, not a role")
+        raise BadRow(path, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a role'}")
     role = ROLES.get(value.strip().lower())
     if role is None:
         matches = difflib.get_close_matches(value.lower()[:40], ROLES, n=1)
@@ -191,27 +193,23 @@ def _role(value: Any, path: str) -> str:
 def _content(source: dict[str, Any], path: str, key: str, message: Message) -> str:
     """The text of a message. It may be empty only in tool replies, system prompts and tool calls."""
     value = source.get(key)
-    may_be_empty = message["role"] in ("tool", *_SYSTEM_ROLES) or "tool_calls" in message
     if is_missing(value):
         if "tool_calls" in message:
             return ""
         raise BadRow(path, f"is {type_phrase(value)}")
-    text = valid_text(_joined_parts(value, path, message) if isinstance(value, list) else value, path)
-    if not text.strip() and not may_be_empty:
+    if isinstance(value, list):
+        pictures: list[PictureReference | int | None] = []
+        value = "".join(_part(part, f"{path}[{n}]", pictures) for n, part in enumerate(value))
+        if pictures:
+            message["pictures"] = pictures
+    text = valid_text(value, path)
+    if not text.strip() and message["role"] not in ("tool", *_SYSTEM_ROLES) and "tool_calls" not in message:
         raise BadRow(path, "the answer is empty" if message["role"] == "assistant" else "is empty")
     return text
 
 
-def _joined_parts(parts: list[Any], path: str, message: Message) -> str:
-    """The text of content parts, with a mark for each picture; the pictures become the message's `pictures`."""
-    pictures: list[PictureReference | int | None] = []
-    text = "".join(_part(part, f"{path}[{n}]", pictures) for n, part in enumerate(parts))
-    if pictures:
-        message["pictures"] = pictures
-    return text
-
-
 def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
+    """The text of a content part, or a mark for a picture, which is added to `pictures`."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "input_text", "output_text"):
         return valid_text(part.get("text"), f"{path}.text")

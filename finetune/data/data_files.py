@@ -29,6 +29,11 @@ _MIXED = "several"
 _LISTED_FILES = 8
 
 
+def expanded(path_text: str) -> Path:
+    """The path with the home folder in place of `~`; that of an unknown user stays."""
+    return Path(os.path.expanduser(path_text))  # noqa: PTH111
+
+
 @dataclass(frozen=True)
 class DataFiles:
     """The files that a path names, sorted, and the split of each; None where its name doesn't say one."""
@@ -39,7 +44,7 @@ class DataFiles:
     @classmethod
     def of(cls, path_text: str) -> DataFiles | None:
         """Those of a folder or pattern; None for anything else."""
-        path = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
+        path = expanded(path_text)
         try:
             if path.is_dir():
                 root, files = path, _files_in(path)
@@ -66,10 +71,12 @@ class DataFiles:
         """Whether some names say that rows are not for training."""
         return bool(set(self.splits.values()) - {TRAIN, None})
 
+    def _named(self, *splits: str | None) -> list[Path]:
+        return [file for file, split in self.splits.items() if split in splits]
+
     def of_split(self, name: str) -> list[Path]:
         """The files of the split that a recipe names. Raises DataError if there are none."""
-        wanted = _SPLIT_WORDS.get(name.lower(), name)
-        files = [file for file, split in self.splits.items() if split == wanted]
+        files = self._named(_SPLIT_WORDS.get(name.lower(), name))
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
             raise DataError(
@@ -79,8 +86,7 @@ class DataFiles:
 
     def training(self) -> list[Path]:
         """The files to train on, by their names. Raises DataError where the names don't say which."""
-        files = [file for file, split in self.splits.items() if split in (TRAIN, None)]
-        unclear = [file for file, split in self.splits.items() if split in (_MIXED, None)]
+        files, unclear = self._named(TRAIN, None), self._named(_MIXED, None)
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
             if not files:
@@ -92,12 +98,11 @@ class DataFiles:
 
     def held_out(self) -> list[Path]:
         """The files to hold out: those of validation. Test files are left alone."""
-        return [file for file, split in self.splits.items() if split == VALIDATION] if self.is_split else []
+        return self._named(VALIDATION) if self.is_split else []
 
     def evaluation(self) -> list[Path]:
         """The files to evaluate on, where the whole is named as held-out rows."""
-        by_split = {wanted: [file for file, split in self.splits.items() if split == wanted] for wanted in (VALIDATION, TEST)}
-        return by_split[VALIDATION] or by_split[TEST] or list(self.splits)
+        return self._named(VALIDATION) or self._named(TEST) or list(self.splits)
 
     def names(self, files: list[Path]) -> str:
         """Some of these files by name, with the folder of each where the files are in several."""
@@ -106,11 +111,15 @@ class DataFiles:
         return f"{', '.join(printable(file.relative_to(root).as_posix()) for file in files[:_LISTED_FILES])}{more}"
 
     def _explicit(self, training: list[Path]) -> str:
-        """What to type to name each file."""
-        held_out = [file for file, split in self.splits.items() if split == VALIDATION and file not in training]
+        held_out = [file for file in self._named(VALIDATION) if file not in training]
         if len(training) + len(held_out) > _LISTED_FILES:
             return "Put the files into folders named train, validation and test, or name them:  'dataset.path=[FILE, FILE]'"
-        arguments = [_argument("path", training), *([_argument("eval_path", held_out)] if held_out else [])]
+        values = {
+            name: str(files[0]) if len(files) == 1 else f"[{', '.join(map(str, files))}]"
+            for name, files in (("path", training), ("eval_path", held_out))
+            if files
+        }
+        arguments = (shlex.quote(f"dataset.{name}={value}") for name, value in values.items())
         return f"Name those to train on and those to hold out:  {'  '.join(arguments)}"
 
 
@@ -130,9 +139,7 @@ def _files_in(folder: Path) -> list[Path]:
     for subfolder in folders:
         if _split_of(Path(subfolder.name, "rows")) is not None:
             files += [file for file in subfolder.iterdir() if _is_data(file)]
-    if files or len(folders) != 1:
-        return files
-    return _files_in(folders[0])
+    return files if files or len(folders) != 1 else _files_in(folders[0])
 
 
 def _is_data(entry: Path) -> bool:
@@ -149,8 +156,3 @@ def _split_of(path: Path) -> str | None:
     stem_words = re.findall(r"[a-z]+", f"{text} {'.'.join(path.suffixes)}".lower().replace("held_out", "heldout"))
     splits = {_SPLIT_WORDS[word] for word in stem_words if word in _SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else _MIXED if splits else None
-
-
-def _argument(name: str, files: list[Path]) -> str:
-    value = str(files[0]) if len(files) == 1 else f"[{', '.join(map(str, files))}]"
-    return shlex.quote(f"dataset.{name}={value}")

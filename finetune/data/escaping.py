@@ -35,8 +35,9 @@ class SpecialTokenEscaper:
         self._placeholder_pattern = re.compile(f"[{_placeholder(0)}-{_placeholder(len(self._special_tokens))}]")
         patterns = []
         for index, name in enumerate(self._special_tokens):
-            token = added_tokens.get(name)
-            left_spaces, right_spaces = (r"\s*" if token and token.lstrip else ""), (r"\s*" if token and token.rstrip else "")
+            left_spaces, right_spaces = (
+                r"\s*" if getattr(added_tokens.get(name), side, False) else "" for side in ("lstrip", "rstrip")
+            )
             patterns.append(f"{left_spaces}(?P<t{index}>{re.escape(name)}){right_spaces}")
         self._token_pattern = re.compile("|".join(patterns) or "(?!)")
 

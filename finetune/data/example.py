@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from finetune.data.conversation import Message
-    from finetune.data.pictures.source import PictureSource
+from finetune.data.conversation import Message
+from finetune.data.pictures.source import PictureSource
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,6 @@ class Example:
         messages = (*self.messages, *self.rejected)
         texts = (self.prompt, self.completion, self.text, self.rejected_completion)
         return [*(message["content"] for message in messages), *filter(None, texts)]
-
-    def texts_without_system(self) -> list[str]:
-        """Its texts without the system prompt."""
-        return [
-            *(message["content"] for message in self.messages if message["role"] not in ("system", "developer")),
-            *filter(None, (self.prompt, self.completion, self.text)),
-        ]
 
     def reference(self) -> str | None:
         """The last answer of the row; None for plain text, and for an answer that is only a tool call."""

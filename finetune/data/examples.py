@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Sized
+from functools import partial
 from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.data_files import describe_split
 from finetune.data.readers import Row
 from finetune.data.report import Refused
-from finetune.data.row_parser import ParsedBatch, RowParser, choose_parser
+from finetune.data.row_parser import ParsedBatch, choose_parser
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
-from finetune.data.unused_columns import UnusedValues, fixes_of
+from finetune.data.unused_columns import fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
 
@@ -28,12 +30,17 @@ PICTURE_BATCH_ROWS = 256
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     """The sources of the training rows and of the held-out ones, checked to exist. Raises DataError and RecipeError."""
     _check_holdout(dataset)
-    only_split = bool(dataset.eval_split) or "split" in dataset.model_fields_set
-    train = find_sources(
-        dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision, only_split=only_split,
-        weights=dataset.weights,
-    )  # fmt: skip
-    return train, _eval_sources(dataset)
+    find = partial(find_sources, config=dataset.name, revision=dataset.revision)
+    names_split = "split" in dataset.model_fields_set
+    only_split = bool(dataset.eval_split) or names_split
+    train = find(dataset.path, split=dataset.split, only_split=only_split, weights=dataset.weights)
+    if dataset.eval_path:
+        return train, find(dataset.eval_path, bundled="eval", split=dataset.split)
+    if dataset.eval_split:
+        return train, find(dataset.path, split=dataset.eval_split, only_split=True, has_splits=True)
+    if dataset.test_split_size:
+        return train, []
+    return train, bundled_eval(dataset.path) or ([] if names_split else held_out_by_name(dataset.path))
 
 
 def choose_held_out(digests: Sequence[int], size: float, seed: int) -> list[bool]:
@@ -45,9 +52,7 @@ def choose_held_out(digests: Sequence[int], size: float, seed: int) -> list[bool
             f"dataset.test_split_size holds out {target_rows:,} of {len(digests):,} usable rows; none are left to train on",
             "Hold out fewer rows, or none:  dataset.test_split_size=0",
         )
-    row_counts: dict[int, int] = {}
-    for digest in digests:
-        row_counts[digest] = row_counts.get(digest, 0) + 1
+    row_counts = Counter(digests)
     shuffled = list(row_counts)
     random.Random(seed).shuffle(shuffled)
     held_out_digests: set[int] = set()
@@ -79,21 +84,6 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
         raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 
-def _eval_sources(dataset: DatasetRecipe) -> list[Source]:
-    if dataset.eval_path:
-        return find_sources(
-            dataset.eval_path, bundled="eval", config=dataset.name, split=dataset.split, revision=dataset.revision
-        )
-    if dataset.eval_split:
-        return find_sources(
-            dataset.path, config=dataset.name, split=dataset.eval_split, revision=dataset.revision, only_split=True,
-            has_splits=True,
-        )  # fmt: skip
-    if dataset.test_split_size:
-        return []
-    return bundled_eval(dataset.path) or ([] if "split" in dataset.model_fields_set else held_out_by_name(dataset.path))
-
-
 def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
     """What the names of files decided: for each folder or pattern, which are trained on, held out and not read."""
     paths = [{source.path for source in sources if source.path is not None} for sources in (training, held_out)]
@@ -101,15 +91,26 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
 
 
 class SourceReader:
-    """Reads one source in batches. Raises DataError when it can't be read at all."""
+    """Reads one source in batches. Raises DataError when it can't be read at all.
+
+    `unused`: what the rows have that isn't read. If it stops the run, `finish` will raise, and later rows need no tokens.
+    """
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
         self._sample = _first_rows(self._remaining_rows)
         self._dataset = dataset
-        self.parser = _parser_of(source, self._sample, dataset)
+        rows = [row for row in self._sample if isinstance(row, Row)]
+        if not rows:
+            problem = f"{source.name}: none of the first {len(self._sample):,} row(s) can be read"
+            raise DataError([problem, str(self._sample[0])], "Correct the file.")
+        try:
+            folder = None if source.path is None else source.path.parent
+            self.parser = choose_parser(source.name, [row.values for row in rows], dataset, folder)
+        except DataError as error:
+            raise advice_for(error, rows, source.name, dataset) from None
         self.rows_read = 0
-        self._unused = self.parser.unused()
+        self.unused = self.parser.unused()
 
     def batches(self) -> Iterator[list[Row | Refused]]:
         """All rows, in batches whose limits depend only on the rows."""
@@ -117,7 +118,7 @@ class SourceReader:
         size, batch_rows = 0, PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         for row in itertools.chain(self._sample, self._remaining_rows):
             batch.append(row)
-            size += _approximate_size(row.values) if isinstance(row, Row) else 0
+            size += _size(row.values, (str, bytes), 8) if isinstance(row, Row) else 0
             if len(batch) == batch_rows or size > _BATCH_CHARACTERS:
                 self.rows_read += len(batch)
                 yield batch
@@ -130,30 +131,21 @@ class SourceReader:
         """All rows, parsed. Raises DataError at the end when columns or fields that may change the meaning aren't read."""
         for batch in self.batches():
             parsed = self.parser.parse(batch)
-            self.add_unused(parsed.unused)
+            self.unused.values.merge(parsed.unused)
             yield parsed
         self.finish()
-
-    def add_unused(self, unused: UnusedValues) -> None:
-        """Add what a batch has that isn't read."""
-        self._unused.values.merge(unused)
-
-    @property
-    def stops_run(self) -> bool:
-        """Whether `finish` will raise, so that later rows need no tokens."""
-        return self._unused.stops_run
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
         """All columns, and fields of messages, that aren't read."""
-        return tuple(dict.fromkeys((*self.parser.unused_columns, *self._unused.names)))
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *self.unused.names)))
 
     def finish(self) -> None:
         """Raise DataError when columns or fields that may change the meaning aren't read."""
-        if asked := self._unused.asked(self.rows_read):
+        if asked := self.unused.asked(self.rows_read):
             sample = [row for row in self._sample if isinstance(row, Row)]
             fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
-            raise DataError(self._unused.problems(asked), "\n".join(fixes))
+            raise DataError(self.unused.problems(asked), "\n".join(fixes))
 
 
 def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
@@ -162,35 +154,14 @@ def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
     size = 0
     for row in itertools.islice(rows, _SAMPLE_ROWS):
         sample.append(row)
-        size += _bytes_in(row.values) if isinstance(row, Row) else 0
+        size += _size(row.values, (bytes,)) if isinstance(row, Row) else 0
         if size > _BATCH_CHARACTERS:
             break
     return sample
 
 
-def _bytes_in(value: Any) -> int:
-    if isinstance(value, bytes):
+def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int = 0) -> int:
+    if isinstance(value, counted):
         return len(value)
-    if isinstance(value, dict):
-        return sum(map(_bytes_in, value.values()))
-    return sum(map(_bytes_in, value)) if isinstance(value, list) else 0
-
-
-def _parser_of(source: Source, sample: list[Row | Refused], dataset: DatasetRecipe) -> RowParser:
-    file, folder = source.name, None if source.path is None else source.path.parent
-    rows = [row for row in sample if isinstance(row, Row)]
-    if not rows:
-        refused = next(row for row in sample if isinstance(row, Refused))
-        raise DataError([f"{file}: none of the first {len(sample):,} row(s) can be read", str(refused)], "Correct the file.")
-    try:
-        return choose_parser(file, [row.values for row in rows], dataset, folder)
-    except DataError as error:
-        raise advice_for(error, rows, file, dataset) from None
-
-
-def _approximate_size(value: Any) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, dict):
-        return 8 + sum(map(_approximate_size, value.values()))
-    return 8 + sum(map(_approximate_size, value)) if isinstance(value, list) else 8
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return size_of_others + sum(_size(item, counted, size_of_others) for item in items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -122,17 +123,14 @@ def find_problems(
 
 
 def _other_scripts(stored: StoredRows, used_mask: np.ndarray) -> tuple[str, np.ndarray] | None:
-    rows = {name: used_mask & stored.has(name) for name in SCRIPTS}
-    counts = {name: int(mask.sum()) for name, mask in rows.items() if mask.any()}
-    if not counts:
+    counts = Counter({name: int((used_mask & stored.has(name)).sum()) for name in SCRIPTS})
+    (main_script, main_count), *others = counts.most_common()
+    others = [(name, count) for name, count in others if count]
+    if counts.total() - main_count <= _OTHER_SCRIPT_SHARE * counts.total():
         return None
-    main_script = max(counts, key=lambda name: counts[name])
-    other_counts = {name: count for name, count in counts.items() if name != main_script}
-    if sum(other_counts.values()) <= _OTHER_SCRIPT_SHARE * sum(counts.values()):
-        return None
-    listing = ", ".join(f"{count:,} in {name}" for name, count in sorted(other_counts.items(), key=lambda item: -item[1]))
-    text = f"answers are in several scripts, most ({counts[main_script]:,}) in {main_script}: {listing}; that is {{rows}}"
-    return text, np.logical_or.reduce([rows[name] for name in other_counts])
+    listing = ", ".join(f"{count:,} in {name}" for name, count in others)
+    text = f"answers are in several scripts, most ({main_count:,}) in {main_script}: {listing}; that is {{rows}}"
+    return text, np.logical_or.reduce([used_mask & stored.has(name) for name, _ in others])
 
 
 def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
@@ -183,12 +181,10 @@ def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, 
         balanced = weights[1] * n_bad / n_good
         fix = f"desirable_weight={balanced:.3g}" if ratio < 1 else f"undesirable_weight={weights[0] * n_good / n_bad:.3g}"
         yield Finding("label balance", text, 0, (), f"To balance them:  {fix}")
-    labels: dict[tuple[int, int], set[bool]] = {}
     rows = np.flatnonzero(used)
-    keys = [(int(stored.prompt_digests[row]), int(stored.answer_digests[row])) for row in rows]
-    for row, key in zip(rows, keys, strict=True):
-        labels.setdefault(key, set()).add(bool(good[row]))
-    both = rows[np.array([len(labels[key]) > 1 for key in keys], dtype=bool)]
+    keys = list(zip(stored.prompt_digests[rows].tolist(), stored.answer_digests[rows].tolist(), strict=True))
+    labelled = set(zip(keys, good[rows].tolist(), strict=True))
+    both = rows[np.array([labelled.issuperset(((key, True), (key, False))) for key in keys], dtype=bool)]
     if len(both):
         blocks = 2 * len(both) > len(rows)
         text = "{rows} have an answer that is marked good and bad"

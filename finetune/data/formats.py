@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, optional_text, parse_if_text, required_text, type_phrase
-from finetune.data.conversation import Message, answer_indices, read_messages, read_tool_text
+from finetune.data.conversation import Message, answer_indices, message_keys, read_messages, read_tool_text
 from finetune.data.example import Example
 from finetune.data.preferences import from_preference
 from finetune.data.report import printable
@@ -30,9 +30,14 @@ class Format:
     parse: Callable[[dict[str, Any], dict[str, str]], dict[str, Any]]
     message_columns: tuple[str, ...] = ()
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that it reads."""
+        return (*self.required, *self.optional)
+
 
 def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "messages") -> dict[str, Any]:
-    messages = read_messages(row.get(field), field, columns.get("role", "role"), columns.get("content", "content"))
+    messages = read_messages(row.get(field), field, message_keys(columns))
     system = optional_text(row, "system")
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
@@ -65,9 +70,9 @@ def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]
 def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Two texts, concatenated without a template; or two lists of messages."""
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
-        keys = columns.get("role", "role"), columns.get("content", "content")
+        keys = message_keys(columns)
         fields = (("prompt", "user"), ("completion", "assistant"))
-        prompt, completion = (read_messages(_message_list(row.get(field), role), field, *keys) for field, role in fields)
+        prompt, completion = (read_messages(_message_list(row.get(field), role), field, keys) for field, role in fields)
         prompt, listed_tools = read_tool_text(prompt, "prompt")
         messages, _ = read_tool_text([*prompt, *completion], "prompt")
         answers = tuple(index for index in answer_indices(messages, "prompt") if index >= len(prompt))
@@ -91,6 +96,11 @@ def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {"messages": messages, "answers": (1,), "tools": _tools(row)}
 
 
+def filled(rows: Iterable[dict[str, Any]]) -> set[str]:
+    """The columns in which a row has a value."""
+    return {name for row in rows for name, value in row.items() if not is_missing(value)}
+
+
 def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
@@ -109,7 +119,7 @@ def _from_labelled(row: dict[str, Any], columns: dict[str, str]) -> dict[str, An
     key = label.strip().lower() if isinstance(label, str) else label
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
         raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
-    filled_columns = {name for name, value in row.items() if not is_missing(value)}
+    filled_columns = filled([row])
     name = next((name for name, needed in LABELLED_ANSWERS.items() if filled_columns.issuperset(needed)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
@@ -160,9 +170,7 @@ FORMATS = {
         ("messages", "conversations", "prompt", "completion"),
     ),
 }  # fmt: skip
-#: Formats by columns; a label alone may be a class.
-_DETECTED = {name: fmt for name, fmt in FORMATS.items() if name != "labelled"}
-FIELDS = sorted({"role", "content", "images"}.union(*((*fmt.required, *fmt.optional) for fmt in FORMATS.values())))
+FIELDS = sorted({"role", "content", "images"}.union(*(fmt.columns for fmt in FORMATS.values())))
 
 #: Field -> column of a question and its answer under other names, read as alpaca.
 _QUESTION_ANSWER_COLUMNS: tuple[dict[str, str], ...] = (
@@ -181,13 +189,18 @@ class UnknownColumns(DataError):
     """Columns that no format has, or not the one that the recipe names."""
 
 
+def _formats_with(columns: set[str]) -> list[str]:
+    """The formats by these columns; a label alone may be a class."""
+    return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
+
+
 def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Field -> column for rows whose columns are a question and its answer under usual names, such as question and answer.
 
     They become conversations, as chat sends them. Columns of a format, and others, map to nothing.
     """
-    filled_columns = {name for row in rows for name, value in row.items() if not is_missing(value)}
-    if any(filled_columns.issuperset(fmt.required) for fmt in _DETECTED.values()):
+    filled_columns = filled(rows)
+    if _formats_with(filled_columns):
         return {}
     return next((columns for columns in _QUESTION_ANSWER_COLUMNS if filled_columns.issuperset(columns.values())), {})
 
@@ -195,8 +208,7 @@ def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
 def rename_columns(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """The row with the user's column names replaced by the format's. `columns` is field -> the user's column."""
     mapped = {field: row[column] for field, column in columns.items() if column in row}
-    renamed_columns = {column for field, column in columns.items() if column in row}
-    return {**{name: value for name, value in row.items() if name not in renamed_columns}, **mapped}
+    return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
 def detect(rows: list[dict[str, Any]], file: str) -> str:
@@ -206,8 +218,7 @@ def detect(rows: list[dict[str, Any]], file: str) -> str:
     """
     counts: Counter[str] = Counter()
     for row in rows:
-        filled_columns = {name for name, value in row.items() if not is_missing(value)}
-        matching = [name for name, fmt in _DETECTED.items() if filled_columns.issuperset(fmt.required)]
+        matching = _formats_with(filled([row]))
         matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
         if len(matching) > 1:
             names = " and ".join(matching)
@@ -217,8 +228,7 @@ def detect(rows: list[dict[str, Any]], file: str) -> str:
             )
         counts.update(matching)
     if not counts:
-        header = {name for row in rows for name in row}
-        counts.update(name for name, fmt in _DETECTED.items() if header.issuperset(fmt.required))
+        counts.update(_formats_with({name for row in rows for name in row}))
     if not counts:
         raise UnknownColumns(f"{file}: no known format has these columns: {_column_list(rows)}", _FORMATS_HINT)
     return counts.most_common(1)[0][0]
@@ -255,16 +265,14 @@ def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: 
         raise BadRow(missing[0], f"is missing; the row has {_column_list([row])} and the file is read as {format_name}")
     example = Example(file=file, row=number, **fmt.parse(row, columns))
     texts = [*(message["content"] for message in example.messages), example.prompt or "", example.completion or ""]
-    size = sum(map(len, texts))
-    if size > ROW_LIMIT:
+    if (size := sum(map(len, texts))) > ROW_LIMIT:
         raise BadRow(None, f"has {size:,} characters; the limit of one row is {ROW_LIMIT:,}")
     return example
 
 
-def unused_columns(columns: list[str], format_name: str, read: Iterable[str] = ()) -> tuple[str, ...]:
+def unused_columns(columns: Iterable[str], format_name: str, read: Iterable[str]) -> tuple[str, ...]:
     """Columns of the (renamed) rows that the format does not read, without those in `read`, which are read beside it."""
-    fmt = FORMATS[format_name]
-    names = {*fmt.required, *fmt.optional, *read}
+    names = {*FORMATS[format_name].columns, *read}
     return tuple(dict.fromkeys(printable(column) for column in columns if column not in names))
 
 

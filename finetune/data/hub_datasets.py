@@ -63,7 +63,6 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _leaves(feature: Any) -> Iterator[Any]:
-    """The features inside lists and objects."""
     if isinstance(feature, dict):
         feature = list(feature.values())
     elif hasattr(feature, "feature"):

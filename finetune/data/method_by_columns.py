@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from finetune.data.checks import is_missing
 from finetune.data.examples import sources_of
-from finetune.data.formats import FORMATS, LABELLED_ANSWERS, rename_columns
+from finetune.data.formats import FORMATS, LABELLED_ANSWERS, filled, rename_columns
 from finetune.data.readers import Row
 from finetune.data.sources import is_local
 from finetune.settings import DatasetRecipe
@@ -30,7 +29,7 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
         return "sft", "the rows are not on this machine"
     rows = [row.values for row in itertools.islice(sources_of(dataset)[0][0].rows(), _FIRST_ROWS) if isinstance(row, Row)]
     renamed = [rename_columns(values, dataset.columns) for values in rows]
-    filled_columns = {name for values in renamed for name, value in values.items() if not is_missing(value)}
+    filled_columns = filled(renamed)
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
     has_answers = any(filled_columns.issuperset(columns) for columns in LABELLED_ANSWERS.values())

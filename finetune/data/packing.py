@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from finetune.data.tokens import NOT_TRAINED
 from finetune.errors import DataError, FinetuneError
 
@@ -49,8 +51,6 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
 
 def _totals(dataset: Dataset) -> tuple[Counter[str], int]:
     """Counts and sums that packing must not change, and the tokens of the longest row."""
-    import numpy as np
-
     totals, longest = Counter[str](), 0
     for batch in dataset.with_format("numpy").iter(batch_size=1000):
         ids, labels = (

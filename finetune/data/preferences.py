@@ -6,27 +6,30 @@ answer as the whole conversation, also as a transcript of "Human:" and "Assistan
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
 from finetune.data.checks import BadRow, is_missing, optional_text, parse_if_text, required_text
-from finetune.data.conversation import Message, answer_indices, read_messages, read_tool_text
+from finetune.data.conversation import Message, answer_indices, message_keys, read_messages, read_tool_text
 from finetune.data.tool_calls import read_tools
 
 #: A turn of Anthropic's transcripts.
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _ANSWERS = ("chosen", "rejected")
+_EQUAL = "and rejected are equal; there is nothing to prefer"
 
 
 def from_preference(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Texts after a prompt of text are trained without a template, all others as conversations. Raises BadRow."""
-    keys = columns.get("role", "role"), columns.get("content", "content")
+    keys = message_keys(columns)
     prompt, tools = _prompt(row, keys)
     values = [_answer(row, field) for field in _ANSWERS]
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
         chosen, rejected = values
-        _require_difference(chosen, rejected)
+        if chosen.strip() == rejected.strip():
+            raise BadRow("chosen", _EQUAL)
         return {"prompt": prompt, "completion": chosen, "rejected_completion": rejected}
     chosen, rejected = (_conversation(value, field, prompt, keys) for value, field in zip(values, _ANSWERS, strict=True))
     start = _end_of_prompt(chosen, rejected)
@@ -54,7 +57,7 @@ def _prompt(row: dict[str, Any], keys: tuple[str, str]) -> tuple[list[Message] |
     if value is None:
         return None, tools
     messages, listed_tools = read_tool_text(
-        read_messages([value] if isinstance(value, dict) else value, field or "", *keys), field or ""
+        read_messages([value] if isinstance(value, dict) else value, field or "", keys), field or ""
     )
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
@@ -64,14 +67,9 @@ def _prompt(row: dict[str, Any], keys: tuple[str, str]) -> tuple[list[Message] |
 def _answer(row: dict[str, Any], field: str) -> Any:
     value = row[field]
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        try:
+        with contextlib.suppress(BadRow):  # it is plain text
             value = parse_if_text(value, field)
-        except BadRow:
-            return required_text(row, field)
-        value = value if isinstance(value, (list, dict)) else row[field]
-    if isinstance(value, dict):
-        return [value]
-    return value if isinstance(value, list) else required_text(row, field)
+    return [value] if isinstance(value, dict) else value if isinstance(value, list) else required_text(row, field)
 
 
 def _conversation(value: Any, field: str, prompt: list[Message] | str | None, keys: tuple[str, str]) -> list[Message]:
@@ -80,7 +78,7 @@ def _conversation(value: Any, field: str, prompt: list[Message] | str | None, ke
             return _transcript(value, field)
         messages: list[Message] = [{"role": "assistant", "content": value}]
     else:
-        messages, _ = read_tool_text(read_messages(value, field, *keys), field)
+        messages, _ = read_tool_text(read_messages(value, field, keys), field)
     before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
     if messages[0]["role"] == "assistant":
         if not before:
@@ -106,14 +104,9 @@ def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
     pairs = zip(chosen, rejected, strict=False)
     start = next((index for index, (message, other) in enumerate(pairs) if message != other), min(len(chosen), len(rejected)))
     if start == len(chosen) == len(rejected):
-        _require_difference("", "")
+        raise BadRow("chosen", _EQUAL)
     if start in (len(chosen), len(rejected)):
         raise BadRow("chosen", "and rejected differ only in what follows the answers")
     if not chosen[start]["role"] == rejected[start]["role"] == "assistant":
         raise BadRow("chosen", f"and rejected differ in the prompt, at message {start}; only answers may differ")
     return start
-
-
-def _require_difference(chosen: str, rejected: str) -> None:
-    if chosen.strip() == rejected.strip():
-        raise BadRow("chosen", "and rejected are equal; there is nothing to prefer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -17,7 +17,7 @@ from finetune.data.examples import choose_held_out, sources_of, split_notes
 from finetune.data.findings import find_problems
 from finetune.data.pictures.columns import PICTURES, pictures_of, summarise_pictures
 from finetune.data.report import DataReport, Finding, percentiles, refusal_lines
-from finetune.data.shards import SourcePart, StoredRows
+from finetune.data.shards import SourcePart, StoredExamples, StoredRows
 from finetune.data.sources import Source
 from finetune.data.splits import DataSplit, LimitedSplit
 from finetune.data.token_cache import FileInfo, tokenise_source
@@ -52,8 +52,8 @@ class PreparedData:
     eval_report: DataReport | None
     fingerprint: str
     lengths: list[int]
-    examples: Sequence[Example]
-    eval_examples: Sequence[Example]
+    examples: StoredExamples
+    eval_examples: Iterable[Example]
     plain: bool
 
     @cached_property
@@ -177,7 +177,7 @@ class SelectedRows:
             )
             fixes += json_advice(refused, recipe.dataset)
         if too_long and recipe.excess_length in ("raise", "chunk"):
-            longest = sorted((entry for split in splits for entry in split.longest(5)), key=lambda entry: -entry[1])
+            longest = sorted((entry for split in splits for entry in split.longest()), key=lambda entry: -entry[1])
             problems.append(f"{too_long:,} row(s) are longer than max_length {max_length:,} tokens; the longest:")
             problems += [f"  {file}, row {row}: {length:,} tokens" for (file, row), length in longest[:5]]
             fixes.append(
@@ -202,13 +202,11 @@ class SelectedRows:
     def prepared(self) -> PreparedData:
         """The trainer's datasets and their report."""
         train, held_out = self.splits[0], self.splits[1] if len(self.splits) > 1 else None
-        encoder = self.encoded.encoder
-        fingerprint = _fingerprint(self.splits, self.recipe, encoder, self.max_length)
         return PreparedData(
             splits=self.splits,
             report=_report(train, self.findings[0]),
             eval_report=_report(held_out, self.findings[1]) if held_out else None,
-            fingerprint=fingerprint,
+            fingerprint=_fingerprint(self.splits, self.recipe, self.encoded.encoder, self.max_length),
             lengths=train.lengths.tolist(),
             examples=train.examples(),
             eval_examples=held_out.examples() if held_out else [],
@@ -242,9 +240,9 @@ def encode(
     row_counter.finish()
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
-    splits = [DataSplit(train, np.ones(len(train), dtype=bool))]
+    splits = [DataSplit(train, train.mask(True))]
     if eval_sources:
-        splits.append(DataSplit(held_out, np.ones(len(held_out), dtype=bool)))
+        splits.append(DataSplit(held_out, held_out.mask(True)))
     elif dataset.test_split_size:
         mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
         splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
@@ -257,7 +255,7 @@ def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
     infos = {source: FileInfo.of(source) for source in eval_sources or sources}
     row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
     stored = _load_rows(list(infos), infos, dataset, dataset.max_rows, encoder, row_counter)
-    return LimitedSplit(DataSplit(stored, np.ones(len(stored), dtype=bool)), None, "raise")
+    return LimitedSplit(DataSplit(stored, stored.mask(True)), None, "raise")
 
 
 def _load_rows(
@@ -270,10 +268,10 @@ def _load_rows(
         remaining = None if limit is None else limit - sum(part.rows_read for part in parts)
         if remaining == 0:
             break
-        part = tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter.next_source())
+        part = tokenise_source(source, infos[source], dataset, remaining, encoder, row_counter)
         part.weight = source.weight
         parts.append(part)
-        row_counter.finish_source(part.rows_read)
+        row_counter.finished_rows += part.rows_read
     return StoredRows(parts)
 
 
@@ -283,32 +281,26 @@ class _RowCounter:
     def __init__(self, progress: Progress | None, infos: Iterable[FileInfo], limit: int | None) -> None:
         lines = [info.lines for info in infos]
         self._total = None if limit is not None or None in lines else sum(filter(None, lines))
-        self._progress, self._finished_rows, self._reported = progress, 0, -1
+        self._progress, self.finished_rows, self._reported = progress, 0, -1
 
-    def next_source(self) -> Callable[[int], None]:
-        """Returns the progress callback of the next source."""
-        finished_rows = self._finished_rows
-        return lambda n_rows: self._report(finished_rows + n_rows, self._total)
-
-    def finish_source(self, rows_read: int) -> None:
-        """Add the rows of a finished source."""
-        self._finished_rows += rows_read
+    def __call__(self, rows: int) -> None:
+        """Report the rows of all finished sources, and so many of the next one."""
+        count = self.finished_rows + rows
+        if self._progress is not None and count != self._reported:
+            self._reported = count
+            self._progress(count, self._total)
 
     def finish(self) -> None:
         """Report the total."""
-        self._report(self._finished_rows, self._finished_rows)
-
-    def _report(self, count: int, total: int | None) -> None:
-        if self._progress is not None and count != self._reported:
-            self._reported = count
-            self._progress(count, total)
+        self._total = self.finished_rows
+        self(0)
 
 
 def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
     unlimited = limited.unlimited
     parts = limited.stored.parts
     return DataReport(
-        files=unlimited.files,
+        files=tuple(part.file for part in parts),
         format=", ".join(dict.fromkeys(part.format for part in parts)),
         rows_read=unlimited.rows_read,
         rows_used=int(limited.used.sum()),
@@ -333,7 +325,6 @@ def _report(limited: LimitedSplit, findings: tuple[Finding, ...]) -> DataReport:
 
 
 def _fingerprint(splits: list[LimitedSplit], recipe: Recipe, encoder: Encoder, max_length: int | None) -> str:
-    """sha256 of the rows used, the settings that change their tokens, the chat template and the tokenizer."""
     template = encoder.template and encoder.template.source
     settings: list[Any] = [max_length, recipe.excess_length, recipe.train_on_inputs, template]
     if recipe.dataset.weights:

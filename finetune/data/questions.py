@@ -35,7 +35,9 @@ def questions_of(
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
         if example.tools or calls:
-            row |= {"tools": list(example.tools), "calls": calls, "answer_tokens": _answer_tokens(example, encoder, prompt_ids)}
+            messages = list(example.messages[: example.answers[-1] + 1])
+            answer_tokens = max(0, len(encoder.conversation_ids(messages, example.tools)) - len(prompt_ids))
+            row |= {"tools": list(example.tools), "calls": calls, "answer_tokens": answer_tokens}
         if example.pictures:
             row["pictures"] = [stored(picture) for picture in example.pictures]
         rows.append(row)
@@ -43,11 +45,4 @@ def questions_of(
 
 
 def _shown(message: dict[str, Any]) -> str:
-    """The text of a prompt; pictures are left out."""
     return " ".join(text_pieces(message)) if "pictures" in message else str(message["content"])
-
-
-def _answer_tokens(example: Example, encoder: Encoder, prompt_ids: list[int]) -> int:
-    """Tokens of a row's last answer."""
-    messages = list(example.messages[: example.answers[-1] + 1])
-    return max(0, len(encoder.conversation_ids(messages, example.tools)) - len(prompt_ids))

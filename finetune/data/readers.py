@@ -137,7 +137,12 @@ def _check_text(path: Path, name: str) -> None:
 
 def _json(path: Path, name: str) -> Iterator[Row | Refused]:
     """JSON Lines, an array of rows, one row, or {"data": [rows]}: detected by the content, not by the extension."""
-    return _json_lines(path, name) if _begins_with_lines(path) else _json_rows(path, name)
+    if _begins_with_lines(path):
+        with _open(path) as file:
+            for number, line in _lines(file, name):
+                yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
+    elif (content := _json_content(path, name)) is not None:
+        yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name), 1))
 
 
 def _begins_with_lines(path: Path) -> bool:
@@ -155,12 +160,6 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _json_lines(path: Path, name: str) -> Iterator[Row | Refused]:
-    with _open(path) as file:
-        for number, line in _lines(file, name):
-            yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
 
 
 def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
@@ -222,12 +221,6 @@ def _row_or_refused(value: Any, name: str, number: int) -> Row | Refused:
     return Refused(name, number, None, f"is {type_name}, not an object with named fields")
 
 
-def _json_rows(path: Path, name: str) -> Iterator[Row | Refused]:
-    content = _json_content(path, name)
-    if content is not None:
-        yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name), 1))
-
-
 def _json_content(path: Path, name: str) -> Any:
     with _open(path) as file:
         data = file.read(JSON_LIMIT + 1)
@@ -244,10 +237,8 @@ def _json_content(path: Path, name: str) -> Any:
     except _DuplicateKeyError as twice:
         raise DataError(f"{name}: an object has the key {twice} more than once", "Keep one of them.") from None
     except json.JSONDecodeError as error:
-        where = f"{name}: line {error.lineno}, column {error.colno}"
-        raise DataError(
-            f"{where}: is not JSON: {error.msg}", "Correct it, or write one row per line in a .jsonl file."
-        ) from None
+        problem = f"{name}: line {error.lineno}, column {error.colno}: is not JSON: {error.msg}"
+        raise DataError(problem, "Correct it, or write one row per line in a .jsonl file.") from None
     except RecursionError:
         raise DataError(f"{name}: is nested too deeply to be rows", "Write a list of flat objects.") from None
     except ValueError:
@@ -274,16 +265,16 @@ def _rows_in(content: Any, name: str) -> list[Any]:
     columns = list(content.values())
     if "input_ids" in content:
         raise DataError(f"{name}: {TOKENISED[0]}", TOKENISED[1])
-    if columns and all(isinstance(column, dict) or _is_plain_list(column) for column in columns):
+    are_columns = (
+        isinstance(column, dict) or (isinstance(column, list) and not any(isinstance(item, dict) for item in column))
+        for column in columns
+    )
+    if columns and all(are_columns):
         raise DataError(
             f"{name}: has columns ({', '.join(printable(key) for key in list(content)[:5])}), not rows",
             'Write rows, with pandas: df.to_json("data.jsonl", orient="records", lines=True)',
         )
     return [content]
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(item, dict) for item in value)
 
 
 def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
@@ -361,7 +352,13 @@ def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
     import pyarrow as pa
 
     with _data_errors(path, name, "Arrow"), pa.memory_map(str(path)) as file:
-        yield from _table_rows(_batches(file), path, name)
+        if file.read(6) == b"ARROW1":
+            table = pa.ipc.open_file(file)
+            batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
+        else:
+            file.seek(0)
+            batches = pa.ipc.open_stream(file)
+        yield from _table_rows((batch.validate(full=True) or batch for batch in batches), path, name)
 
 
 @contextlib.contextmanager
@@ -387,20 +384,6 @@ def _table_rows(batches: Iterable[Any], path: Path, name: str) -> Iterator[Row |
         for index in range(batch.num_rows):
             number += 1
             yield _table_row(batch.slice(index, 1), name, number)
-
-
-def _batches(file: Any) -> Iterator[Any]:
-    import pyarrow as pa
-
-    if file.read(6) == b"ARROW1":
-        table = pa.ipc.open_file(file)
-        batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
-    else:
-        file.seek(0)
-        batches = pa.ipc.open_stream(file)
-    for batch in batches:
-        batch.validate(full=True)
-        yield batch
 
 
 def _rows_at_once(metadata: Any, name: str) -> int:

@@ -95,15 +95,15 @@ class DataReport:
 
     def account(self) -> str:
         """How many rows were used, refused, dropped, held out and left out, with the reasons."""
-        parts = [f"{self.rows_used:,} used"]
-        if self.rows_refused:
-            parts.append(f"{len(self.rows_refused):,} refused ({_reasons(list(self.rows_refused))})")
-        if self.rows_dropped:
-            parts.append(f"{self.rows_dropped:,} dropped (longer than max_length)")
-        if self.rows_held_out:
-            parts.append(f"{self.rows_held_out:,} held out")
-        if self.rows_left_out:
-            parts.append(f"{self.rows_left_out:,} left out (dataset.weights)")
+        kinds = Counter(row.kind for row in self.rows_refused)
+        reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3)) + ", ..." * (len(kinds) > 3)
+        counts = {
+            f"refused ({reasons})": len(self.rows_refused),
+            "dropped (longer than max_length)": self.rows_dropped,
+            "held out": self.rows_held_out,
+            "left out (dataset.weights)": self.rows_left_out,
+        }
+        parts = [f"{self.rows_used:,} used", *(f"{count:,} {what}" for what, count in counts.items() if count)]
         extra = f"; {self.rows_repeated:,} times a row is used again (dataset.weights)" if self.rows_repeated else ""
         extra += f"; {self.rows_chunked:,} cut into chunks, {self.sequences:,} sequences in all" if self.rows_chunked else ""
         return f"{self.rows_read:,} rows read: {', '.join(parts)}{extra}"
@@ -146,19 +146,13 @@ def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10)
     return lines
 
 
-def format_locations(rows: list[tuple[str, int]], limit: int = 3) -> str:
-    """The first rows as `a.jsonl, row 2, 5, 9, ...`."""
+def format_locations(rows: list[tuple[str, int]]) -> str:
+    """The first three rows as `a.jsonl, row 2, 5, 9, ...`."""
     files: dict[str, list[str]] = {}
-    for file, row in rows[:limit]:
+    for file, row in rows[:3]:
         files.setdefault(file, []).append(str(row))
     listing = "; ".join(f"{file}, row {', '.join(numbers)}" for file, numbers in files.items())
-    return f"{listing}, ..." if len(rows) > limit else listing
-
-
-def _reasons(refused: list[Refused], limit: int = 3) -> str:
-    reasons = Counter(row.kind for row in refused)
-    kinds = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(limit))
-    return f"{kinds}, ..." if len(reasons) > limit else kinds
+    return f"{listing}, ..." if len(rows) > 3 else listing
 
 
 def printable(text: str, limit: int = 60) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.data.checks import BadRow, as_json_text
 from finetune.data.column_semantics import UnusedField, check_other_data, check_placeholders, without_columns
-from finetune.data.conversation import unread_fields
+from finetune.data.conversation import message_keys, unread_fields
 from finetune.data.example import Example
 from finetune.data.formats import FORMATS, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
 from finetune.data.pictures.placement import (
-    PICTURE_COLUMNS,
     picture_columns,
     place_pictures,
     rows_have_pictures,
@@ -39,7 +38,7 @@ class ParsedBatch:
     examples: list[Example]
     refused: list[Refused]
     unused: UnusedValues
-    picture_files: dict[str, FileStat] = field(default_factory=dict)
+    picture_files: dict[str, FileStat]
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class RowParser:
     columns: dict[str, str]
     ignored: tuple[str, ...]
     unused_columns: tuple[str, ...]
-    json_columns: tuple[str, ...] = field(default=())
-    unpairs: bool = False  # pairs are read as two labelled answers each
-    picture_columns: tuple[str, ...] = PICTURE_COLUMNS
-    has_pictures: bool = False
-    has_tags: bool = False
-    folder: str | None = None
-    image_folder: str | None = None
+    json_columns: tuple[str, ...]
+    unpairs: bool  # pairs are read as two labelled answers each
+    picture_columns: tuple[str, ...]
+    has_pictures: bool
+    has_tags: bool
+    folder: str | None
+    image_folder: str | None
     reads_pictures: bool = True
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
@@ -79,7 +78,11 @@ class RowParser:
                 example, references = self._parse_row(row, unused)
                 if references:
                     pictures[len(examples)] = references
-                examples += _labelled_answers(example) if self.unpairs else [example]
+                if self.unpairs:  # a good and a bad answer, as TRL reads pairs for KTO
+                    chosen, rejected = example.pair()
+                    examples += [replace(chosen, desirable=True), replace(rejected, desirable=False)]
+                else:
+                    examples.append(example)
             except UnusedField as error:
                 unused.add_field(error.name, row.number)
             except BadRow as error:
@@ -114,14 +117,9 @@ class RowParser:
         renamed, column = take_pictures(rename_columns(values, self.columns), self.picture_columns)
         row_format = "preference" if self.unpairs else self.format
         format_columns = FORMATS[row_format]
-        unread = {
-            name: value
-            for name, value in renamed.items()
-            if name not in format_columns.required and name not in format_columns.optional
-        }
-        for name in self.columns:  # a column with a field's name, where the recipe reads the field from another
-            if name in values and name not in self.columns.values():
-                unread[name] = values[name]
+        unread = {name: value for name, value in renamed.items() if name not in format_columns.columns}
+        # columns with a field's name, where the recipe reads the field from another
+        unread |= {name: values[name] for name in self.columns if name in values and name not in self.columns.values()}
         undecided = unused.add_meanings(unread, row.number)
         example = parse(renamed, row_format, self.columns, row.file, row.number)
         references: list[PictureReference] = []
@@ -131,11 +129,11 @@ class RowParser:
             )
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
-        for name in FORMATS[row_format].message_columns:
-            keys = self.columns.get("role", "role"), self.columns.get("content", "content")
+        keys = message_keys(self.columns)
+        for name in format_columns.message_columns:
             value = renamed.get(name)
             if not (isinstance(value, str) and name in _TEXT_COLUMNS):
-                unused.add_messages(unread_fields(value, *keys), row.number)
+                unused.add_messages(unread_fields(value, keys), row.number)
         return example, references
 
 
@@ -147,7 +145,7 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe,
     columns, ignored = dataset.columns, dataset.ignore_columns
     if dataset.format not in METHOD_FORMATS:
         check_other_data(rows, file, {*columns.values(), *ignored})
-    header = list(dict.fromkeys(name for values in rows for name in values))
+    header = {name for values in rows for name in values}
     rows = [without_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
         columns = {**columns, "label": "kto_tag"}
@@ -158,8 +156,8 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe,
         columns = usual_columns(rows)
     renamed_rows = [rename_columns(values, columns) for values in rows]
     format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
-    column_names = list(dict.fromkeys(column for values in renamed_rows for column in values))
-    left_out = [name for name in ignored if name in header]
+    column_names = (column for values in renamed_rows for column in values)
+    left_out = (name for name in ignored if name in header)
     columns_of_pictures = picture_columns(file)
     has_pictures = rows_have_pictures(renamed_rows, columns_of_pictures)
     return RowParser(
@@ -171,16 +169,9 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe,
     )  # fmt: skip
 
 
-def _labelled_answers(example: Example) -> list[Example]:
-    """The answers of a pair as a good and a bad one, as TRL reads pairs for KTO."""
-    chosen, rejected = example.pair()
-    return [replace(chosen, desirable=True), replace(rejected, desirable=False)]
-
-
 def _read_texts(row: dict[str, Any], format_name: str, example: Example) -> list[str]:
-    """The texts of a row that are read, each as the file has it."""
     if example.messages and format_name != "alpaca":
-        texts = example.texts_without_system()
+        texts = [message["content"] for message in example.messages if message["role"] not in ("system", "developer")]
     else:
         texts = [row[name] for name in (*FORMATS[format_name].required, "input") if isinstance(row.get(name), str)]
     return [text.strip() for text in texts if text.strip()]

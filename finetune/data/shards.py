@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,15 @@ import pyarrow as pa
 from finetune.data.checks import BadRow
 from finetune.data.column_semantics import MEDIA_TAGS
 from finetune.data.example import Example
-from finetune.data.pictures.columns import PICTURES, PictureSizes, picture_array, pictures_of, pictures_of_sequences, sizes_of
+from finetune.data.pictures.columns import (
+    LIST_OF_PICTURES,
+    PICTURES,
+    PictureSizes,
+    pictures_of,
+    pictures_of_sequences,
+    sizes_of,
+)
+from finetune.data.pictures.tensors import stored
 from finetune.data.report import Refused
 from finetune.data.tokens import Encoded
 from finetune.data.writing_scripts import SCRIPTS, script_of
@@ -36,7 +44,7 @@ _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 
 
-def prompt_digest(example: Example) -> int:
+def _prompt_digest(example: Example) -> int:
     """A digest of the example's prompt, pictures and tools, or of the plain text; the order of keys doesn't matter."""
     prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
     return _digest(_sorted_json(prompt).encode())
@@ -54,8 +62,8 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
     columns = {
         "row": pa.array([example.row for example in examples], pa.int64()),
         "content": pa.array(map(_content_digest, examples, contents), pa.binary(16)),
-        "asked": pa.array([prompt_digest(example) for example in examples], pa.uint64()),
-        "answer": pa.array([_answer(example) for example in examples], pa.uint64()),
+        "asked": pa.array(map(_prompt_digest, examples), pa.uint64()),
+        "answer": pa.array(map(_answer_digest, examples), pa.uint64()),
         "flags": pa.array(map(_flags, examples, sequences), pa.uint32()),
         "example": pa.array(contents, pa.large_binary()),
         "bad_field": pa.array([error and error.field for error in errors], pa.string()),
@@ -66,7 +74,7 @@ def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadR
         "first": pa.array([[sequence.first_trained for sequence in row] for row in sequences], pa.list_(pa.int32())),
     }
     if any(example.pictures for example in examples):
-        columns[PICTURES] = picture_array([example.pictures for example in examples])
+        columns[PICTURES] = pa.array([list(map(stored, example.pictures)) for example in examples], LIST_OF_PICTURES)
     return pa.table(columns)
 
 
@@ -76,26 +84,26 @@ def _content_digest(example: Example, encoded: bytes) -> bytes:
     return blake2b(encoded, digest_size=16).digest()
 
 
-def _answer(example: Example) -> int:
+def _answer_digest(example: Example) -> int:
     answer = example.reference()
     return 0 if answer is None else _digest(answer.strip().encode()) or 1
 
 
 def _flags(example: Example, sequences: list[Encoded]) -> int:
-    bits = (_BIT["conversation"] if example.messages else 0) | (_BIT["pair"] if example.prompt is not None else 0)
-    bits |= _BIT["system"] if example.messages and example.messages[0]["role"] in ("system", "developer") else 0
-    if script := script_of(example.reference() or example.text or ""):
-        bits |= _BIT[script]
-    if example.desirable is not None:
-        bits |= _BIT["labelled"] | (0 if example.desirable else _BIT["undesirable"])
-    for sequence in sequences:
-        for note in sequence.notes:
-            bits |= _BIT[note]
-    for text in example.texts():
-        bits |= _BIT["placeholder"] if "{{" in text and _PLACEHOLDER.search(text) else 0
-        bits |= _BIT["media"] if any(tag in text for tag in MEDIA_TAGS) else 0
-        bits |= _BIT["replaced"] if "\ufffd" in text else 0
-    return bits
+    texts = example.texts()
+    applies = {
+        "conversation": example.messages,
+        "pair": example.prompt is not None,
+        "system": example.messages and example.messages[0]["role"] in ("system", "developer"),
+        script_of(example.reference() or example.text or ""): True,
+        "labelled": example.desirable is not None,
+        "undesirable": example.desirable is False,
+        "placeholder": any("{{" in text and _PLACEHOLDER.search(text) for text in texts),
+        "media": any(tag in text for text in texts for tag in MEDIA_TAGS),
+        "replaced": any("\ufffd" in text for text in texts),
+    }
+    names = {name for name, is_set in applies.items() if name and is_set}.union(*(sequence.notes for sequence in sequences))
+    return sum(_BIT[name] for name in names)
 
 
 def _nested(rows: list[list[np.ndarray]]) -> pa.ListArray:
@@ -135,10 +143,10 @@ class StoredRows:
         self.prompt_digests = self._column("asked", np.uint64)
         self.answer_digests = self._column("answer", np.uint64)
         self.flags = self._column("flags", np.uint32)
-        self.sequence_counts = self._concat([_list_lengths(table["input_ids"]) for table in self.tables], np.int64)
+        self.sequence_counts = self._concat([_lengths(_single_array(table["input_ids"])) for table in self.tables], np.int64)
         self.lengths = self._concat([_lengths(_flatten(table["input_ids"])) for table in self.tables], np.int32)
-        self.trained_counts = self._concat([_to_numpy(_flatten(table["trained"]), np.int32) for table in self.tables], np.int32)
-        self.first_trained = self._concat([_to_numpy(_flatten(table["first"]), np.int32) for table in self.tables], np.int32)
+        self.trained_counts = self._column("trained", np.int32, _flatten)
+        self.first_trained = self._column("first", np.int32, _flatten)
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -146,7 +154,13 @@ class StoredRows:
     @cached_property
     def content_digests(self) -> np.ndarray:
         """The 16 bytes of each row's digest."""
-        return self._byte_matrix("content", 16)
+        chunks = [
+            np.frombuffer(chunk.buffers()[1], np.uint8)[16 * chunk.offset : 16 * (chunk.offset + len(chunk))]
+            for table in self.tables
+            for chunk in table["content"].chunks
+            if len(chunk)
+        ]
+        return self._concat(chunks, np.uint8).reshape(-1, 16)
 
     @cached_property
     def picture_sizes(self) -> PictureSizes:
@@ -211,25 +225,28 @@ class StoredRows:
         """Whether each row has the flag."""
         return (self.flags & np.uint32(_BIT[flag])) != 0
 
+    def mask(self, value: bool = False) -> np.ndarray:
+        """A mask of all rows, or of none."""
+        return np.full(len(self), value)
+
     def row_location(self, index: int) -> tuple[str, int]:
         """File and row number in the file."""
         return self._files[self._table_index(index)], int(self.row_numbers[index])
 
     def example(self, index: int) -> Example:
         """The source row."""
-        table_index = self._table_index(index)
-        values = json.loads(self.tables[table_index]["example"][int(index - self.starts[table_index])].as_py())
+        table, row = self._table_and_row(index)
+        values = json.loads(table["example"][row].as_py())
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
         if values.pop(PICTURES, None):
-            lists[PICTURES] = pictures_of(self.tables[table_index], int(index - self.starts[table_index]))
-        return Example(file=self._files[table_index], row=int(self.row_numbers[index]), **lists, **values)
+            lists[PICTURES] = pictures_of(table, row)
+        file, number = self.row_location(index)
+        return Example(file, number, **lists, **values)
 
     def refusal(self, index: int) -> Refused:
         """Why a row without sequences can't be trained on."""
-        table_index = self._table_index(index)
-        row = int(index - self.starts[table_index])
-        name, reason = (self.tables[table_index][column][row].as_py() for column in ("bad_field", "bad_reason"))
-        return Refused(*self.row_location(index), name, reason)
+        table, row = self._table_and_row(index)
+        return Refused(*self.row_location(index), table["bad_field"][row].as_py(), table["bad_reason"][row].as_py())
 
     def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
         """Each shard's sequences (input_ids, labels; of labelled rows `desirable`), its part of `sequence_mask`, and their
@@ -242,46 +259,38 @@ class StoredRows:
             if self.are_labelled:
                 columns["desirable"] = pa.array(desirable[start:end])
             if self.have_pictures:
-                columns[PICTURES] = pictures_of_sequences(table, _list_lengths(table["input_ids"]))
+                columns[PICTURES] = pictures_of_sequences(table, _lengths(_single_array(table["input_ids"])))
             yield pa.table(columns), sequence_mask[start:end], slice(start, end)
 
     def _table_index(self, index: int) -> int:
         return int(np.searchsorted(self.starts, index, side="right")) - 1
 
-    def _byte_matrix(self, name: str, width: int) -> np.ndarray:
-        chunks = [
-            np.frombuffer(chunk.buffers()[1], np.uint8)[width * chunk.offset : width * (chunk.offset + len(chunk))]
-            for table in self.tables
-            for chunk in table[name].chunks
-            if len(chunk)
-        ]
-        return self._concat(chunks, np.uint8).reshape(-1, width)
+    def _table_and_row(self, index: int) -> tuple[pa.Table, int]:
+        table_index = self._table_index(index)
+        return self.tables[table_index], int(index - self.starts[table_index])
 
-    def _column(self, name: str, kind: Any) -> np.ndarray:
-        return self._concat([_to_numpy(_single_array(table[name]), kind) for table in self.tables], kind)
+    def _column(self, name: str, kind: Any, array_of: Callable[[Any], Any] | None = None) -> np.ndarray:
+        return self._concat([_to_numpy((array_of or _single_array)(table[name]), kind) for table in self.tables], kind)
 
     @staticmethod
     def _concat(arrays: list[np.ndarray], kind: Any) -> np.ndarray:
         return np.concatenate([np.array([], dtype=kind), *arrays]).astype(kind, copy=False)
 
 
-class StoredExamples(Sequence[Example]):
-    """Some rows of `StoredRows`, each decoded when it is indexed."""
+class StoredExamples:
+    """Some rows of `StoredRows`, each decoded when it is read."""
 
-    def __init__(self, stored: StoredRows, index: np.ndarray) -> None:
-        self._stored, self._index = stored, index
+    def __init__(self, stored: StoredRows, rows: np.ndarray) -> None:
+        self._stored, self._rows = stored, rows
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._rows)
 
-    @overload
-    def __getitem__(self, position: int) -> Example: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[Example]: ...
-    def __getitem__(self, position: int | slice) -> Example | list[Example]:
-        if isinstance(position, slice):
-            return [self._stored.example(int(index)) for index in self._index[position]]
-        return self._stored.example(int(self._index[position]))
+    def __iter__(self) -> Iterator[Example]:
+        return map(self._stored.example, self._rows)
+
+    def __getitem__(self, position: int) -> Example:
+        return self._stored.example(self._rows[position])
 
 
 def _single_array(column: pa.ChunkedArray) -> Any:
@@ -297,10 +306,6 @@ def _to_numpy(array: Any, kind: Any) -> np.ndarray:
     """The numbers of an array without nulls, not copied; its own `to_numpy` imports pandas, which takes half a second."""
     size = np.dtype(kind).itemsize
     return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * size) if len(array) else np.array([], kind)
-
-
-def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    return _lengths(_single_array(column))
 
 
 def _lengths(lists: Any) -> np.ndarray:

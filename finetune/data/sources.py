@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.data_files import FOLDER_TYPES, DataFiles
+from finetune.data.data_files import FOLDER_TYPES, DataFiles, expanded
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
@@ -64,8 +64,7 @@ def find_sources(
     path_list = [paths] if isinstance(paths, str) else paths
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
         try:
-            arrow_files = _saved_arrow_files(path, split if only_split else None)
-            if arrow_files:
+            if arrow_files := _saved_arrow_files(path, split if only_split else None):
                 sources += [Source(printable(str(file), 200), file, weight=weight) for file in arrow_files]
                 continue
             names, are_split = _expand_path(path, split if only_split else None, bundled)
@@ -102,14 +101,11 @@ def split_files(paths: str | list[str]) -> list[DataFiles]:
 def _data_files(path_text: str) -> DataFiles | None:
     """The files of a folder or pattern; None for a bundled dataset, a folder of `save_to_disk`, and anything else."""
     files = None if _bundled(path_text) else DataFiles.of(path_text)
-    return None if files is None or _is_saved(Path(os.path.expanduser(path_text))) else files  # noqa: PTH111
+    return None if files is None or _is_saved(expanded(path_text)) else files
 
 
 def _expand_path(path_text: str, split: str | None, rows: str) -> tuple[list[str], bool]:
-    """The data files of a folder or pattern, or the path itself; and whether they are chosen by the split in their names.
-
-    `split`: the one that the recipe names; `rows` (train, eval): for what they are read.
-    """
+    """The data files of a folder or pattern, or the path itself; and whether `split`, which the recipe names, chose them."""
     files = _data_files(path_text)
     if files is None or not files.splits:
         return [path_text], False
@@ -119,7 +115,6 @@ def _expand_path(path_text: str, split: str | None, rows: str) -> tuple[list[str
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of datasets wrote this folder."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
@@ -128,7 +123,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
 
     `split`: the split to use if the folder has several; None if the recipe names none. Raises DataError.
     """
-    folder = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
+    folder = expanded(path_text)
     try:
         if not folder.is_dir() or not _is_saved(folder):
             return []
@@ -168,29 +163,33 @@ def _json_list(path: Path, key: str) -> list[Any]:
 
 def is_local(text: str) -> bool:
     """Whether a recipe's path exists on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
-    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    path = expanded(text)
     return path.exists() or bool(_bundled(text)) or bool((files := _data_files(text)) and files.splits)
 
 
 def _local_source(path_text: str, bundled: str) -> Source | None:
     """The local or bundled source, None for a hub id. Raises DataError."""
     name = printable(path_text, 200)
-    path = Path(os.path.expanduser(path_text))  # noqa: PTH111 - of an unknown user it stays as it is
+    path = expanded(path_text)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         mode = None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{name}: can't be opened: {reason}", "Check the path given as dataset.path.") from None
+        problem = f"{name}: can't be opened: {getattr(error, 'strerror', None) or error}"
+        raise DataError(problem, "Check the path given as dataset.path.") from None
     if mode is not None and stat.S_ISREG(mode):
         return _file_source(path, name)
     if files := _bundled(path_text):
         return Source(path_text, files[bundled])
     if mode is not None and stat.S_ISDIR(mode):
+        try:
+            content = f"it has {', '.join(map(printable, sorted(entry.name for entry in path.iterdir())[:8])) or 'nothing'}"
+        except OSError as error:
+            content = f"(the directory can't be listed: {error.strerror})"
         raise DataError(
             f"{name}: is a directory without data files",
-            f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {_folder_content(path)}",
+            f"Name the file(s), or a folder with {', '.join(FOLDER_TYPES)}: {content}",
         )
     if mode is not None:
         raise DataError(f"{name}: is not a regular file", f"Supported files end in {', '.join(READERS)}.")
@@ -212,16 +211,14 @@ def require_path_or_id(path_text: str) -> None:
 
 
 def _file_source(path: Path, name: str) -> Source:
-    is_compressed_table = file_type(path) in TABLES and path.suffix.lower() in COMPRESSED
-    if file_type(path) not in READERS or is_compressed_table:
+    if path.suffix.lower() == ".zip":
+        raise DataError(
+            f"{name}: is a zip file, which is not read",
+            f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(path.stem)}  and use  "
+            + shlex.quote(f"dataset.path={path.stem}"),
+        )
+    if file_type(path) not in READERS or (file_type(path) in TABLES and path.suffix.lower() in COMPRESSED):
         problem = f"ends in {printable(path.suffix)}" if path.suffix else "has no extension"
-        if path.suffix.lower() == ".zip":
-            folder = path.stem
-            raise DataError(
-                f"{name}: is a zip file, which is not read",
-                f"Unpack it:  unzip {shlex.quote(name)} -d {shlex.quote(folder)}  and use  "
-                + shlex.quote(f"dataset.path={folder}"),
-            )
         raise DataError(
             f"{name}: {problem}, which is not supported",
             f"Supported extensions: {', '.join(READERS)}, and .gz or .zst after one of them.",
@@ -240,12 +237,10 @@ def _bundled(text: str) -> dict[str, Path] | None:
 
 
 def _looks_local(path: Path, path_text: str) -> bool:
-    """Whether a missing path was meant as a file: by its extension, its prefix, or an existing folder."""
-    has_data_suffix = path.suffix.lower() in (*READERS, *_UNSUPPORTED_SUFFIXES) or bool(set("*?[") & set(path_text))
     return (
-        has_data_suffix
+        path.suffix.lower() in (*READERS, *_UNSUPPORTED_SUFFIXES)
+        or any(character in path_text for character in "*?[\\")
         or path_text.startswith((".", "/", "~"))
-        or "\\" in path_text
         or path_text.count("/") > 1
         or ("/" in path_text and path.parent.is_dir())
     )
@@ -261,11 +256,3 @@ def _path_hint(path: Path) -> str:
         return f"Did you mean {', '.join(printable(str(folder / name), 200) for name in similar)}?"
     label = "this folder" if str(folder) == "." else printable(str(folder), 200)
     return f"In {label} there is {', '.join(map(printable, siblings[:8])) or 'no data file'}."
-
-
-def _folder_content(folder: Path) -> str:
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        return f"(the directory can't be listed: {error.strerror})"
-    return f"it has {', '.join(map(printable, names[:8])) or 'nothing'}"

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 
-from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES
+from finetune.data.pictures.columns import LIST_OF_PICTURES, PICTURES, PictureSizes
 from finetune.data.report import Refused
 from finetune.data.shards import StoredExamples, StoredRows
 from finetune.data.tokens import NOT_TRAINED
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Dataset
 
-    from finetune.data.pictures.columns import PictureSizes
     from finetune.data.pictures.processing import PictureProcessor
 
 #: Sequences that differ from the stored ones are kept in memory up to this size, and in temporary files above it.
@@ -41,11 +40,6 @@ class DataSplit:
     split_off: bool = False  # taken from the training files by test_split_size
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """The names of its sources."""
-        return tuple(part.file for part in self.stored.parts)
-
-    @property
     def unused_columns(self) -> tuple[str, ...]:
         """Columns, and fields of messages, that aren't read."""
         return () if self.split_off else tuple({name: None for part in self.stored.parts for name in part.unused_columns})
@@ -54,11 +48,6 @@ class DataSplit:
     def rows_read(self) -> int:
         """Rows read for this split."""
         return int(self.row_mask.sum()) if self.split_off else sum(part.rows_read for part in self.stored.parts)
-
-    @property
-    def unreadable(self) -> list[Refused]:
-        """Rows that can't be read."""
-        return [] if self.split_off else [row for part in self.stored.parts for row in part.refused]
 
 
 class LimitedSplit:
@@ -75,7 +64,7 @@ class LimitedSplit:
         stored = self.stored = unlimited.stored
         without_sequences = unlimited.row_mask & (stored.sequence_counts == 0)
         over_limit = unlimited.row_mask & (stored.longest > self._limit)
-        no_rows = np.zeros(len(stored), dtype=bool)
+        no_rows = stored.mask()
         answer_cut = over_limit & self._answer_after_limit() if excess_length == "truncate" and over_limit.any() else no_rows
         is_text = ~(stored.has("conversation") | stored.has("pair"))
         self._same_answers = self._cut_to_the_same(over_limit) if excess_length == "truncate" and stored.are_pairs else no_rows
@@ -87,9 +76,9 @@ class LimitedSplit:
         self.passes = _passes(stored, usable, seed) if weighted else [usable]
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
-        refused = [stored.refusal(index) for index in np.flatnonzero(without_sequences).tolist()]
-        refused += [self._cut_refusal(index) for index in np.flatnonzero(answer_cut).tolist()]
-        self.refused = [*unlimited.unreadable, *refused]
+        self.refused = [] if unlimited.split_off else [row for part in stored.parts for row in part.refused]
+        self.refused += map(stored.refusal, np.flatnonzero(without_sequences).tolist())
+        self.refused += map(self._cut_refusal, np.flatnonzero(answer_cut).tolist())
         excess_lengths = stored.lengths[np.repeat(self.too_long, stored.sequence_counts)].astype(np.int64)
         self.tokens_dropped = int(np.maximum(excess_lengths - (self._limit if excess_length == "truncate" else 0), 0).sum())
         self.sequences = [np.repeat(rows, stored.sequence_counts) for rows in self.passes]
@@ -110,12 +99,12 @@ class LimitedSplit:
 
     def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
         """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
-        values = processor.values_by_row(self._picture_sizes, len(self.stored.row_numbers))
+        values = processor.values_by_row(self._picture_sizes, len(self.stored))
         return self._pictures_of(int(values.argmax()), processor) if len(values) else ()
 
     def usual_pictures(self, processor: PictureProcessor) -> tuple[tuple[tuple[int, int], ...], float]:
         """The same of the row nearest to the mean of those with pictures, and the mean of all rows in pixel values of it."""
-        values = processor.values_by_row(self._picture_sizes, len(self.stored.row_numbers))
+        values = processor.values_by_row(self._picture_sizes, len(self.stored))
         with_pictures = np.flatnonzero(values)
         if not len(with_pictures):
             return (), 1.0
@@ -124,7 +113,7 @@ class LimitedSplit:
         return self._pictures_of(int(row), processor), round(float(share), 4)
 
     def _pictures_of(self, row: int, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
-        sizes = self._picture_sizes.of_rows(np.arange(len(self.stored.row_numbers)) == row)
+        sizes = self._picture_sizes.of_rows(np.arange(len(self.stored)) == row)
         pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
         return tuple(processor.size(width, height) for width, height in pairs)
 
@@ -182,15 +171,14 @@ class LimitedSplit:
         """The source rows used."""
         return StoredExamples(self.stored, np.flatnonzero(self.used))
 
-    def longest(self, count: int) -> list[tuple[tuple[str, int], int]]:
-        """File and row number, and tokens, of the longest rows over max_length."""
+    def longest(self) -> list[tuple[tuple[str, int], int]]:
+        """File and row number, and tokens, of the five longest rows over max_length."""
         rows = np.flatnonzero(self.too_long)
-        ordered = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:count]
+        ordered = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:5]
         return [(self.stored.row_location(index), int(self.stored.longest[index])) for index in ordered]
 
     def dataset(self, fingerprint: str) -> Dataset:
         """The sequences as a dataset. Shards of which every row is used stay mapped from their files."""
-        import pyarrow as pa
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
@@ -204,8 +192,6 @@ class LimitedSplit:
 
     @property
     def _schema(self) -> pa.Schema:
-        import pyarrow as pa
-
         columns = [(name, pa.list_(pa.int32())) for name in ("input_ids", "labels")]
         columns += [("desirable", pa.bool_())] if self.stored.are_labelled else []
         columns += [(PICTURES, LIST_OF_PICTURES)] if self.stored.have_pictures else []
@@ -232,16 +218,13 @@ class LimitedSplit:
         yield from pending
 
     def _answer_after_limit(self) -> np.ndarray:
-        """Whether a sequence of each row would have no trained token after truncation."""
         rows = np.flatnonzero(self.stored.sequence_counts)
-        mask = np.zeros(len(self.stored), dtype=bool)
+        mask = self.stored.mask()
         starts_after = (self.stored.first_trained >= self._limit).astype(np.int64)
         mask[rows] = np.add.reduceat(starts_after, self.stored.sequence_starts[rows]) > 0
         return mask
 
     def _cut_to_the_same(self, over_limit: np.ndarray) -> np.ndarray:
-        """Pairs whose two answers have the same tokens after truncation."""
-        mask = np.zeros(len(self.stored), dtype=bool)
         rows = np.flatnonzero(over_limit & (self.stored.sequence_counts == 2))
         starts = self.stored.sequence_starts[rows]
         wanted = np.zeros(len(self.stored.lengths), dtype=bool)
@@ -251,6 +234,7 @@ class LimitedSplit:
             for table, part, _ in self.stored.sequences_in(wanted)
             for ids in table["input_ids"].filter(part)
         ]
+        mask = self.stored.mask()
         mask[rows] = [chosen == rejected for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=True)]
         return mask
 
@@ -266,9 +250,6 @@ class LimitedSplit:
 
 
 def _as_pairs(sequences: pa.Table) -> pa.Table:
-    """Two sequences of each row as one row."""
-    import pyarrow as pa
-
     chosen, rejected = (sequences.take(pa.array(range(first, sequences.num_rows, 2), pa.int64())) for first in (0, 1))
     names = [*sequences.column_names, *(f"rejected_{name}" for name in sequences.column_names)]
     return pa.table([*chosen.columns, *rejected.columns], names=names)
@@ -296,8 +277,6 @@ def _chunk_lengths(lengths: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
-    import pyarrow as pa
-
     ends = np.cumsum(lengths)
     offsets = pa.array(np.append(0, ends), pa.int32())
     values = {name: table[name].combine_chunks().flatten() for name in table.column_names}
@@ -308,7 +287,6 @@ def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
 
 
 def _truncate(table: pa.Table, limit: int) -> pa.Table:
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     cut = {name: pc.list_slice(table[name], 0, limit, return_fixed_size_list=False) for name in ("input_ids", "labels")}
@@ -316,8 +294,6 @@ def _truncate(table: pa.Table, limit: int) -> pa.Table:
 
 
 def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:
-    import pyarrow as pa
-
     with tempfile.NamedTemporaryFile(suffix=".arrow", delete=False) as file, pa.ipc.new_file(file, tables[0].schema) as writer:
         for table in tables:
             writer.write_table(table)

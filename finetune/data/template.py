@@ -34,7 +34,7 @@ _MAX_PRODUCT = 1_000_000
 _MAX_LENGTH = 1_000_000
 _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
 #: Llama's templates write today's date unless they get one; this is their own default.
-_FIXED_VALUES = {"date_string": "26 Jul 2024"}
+_DATE = "26 Jul 2024"
 
 #: What a template's own code may raise beside Jinja's errors.
 _CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -76,9 +76,10 @@ class Template:
         self.source = _template_source(tokenizer)
         self.has_markers = bool(_MARKER.search(self.source))
         self.writes_today = "strftime_now" in self.source and "date_string" not in self.source
-        self.fixed = {name: value for name, value in _FIXED_VALUES.items() if name in self.source}
         self._reasoning = next((name for name in REASONING if re.search(rf"[.\['\"]{name}\b", self.source)), REASONING[0])
-        self._values: dict[str, Any] = {**tokenizer.special_tokens_map, **self.fixed}
+        self._values: dict[str, Any] = {**tokenizer.special_tokens_map}
+        if "date_string" in self.source:
+            self._values["date_string"] = _DATE
         self._call_options: _CallForm | None = None
         eos_ids = {tokenizer.eos_token_id} - {None}
         ids_inside, ids_at_end = self._ids_after_answer(continues=True), self._ids_after_answer(continues=False)
@@ -88,16 +89,19 @@ class Template:
         """The messages as text, with the generation prompt if `prompt`. Raises BadRow with the template's error."""
         return self._render(messages, tools, prompt, tracked=False)[0]
 
-    def sequences(self, example: Example) -> list[Rendered]:
+    def sequences(self, example: Example, *, whole: bool = False) -> list[Rendered]:
         """Training texts of one conversation, with every answer in exactly one of them. Raises BadRow.
 
-        One text if the template writes each answer the same whether or not the conversation continues. Otherwise another text
-        for each answer that changes (for instance in templates that drop the thinking of earlier turns), so that each answer
-        is trained after exactly the text that prompts it.
+        `whole`: one text, all of it trained on. Else one text if the template writes each answer the same whether or not the
+        conversation continues. Otherwise another text for each answer that changes (for instance in templates that drop the
+        thinking of earlier turns), so that each answer is trained after exactly the text that prompts it.
         """
         messages = list(example.messages)
         assistant_turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        if self.has_markers and example.answers == assistant_turns:
+        if whole:
+            text = self.render(messages, example.tools)
+            rendered = [Rendered(text, [(0, len(text))])]
+        elif self.has_markers and example.answers == assistant_turns:
             text, spans = self._render(messages, example.tools, False, tracked=True)
             if not any(text[start:end].strip() for start, end in spans):
                 raise BadRow("messages", "the chat template's {% generation %} marks no answer in this conversation")
@@ -106,15 +110,6 @@ class Template:
             rendered = self._sequences_by_prefix(messages, example)
         _check_content(messages, example.answers, rendered)
         _check_calls(messages, example.answers, rendered)
-        return rendered
-
-    def full_sequence(self, example: Example) -> Rendered:
-        """One conversation as one text, all of it trained on. Raises BadRow."""
-        messages = list(example.messages)
-        text = self.render(messages, example.tools)
-        rendered = Rendered(text, [(0, len(text))])
-        _check_content(messages, example.answers, [rendered])
-        _check_calls(messages, example.answers, [rendered])
         return rendered
 
     def _sequences_by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
@@ -170,8 +165,7 @@ class Template:
 
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-        messages = [_with_reasoning_key(message, self._reasoning) for message in messages]
-        messages = with_parts(messages)
+        messages = with_parts([_with_reasoning_key(message, self._reasoning) for message in messages])
         if any(message.get("tool_calls") for message in messages):
             messages = _with_call_form(messages, self._call_form())
         try:
@@ -354,7 +348,6 @@ def _check_calls(messages: list[Message], answers: tuple[int, ...], sequences: l
 
 
 def _with_reasoning_key(message: Message, reasoning: str) -> Message:
-    """The message with its reasoning under the key that the template reads."""
     if "reasoning_content" not in message or reasoning == "reasoning_content":
         return message
     return {reasoning if name == "reasoning_content" else name: value for name, value in message.items()}

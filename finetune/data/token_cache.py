@@ -13,9 +13,9 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,10 +25,10 @@ import pyarrow as pa
 
 from finetune.checksum import with_checksum
 from finetune.data.examples import SourceReader
-from finetune.data.pictures.reader import FileStat, file_stat
+from finetune.data.pictures.reader import file_stat
 from finetune.data.readers import file_type
 from finetune.data.report import Refused
-from finetune.data.row_parser import RowParser
+from finetune.data.row_parser import ParsedBatch, RowParser
 from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
@@ -115,7 +115,7 @@ def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progre
     part = SourcePart(parser.file, parser.format, parser.columns)
     for parsed in reader.parsed():
         part.refused += parsed.refused
-        if not reader.stops_run:
+        if not reader.unused.stops_run:
             part.tables.append(table_of(parsed.examples, _encode(encoder, parsed.examples, part.rows_read, progress)))
         part.rows_read = reader.rows_read
         progress(part.rows_read)
@@ -124,31 +124,31 @@ def _tokenise_in_memory(reader: SourceReader, encoder: Encoder, progress: Progre
 
 
 def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progress: Progress) -> SourcePart:
-    """Tokenise the missing batches of an entry."""
     with entry.writing(lambda: progress(0)):
         part = entry.read(reader.parser.file)
         if part is not None:
             return part
         workers, shard_count, rows_done = None, 0, 0
         task = partial(_tokenise_batch, entry, reader.parser, encoder)
+
+        def add(results: Iterable[tuple[int, UnusedValues]]) -> None:
+            nonlocal rows_done
+            for count, unused in results:
+                rows_done += count
+                reader.unused.values.merge(unused)
+                progress(rows_done)
+
         try:
             for index, batch in enumerate(reader.batches()):
-                shard_count, results = index + 1, []
+                shard_count = index + 1
                 if (shard := entry.shard(index, reader.parser.file)) is not None:
-                    results = [(len(batch), shard.unused)]
+                    add([(len(batch), shard.unused)])
                 elif index == 0:  # here, so that a template's error comes before the forks
-                    results = [task(index, batch, True, progress)]
+                    add([task(index, batch, True, progress)])
                 else:
                     workers = workers or Workers(task)
-                    results = list(workers.submit(index, batch, not reader.stops_run))
-                rows_done += sum(count for count, _ in results)
-                for _, unused in results:
-                    reader.add_unused(unused)
-                progress(rows_done)
-            for count, unused in workers.remaining_results() if workers else ():
-                rows_done += count
-                reader.add_unused(unused)
-                progress(rows_done)
+                    add(workers.submit(index, batch, not reader.unused.stops_run))
+            add(workers.remaining_results() if workers else ())
         finally:
             if workers:
                 workers.close()
@@ -169,7 +169,7 @@ def _tokenise_batch(
     unused.values.merge(parsed.unused)
     if write and not unused.stops_run:
         table = table_of(parsed.examples, _encode(encoder, parsed.examples, 0, progress))
-        entry.write(index, Shard(table, parsed.refused, parsed.unused, parsed.picture_files))
+        entry.write(index, table, parsed)
     return len(batch), parsed.unused
 
 
@@ -183,12 +183,11 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
 
 @dataclass(frozen=True)
 class Shard:
-    """One batch: its rows as tokens, those that can't be read, what they have that isn't read, and files of pictures."""
+    """One batch: its rows as tokens, those that can't be read, and what they have that isn't read."""
 
     table: pa.Table
     refused: list[Refused]
     unused: UnusedValues
-    picture_files: dict[str, FileStat] = field(default_factory=dict)
 
 
 class CacheEntry:
@@ -215,7 +214,8 @@ class CacheEntry:
 
     def shard(self, index: int, name: str) -> Shard | None:
         """One batch, memory-mapped; None if it is missing or damaged, or a picture was changed, added or moved."""
-        path, values = self._path(index), read_object(self._path(index).with_suffix(".json"))
+        path = self._path(index)
+        values = read_object(path.with_suffix(".json"))
         try:
             if values is None or values["crc32"] != _crc32(path) or not self._has_same_pictures(values.get("pictures")):
                 return None
@@ -229,27 +229,25 @@ class CacheEntry:
     def _has_same_pictures(self, pictures: dict[str, Any] | None) -> bool:
         if pictures is None:
             return True
-        files = ((Path(name), stat) for name, stat in pictures["files"].items())
         return pictures["folder"] == self._data_folder and all(
-            file_stat(path) == (None if stat is None else tuple(stat)) for path, stat in files
+            file_stat(Path(name)) == (stat and tuple(stat)) for name, stat in pictures["files"].items()
         )
 
-    def write(self, index: int, shard: Shard) -> None:
+    def write(self, index: int, table: pa.Table, parsed: ParsedBatch) -> None:
         """Write one batch. Raises DiskFull."""
         path = self._path(index)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, shard.table.schema) as writer:
-                writer.write_table(shard.table)
-            crc32 = _crc32(temporary)
-            replace(temporary, path)
-            refused_rows = [(row.row, row.field, row.reason) for row in shard.refused]
-            values = {"crc32": crc32, "refused": refused_rows, "unused": to_json(shard.unused)}
-            if shard.picture_files:
-                values["pictures"] = {"folder": self._data_folder, "files": shard.picture_files}
-            _write_sealed(path.with_suffix(".json"), values)
-        except OSError as error:
-            raise _disk_full(self.folder, error) from None
+            with self._disk_errors():
+                with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table)
+                crc32 = _crc32(temporary)
+                replace(temporary, path)
+                refused_rows = [(row.row, row.field, row.reason) for row in parsed.refused]
+                values = {"crc32": crc32, "refused": refused_rows, "unused": to_json(parsed.unused)}
+                if parsed.picture_files:
+                    values["pictures"] = {"folder": self._data_folder, "files": parsed.picture_files}
+                write_text(path.with_suffix(".json"), with_checksum(json.dumps(values)))
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -258,20 +256,16 @@ class CacheEntry:
         values = {
             "shards": shard_count, "read": reader.rows_read, **asdict(reader.parser), "unused_columns": reader.unused_columns,
         }  # fmt: skip
-        try:
-            _write_sealed(self.folder / "source.json", values)
-        except OSError as error:
-            raise _disk_full(self.folder, error) from None
+        with self._disk_errors():
+            write_text(self.folder / "source.json", with_checksum(json.dumps(values)))
 
     @contextlib.contextmanager
     def writing(self, on_wait: Callable[[], None]) -> Iterator[None]:
         """Context with the entry's lock, to write batches; waits for another process that has it. Raises DiskFull."""
-        try:
+        with self._disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             while (lock := take_lock(self.folder / "lock", 0.5)) is None:
                 on_wait()
-        except OSError as error:
-            raise _disk_full(self.folder, error) from None
         for leftover in self.folder.glob(".*.arrow.*"):
             leftover.unlink(missing_ok=True)
         try:
@@ -286,16 +280,16 @@ class CacheEntry:
     def _path(self, index: int) -> Path:
         return self.folder / f"{index:05d}.arrow"
 
-
-def _disk_full(folder: Path, error: OSError) -> DiskFull:
-    return DiskFull(
-        f"{folder}: tokenised rows can't be written: {error.strerror or error}",
-        "Free some space (`finetune cache clear` deletes older rows), or set FINETUNE_CACHE to a folder on another disk.",
-    )
-
-
-def _write_sealed(path: Path, values: dict[str, Any]) -> None:
-    write_text(path, with_checksum(json.dumps(values)))
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskFull(
+                f"{self.folder}: tokenised rows can't be written: {error.strerror or error}",
+                "Free some space (`finetune cache clear` deletes older rows), "
+                "or set FINETUNE_CACHE to a folder on another disk.",
+            ) from None
 
 
 def _crc32(path: Path) -> int:
@@ -323,7 +317,6 @@ def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: in
 
 @cache
 def _code_digest() -> str:
-    """Digest of the code and libraries that compute the tokens."""
     digest = hashlib.sha256(json.dumps([(name, version(name)) for name in _LIBRARIES]).encode())
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

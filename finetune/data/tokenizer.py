@@ -49,8 +49,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """
     name = recipe.model_name_or_path
     path_or_id = _path_or_hub_id(name)
-    if isinstance(path_or_id, Path):
-        _check_folder(path_or_id, name)
+    if isinstance(path_or_id, Path) and not any((path_or_id / file).is_file() for file in _TOKENIZER_FILES):
+        content = ", ".join(sorted(printable(entry.name) for entry in path_or_id.iterdir())[:8]) or "nothing"
+        reason = f"has no tokenizer (no tokenizer.json; it has {content})"
+        raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
     tokenizer = run_tokenizer(path_or_id, recipe)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(f"{name}: its tokenizer has no vocabulary (only {len(tokenizer)} special token(s))", _SAVE_HINT)
@@ -66,7 +68,7 @@ class ModelPictures:
     """Loads the processor of a recipe's model, or one that a run has saved in `folder`."""
 
     def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
-        self._recipe, self._folder = recipe, folder
+        self._recipe = recipe
         self._path = _path_or_hub_id(recipe.model_name_or_path) if folder is None else folder
 
     @property
@@ -114,8 +116,7 @@ def _path_or_hub_id(name: str) -> Path | str:
         return path
     from finetune.bundled import model_path
 
-    bundled = model_path(name)
-    if bundled is not None:
+    if bundled := model_path(name):
         return bundled
     if path.is_file():
         raise ModelError(
@@ -127,13 +128,6 @@ def _path_or_hub_id(name: str) -> Path | str:
             "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
         )
     return name
-
-
-def _check_folder(folder: Path, name: str) -> None:
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        content = ", ".join(sorted(printable(entry.name) for entry in folder.iterdir())[:8]) or "nothing"
-        reason = f"has no tokenizer (no tokenizer.json; it has {content})"
-        raise ModelError(f"model_name_or_path: {printable(name, 200)} {reason}", _SAVE_HINT)
 
 
 def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -154,8 +148,8 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
             revision=recipe.model_revision if isinstance(path_or_id, str) else None,
             trust_remote_code=recipe.trust_remote_code,
         )
-    except OSError as error:
-        if isinstance(path_or_id, Path):
+    except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class, transformers whatever its code meets
+        if isinstance(path_or_id, Path) or not isinstance(error, OSError):
             raise ModelError(f"{name}: its tokenizer can't be read: {first_line(error)}", _SAVE_HINT) from None
         unreachable = not is_reachable and not hub.is_switched_off()
         reason = "the hub does not answer, and it is not in the cache" if unreachable else first_line(error)
@@ -163,25 +157,19 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
             f"model_name_or_path: {name} is not a local folder and can't be loaded from the hub: {reason}",
             "Check the spelling and the network; for a private or gated model run  hf auth login",
         ) from None
-    except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class, transformers whatever its code meets
-        raise ModelError(f"{name}: its tokenizer can't be read: {first_line(error)}", _SAVE_HINT) from None
 
 
 def _read_template(text: str) -> str:
-    """The Jinja text that `chat_template` names: a file, or `plain`."""
     if text == "plain":
         return PLAIN_TEMPLATE
     path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    label, fix = f"chat_template: {printable(text, 200)}", "Give the path of a Jinja file, or plain."
     try:
         template = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        problem = f"chat_template: {printable(text, 200)} is not UTF-8 text"
-        raise RecipeError(problem, "Give the path of a Jinja file.") from None
+        raise RecipeError(f"{label} is not UTF-8 text", "Give the path of a Jinja file.") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(
-            f"chat_template: {printable(text, 200)} can't be read: {reason}", "Give the path of a Jinja file, or plain."
-        ) from None
+        raise RecipeError(f"{label} can't be read: {getattr(error, 'strerror', None) or error}", fix) from None
     if not template.strip():
-        raise RecipeError(f"chat_template: {printable(text, 200)} is empty", "Give the path of a Jinja file, or plain.")
+        raise RecipeError(f"{label} is empty", fix)
     return template

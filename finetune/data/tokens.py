@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -51,15 +50,6 @@ class Encoded:
     def first_trained(self) -> int:
         """Index of the first trained token."""
         return int((self.labels != NOT_TRAINED).argmax())
-
-
-@contextlib.contextmanager
-def _data_errors() -> Iterator[None]:
-    """Turn what the template refuses into a DataError."""
-    try:
-        yield
-    except BadRow as error:
-        raise DataError(f"{error.field}: {error.reason}") from None
 
 
 class Encoder:
@@ -132,8 +122,7 @@ class Encoder:
         if any(example.pictures for example in examples):
             self._require_pictures()
         self._require_end()
-        rendered = [self._render_pair(example) if example.is_pair else self._render(example) for example in examples]
-        rows = list(zip(examples, rendered, strict=True))
+        rows = [(example, self._render_pair(example) if example.is_pair else self._render(example)) for example in examples]
         encoded = iter(self._tokenise([(text, not example.messages) for example, texts in rows for text in _renderings(texts)]))
         results: list[list[Encoded] | BadRow] = []
         for example, texts in rows:
@@ -142,7 +131,6 @@ class Encoder:
         return results
 
     def _require_pictures(self) -> None:
-        """Raises RecipeError for a model that reads text only."""
         if self.template is None or not self.template.reads_pictures:
             raise RecipeError(
                 "the rows have pictures, and the model reads text only: its chat template writes nothing for a picture",
@@ -174,25 +162,23 @@ class Encoder:
         """Tokens of messages exactly as in training, with the generation prompt if `prompt`. `pictures`: one for each mark in
         the messages."""
         template = self.use_template()
-        with _data_errors():
-            text = template.render(self._escaper.escape(messages), tools, prompt=prompt)
+        try:
+            rendered = Rendered(template.render(self._escaper.escape(messages), tools, prompt=prompt), [])
             if pictures:
-                text = self.picture_processor.expanded(Rendered(text, []), pictures).text
-            return self._rendered_ids(text)
+                rendered = self.picture_processor.expanded(rendered, pictures)
+        except BadRow as error:
+            raise DataError(f"{error.field}: {error.reason}") from None
+        rendered = self._escaper.unescape(rendered)
+        if rendered.escaped_spans:
+            return self._escaper.tokenise(rendered.text, rendered.escaped_spans)[0]
+        return self._tokenise_texts([rendered.text], plain=False)[0][0]
 
     @cached_property
     def answers(self) -> AnswerReader:
         """Reads answers in the form of the chat template."""
         return AnswerReader(self.use_template())
 
-    def _rendered_ids(self, text: str) -> list[int]:
-        prompt = self._escaper.unescape(Rendered(text, []))
-        if prompt.escaped_spans:
-            return self._escaper.tokenise(prompt.text, prompt.escaped_spans)[0]
-        return self._tokenise_texts([text], plain=False)[0][0]
-
     def _render_pair(self, example: Example) -> list[Rendered] | BadRow:
-        """The sequences with the preferred and with the other answer."""
         rendered: list[Rendered] = []
         for name, answer in zip(("chosen", "rejected"), example.pair(), strict=True):
             sequences = self._render(answer)
@@ -213,7 +199,7 @@ class Encoder:
             escaped = example
             if any(self._escaper.contains_special(message["content"]) for message in example.messages):
                 escaped = replace(example, messages=tuple(self._escaper.escape(list(example.messages))))
-            rendered = [template.full_sequence(escaped)] if self.train_on_inputs else template.sequences(escaped)
+            rendered = template.sequences(escaped, whole=self.train_on_inputs)
             if example.pictures:
                 rendered = [self.picture_processor.expanded(sequence, example.pictures) for sequence in rendered]
         except BadRow as error:
@@ -227,17 +213,17 @@ class Encoder:
 
     def _tokenise(self, texts_and_kinds: list[tuple[Rendered, bool]]) -> list[Encoded]:
         """Tokenise a batch of texts. Only plain ones get the tokenizer's BOS; chat templates write their own."""
-        encoded_by_index: dict[int, Encoded] = {}
+        encoded = self._by_bytes(
+            {index: rendered for index, (rendered, is_plain) in enumerate(texts_and_kinds) if not is_plain}
+        )
         for plain in (False, True):
-            indices = [index for index, (_, is_plain) in enumerate(texts_and_kinds) if is_plain == plain]
-            texts = [texts_and_kinds[index][0] for index in indices]
-            encoded_by_bytes = self._by_bytes(texts) if not plain else {}
-            encoded_by_index |= {indices[position]: rendered for position, rendered in encoded_by_bytes.items()}
-            indices = [index for position, index in enumerate(indices) if position not in encoded_by_bytes]
-            texts = [texts_and_kinds[index][0] for index in indices]
-            for index, rendered, (ids, encoding) in zip(
-                indices, texts, self._tokenise_texts([rendered.text for rendered in texts], plain=plain), strict=True
-            ):
+            texts = {
+                index: rendered
+                for index, (rendered, is_plain) in enumerate(texts_and_kinds)
+                if is_plain == plain and index not in encoded
+            }
+            tokenised = self._tokenise_texts([rendered.text for rendered in texts.values()], plain=plain)
+            for (index, rendered), (ids, encoding) in zip(texts.items(), tokenised, strict=True):
                 trained_mask = None
                 if rendered.escaped_spans:
                     ids, offsets = self._escaper.tokenise(rendered.text, rendered.escaped_spans)
@@ -249,17 +235,17 @@ class Encoder:
                 if trained_mask is None and encoding is not None:
                     trained_mask = overlap_mask(encoding.offsets, rendered.spans)
                 assert trained_mask is not None
-                encoded_by_index[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered.notes, plain)
-        return [encoded_by_index[index] for index in range(len(texts_and_kinds))]
+                encoded[index] = self._with_labels(ids, trained_mask[-len(ids) :], rendered.notes, plain)
+        return [encoded[index] for index in range(len(texts_and_kinds))]
 
-    def _by_bytes(self, texts: list[Rendered]) -> dict[int, Encoded]:
-        """The texts whose trained tokens follow from the tokens' lengths, by index; none unless the tokenizer is byte-level."""
+    def _by_bytes(self, texts: dict[int, Rendered]) -> dict[int, Encoded]:
+        """The texts whose trained tokens follow from the tokens' lengths; none unless the tokenizer is byte-level."""
         byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
         if byte_level is None:
             return encoded
-        indices = [index for index, rendered in enumerate(texts) if not rendered.escaped_spans]
-        for index, ids in zip(indices, byte_level.ids([texts[index].text for index in indices]), strict=True):
-            rendered = texts[index]
+        texts = {index: rendered for index, rendered in texts.items() if not rendered.escaped_spans}
+        all_ids = byte_level.ids([rendered.text for rendered in texts.values()])
+        for (index, rendered), ids in zip(texts.items(), all_ids, strict=True):
             trained_mask = byte_level.trained_mask(ids, rendered.text, rendered.spans)
             if trained_mask is not None and (bos is None or ids[:2] != [bos, bos]):
                 encoded[index] = self._with_labels(ids, trained_mask, rendered.notes, plain=False)
@@ -277,11 +263,9 @@ class Encoder:
             texts, add_special_tokens=plain, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         bos = self.tokenizer.bos_token_id
-        has_two_bos = [bos is not None and ids[:2] == [bos, bos] for ids in batch["input_ids"]]
-        encodings = batch.encodings or [None] * len(texts)
         return [
-            (ids[1:] if drop_first else ids, encoding)
-            for ids, encoding, drop_first in zip(batch["input_ids"], encodings, has_two_bos, strict=True)
+            (ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids, encoding)
+            for ids, encoding in zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True)
         ]
 
     def _mask_by_prefix(self, ids: list[int], rendered: Rendered, plain: bool) -> np.ndarray:

@@ -7,6 +7,7 @@ The common form is OpenAI's with arguments as an object, which transformers docu
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -106,10 +107,8 @@ def calls_in_text(text: str, path: str) -> tuple[str, list[Call]]:
 
 
 def _parse_literal(text: str, path: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -132,8 +131,7 @@ def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[dict[str, Any], 
     if listing_match is None or tools_match is None:
         return prompt, ()
     listing = tools_match[1]
-    tools_text = listing if listing.startswith("[") else "[" + ",".join(listing.split("\n")) + "]"
-    tools = _parse_literal(tools_text, path)
+    tools = _parse_literal(listing if listing.startswith("[") else f"[{listing.replace(chr(10), ',')}]", path)
     return (prompt[: listing_match.start()] + prompt[listing_match.end() :]).strip(), read_tools(tools, path)
 
 
@@ -160,16 +158,13 @@ def has_call(text: str, name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
-def json_at(text: str, position: int) -> tuple[Any, int]:
-    """The JSON value that begins at a position, and the position after it. Raises ValueError or RecursionError."""
-    return _DECODER.raw_decode(text, position)
-
-
-_DECODER = json.JSONDecoder()
+#: The JSON value of a text that begins at a position, and the position after it. Raises ValueError or RecursionError.
+json_at = json.JSONDecoder().raw_decode
 
 
 def _json_calls(text: str, name: str) -> Iterator[Any]:
-    for start in (match.start() for match in re.finditer(r"\{", text)):
+    for match in re.finditer(r"\{", text):
+        start = match.start()
         try:
             value, _ = json_at(text, start)
         except (ValueError, RecursionError):
@@ -181,7 +176,6 @@ def _json_calls(text: str, name: str) -> Iterator[Any]:
 
 
 def _tagged_calls(text: str, name: str) -> Iterator[dict[str, str]]:
-    """Arguments as text, from one tag for each argument."""
     opening = (
         rf"<function={re.escape(name)}>|<[\w:|]*invoke name=\"{re.escape(name)}\">|<tool_call>\s*{re.escape(name)}\s*(?=<)"
     )
@@ -212,7 +206,6 @@ def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
 
 
 def _other_calls(text: str, name: str) -> Iterator[dict[str, Any]]:
-    """Calls as in Python, and Gemma 4's."""
     for match in re.finditer(rf"(?<![\w.]){re.escape(name)}\(", text):
         for end in (parenthesis.end() for parenthesis in re.finditer(r"\)", text[match.start() :])):
             source = text[match.start() : match.start() + end]

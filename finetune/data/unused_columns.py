@@ -44,10 +44,6 @@ class ColumnUse:
         self.kinds |= other.kinds
         self.values |= other.values
 
-    def differs(self, total: int) -> bool:
-        """Whether the `total` rows have different values, or some have none."""
-        return len(self.values) > 1 or self.count < total
-
     def final_kinds(self) -> set[str]:
         """The kinds, once all rows are known: short texts of which nearly each is another are texts."""
         is_prose = "label" in self.kinds and len(self.values) >= min(_MAX_VALUES, max(4, self.count // 2))
@@ -71,9 +67,9 @@ class UnusedValues:
         """Add those of other rows."""
         self.rows += other.rows
         self.messages += other.messages
-        for uses, others in ((self.meanings, other.meanings), (self.columns, other.columns), (self.fields, other.fields)):
-            for name, use in others.items():
-                uses.setdefault(name, ColumnUse()).merge(use)
+        for kind in ("meanings", "columns", "fields"):
+            for name, use in getattr(other, kind).items():
+                getattr(self, kind).setdefault(name, ColumnUse()).merge(use)
 
 
 class UnusedColumns:
@@ -122,8 +118,7 @@ class UnusedColumns:
     def stops_run(self) -> bool:
         """Whether `asked` will name some, whatever rows follow."""
         return bool(set(self.values.meanings) - {"split"}) or any(
-            self._is_asked(name, use, use.kinds, total=total, is_field=is_field)
-            for name, use, total, is_field in self._general_uses()
+            self._is_asked(name, use, use.kinds, total, is_field) for name, use, total, is_field in self._general_uses()
         )
 
     def asked(self, rows_read: int) -> dict[str, ColumnUse]:
@@ -132,7 +127,7 @@ class UnusedColumns:
         others = {
             name: use
             for name, use, total, is_field in self._general_uses()
-            if self._is_asked(name, use, use.final_kinds(), total=total if total > 1 else 2, is_field=is_field)
+            if self._is_asked(name, use, use.final_kinds(), max(total, 2), is_field)
         }
         return {**meanings, **others}
 
@@ -151,15 +146,16 @@ class UnusedColumns:
         return lines
 
     def _general_uses(self) -> list[tuple[str, ColumnUse, int, bool]]:
-        columns, fields = self.values.columns, self.values.fields
-        return [(name, use, self.values.rows, False) for name, use in columns.items()] + [
-            (name, use, self.values.messages, True) for name, use in fields.items()
+        return [
+            *((name, use, self.values.rows, False) for name, use in self.values.columns.items()),
+            *((name, use, self.values.messages, True) for name, use in self.values.fields.items()),
         ]
 
-    def _is_asked(self, name: str, use: ColumnUse, kinds: set[str], *, total: int, is_field: bool) -> bool:
+    def _is_asked(self, name: str, use: ColumnUse, kinds: set[str], total: int, is_field: bool) -> bool:
         if not use.count or is_harmless(name, kinds, has_answer=self._format != "text"):
             return False
-        return use.differs(total) or (is_field and bool(kinds & {"truth", "bit"}))
+        differ = len(use.values) > 1 or use.count < total  # or some rows have none
+        return differ or (is_field and bool(kinds & {"truth", "bit"}))
 
 
 def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.errors import FinetuneError, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds
@@ -40,8 +40,8 @@ class Workers:
             parent_end, child_end = get_context("fork").Pipe()
             arguments = (child_end, [*self._connections, parent_end], work)
             process = get_context("fork").Process(target=_serve, args=arguments, daemon=True)
-            with warnings.catch_warnings():  # the fork lacks other threads, such as the status line's, and doesn't need them
-                warnings.simplefilter("ignore", DeprecationWarning)
+            # the fork lacks other threads, such as the status line's, and doesn't need them
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                 process.start()
             child_end.close()
             self._connections.append(parent_end)
@@ -81,24 +81,20 @@ class Workers:
                 ) from None
             self._idle.append(connection)
             if isinstance(result, _TaskError):
-                raise result.error()
+                raise result.error if isinstance(result.error, Exception) else FinetuneError.from_json(result.error)
             yield result
 
 
-class _TaskError:
-    def __init__(self, error: Exception) -> None:
-        self._error = error.as_json() if isinstance(error, FinetuneError) else error
-
-    def error(self) -> Exception:
-        return self._error if isinstance(self._error, Exception) else FinetuneError.from_json(self._error)
+class _TaskError(NamedTuple):
+    error: Any  # of this program as JSON values
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
     """Run tasks until the pipe closes. `inherited`: the parent's connections, which are closed here."""
     for connection in inherited:
         connection.close()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN if signal_number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -112,4 +108,4 @@ def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., A
         except BrokenPipeError:
             return
         except Exception as error:  # noqa: BLE001 - raised again in the parent
-            tasks.send(_TaskError(error))
+            tasks.send(_TaskError(error.as_json() if isinstance(error, FinetuneError) else error))

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from finetune.data.pictures.source import PictureSource
-from finetune.data.pictures.tensors import source_of, stored
+from finetune.data.pictures.tensors import source_of
 
 #: The column's name, and that of the field of an Example.
 PICTURES = "pictures"
@@ -29,11 +29,6 @@ class PictureSizes:
         """The pictures of the rows in a mask."""
         used = row_mask[self.rows]
         return PictureSizes(self.rows[used], self.widths[used], self.heights[used])
-
-
-def picture_array(rows: Sequence[tuple[PictureSource, ...]]) -> pa.Array:
-    """A column with the pictures of each row."""
-    return pa.array([list(map(stored, pictures)) for pictures in rows], LIST_OF_PICTURES)
 
 
 def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
@@ -82,7 +77,10 @@ class PictureSummary:
         sizes = (("smallest", self.smallest), ("median", self.median), ("largest", self.largest))
         return [
             ("pictures", f"{self.pictures:,} in {self.rows:,} row(s){most}"),
-            *((f"picture, {name}", _size(*size)) for name, size in sizes),
+            *(
+                (f"picture, {name}", f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels")
+                for name, (width, height) in sizes
+            ),
             ("pictures together", f"{self.megapixels:,.1f} megapixels"),
         ]
 
@@ -100,7 +98,3 @@ def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSumm
     )
     megapixels = round(float(areas.sum()) / 1e6, 3)
     return PictureSummary(len(areas), len(counts), int(counts.max()), smallest, median, largest, megapixels)
-
-
-def _size(width: int, height: int) -> str:
-    return f"{width:,} x {height:,}, {width * height / 1e6:.2f} megapixels"

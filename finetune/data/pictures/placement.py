@@ -10,20 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.checks import BadRow, is_blank
+from finetune.data.conversation import Message
+from finetune.data.example import Example
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
-
-if TYPE_CHECKING:
-    from finetune.data.conversation import Message
-    from finetune.data.example import Example
 
 #: What other tools write in a text for a picture of the row.
 IMAGE_TAG = "<image>"
 #: Columns of pictures, and of their files beside a file of metadata, as `datasets` reads a folder of images.
 PICTURE_COLUMNS = ("images", "image")
 _METADATA_COLUMNS = ("file_name", "file_names")
+_LITERAL_MARK = "has the character U+FFFC in its text, which stands for a picture; remove it"
 _METADATA_FILE = re.compile(r"metadata\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 
 
@@ -122,21 +121,21 @@ def _fill_parts(
     if any(IMAGE_TAG in text for text in texts):
         raise BadRow(None, f"has pictures as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
     if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
-        raise _literal_mark()
+        raise BadRow(None, _LITERAL_MARK)
     open_parts = [part for part in parts if not isinstance(part, PictureReference)]
     if len(open_parts) != len(column):
         raise BadRow(None, f"has {len(open_parts)} image part(s) without a picture of their own and {len(column)} picture(s)")
     order = [index if part is None else part for index, part in enumerate(open_parts)]
     if sorted(order) != list(range(len(column))):
         raise BadRow(None, f"has image parts with the index {', '.join(map(str, order))} for {len(column)} picture(s)")
-    following = (column[index] for index in order)
+    following = map(column.__getitem__, order)
     return [part if isinstance(part, PictureReference) else next(following) for part in parts]
 
 
 def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool) -> tuple[Message, ...]:
     """The messages with marks in place of `<image>`; in a file without any, before the first user's text, as TRL does."""
     if any(PICTURE_MARK in message["content"] for message in messages):
-        raise _literal_mark()
+        raise BadRow(None, _LITERAL_MARK)
     tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
     if tags != count and (tags or expects_tags):
         raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} picture(s)")
@@ -147,10 +146,6 @@ def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool
         raise BadRow(None, "has pictures and no message of a user, where they would stand")
     marked = {**messages[first_user], "content": PICTURE_MARK * count + messages[first_user]["content"]}
     return (*messages[:first_user], marked, *messages[first_user + 1 :])
-
-
-def _literal_mark() -> BadRow:
-    return BadRow(None, "has the character U+FFFC in its text, which stands for a picture; remove it")
 
 
 def _as_conversation(example: Example) -> Example:

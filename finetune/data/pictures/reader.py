@@ -27,7 +27,8 @@ class PictureReader:
 
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
         require_pillow()
-        self._folders = [Path(path) for path in (image_folder, folder) if path is not None]
+        # links stay as they are
+        self._folders = [Path(os.path.abspath(path)) for path in (image_folder, folder) if path is not None]  # noqa: PTH100
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
 
@@ -66,9 +67,8 @@ class PictureReader:
         if not self._folders:
             problem = "is a path, and the rows come from no folder; the picture's bytes must be in the row"
             raise BadRow(reference.field, f"{problem}{reference.label}")
-        candidates = [Path(os.path.normpath(os.path.abspath(folder / text))) for folder in self._folders]  # noqa: PTH100
-        roots = [Path(os.path.abspath(folder)) for folder in self._folders]  # noqa: PTH100 - links stay as they are
-        allowed = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
+        candidates = [Path(os.path.abspath(folder / text)) for folder in self._folders]  # noqa: PTH100
+        allowed = [path for path in candidates if any(map(path.is_relative_to, self._folders))]
         if not allowed:
             problem = f"is outside of the data's folder; if it is meant:  dataset.image_folder={candidates[0].parent}"
             raise BadRow(reference.field, f"{problem}{reference.label}")

@@ -130,8 +130,7 @@ def _opened(content: bytes) -> Image:
     if not content:
         raise BadPicture("is empty (0 bytes)")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             image = Image.open(BytesIO(content), formats=_FORMATS)
     except Image.DecompressionBombError as error:
         count = re.search(r"\d+", str(error))
@@ -158,11 +157,9 @@ def _check_header(image: Image) -> None:
 
 
 def _load(image: Image) -> None:
-    """Decode. Raises BadPicture for a damaged picture."""
     try:
         is_large = image.width * image.height > _LARGE_PIXELS
-        with warnings.catch_warnings(), _LARGE if is_large else nullcontext():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), _LARGE if is_large else nullcontext():
             image.load()
     except MemoryError:
         raise
@@ -177,8 +174,7 @@ def _damage(error: Exception) -> str:
 
 def _orientation(image: Image) -> int:
     """EXIF's orientation of a decoded picture; 1 without one, or with EXIF data that can't be read."""
-    with suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
         value = image.getexif().get(_EXIF_ORIENTATION, 1)
         return value if isinstance(value, int) and 1 <= value <= 8 else 1
     return 1

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from finetune.data.pictures.processing import PictureProcessor
 
 #: Decoded and scaled pictures that a process keeps.
-CACHE_BYTES = 256 * MIB
+_CACHE_BYTES = 256 * MIB
 
 
 class PictureTensors:
     """Makes the tensors of pictures with a model's processor."""
 
-    def __init__(self, processor: PictureProcessor, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, processor: PictureProcessor) -> None:
         self._processor = processor
         self._decoded: OrderedDict[str, Image] = OrderedDict()
-        self._free_bytes = cache_bytes
+        self._free_bytes = _CACHE_BYTES
 
     def __call__(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
         """Pixels of the pictures of each row of `input_ids`, and the kinds of its tokens.
@@ -57,9 +57,9 @@ def _bytes(picture: Image) -> int:
 
 def source_of(value: dict[str, Any]) -> PictureSource:
     """A picture of a stored row."""
-    return PictureSource(Path(value["path"]), value["digest"], value["width"], value["height"])
+    return PictureSource(**value | {"path": Path(value["path"])})
 
 
 def stored(source: PictureSource) -> dict[str, Any]:
     """A picture in a file as JSON values, which `source_of` reads."""
-    return {"path": str(source.path), "digest": source.digest, "width": source.width, "height": source.height}
+    return vars(source) | {"path": str(source.path)}
