@@ -57,7 +57,7 @@ def _softmax_backward(tracker: StorageTracker, func: Any, args: tuple[Any, ...],
     """First computes grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     out = func(*args, **kwargs)
     tracker.track(out)
-    tracker.scratch("softmax backward", args[0].nbytes)
+    tracker.scratch(args[0].nbytes)
     return out
 
 
@@ -86,7 +86,7 @@ def _int8_quantise(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], k
         scales = values.new_empty((values.numel() // values.shape[-1],), dtype=torch.float32)
         outliers = values.new_empty((0,), dtype=torch.int64) if threshold > 0 else None
     if threshold > 0:
-        tracker.scratch("int8 outliers", values.nbytes, values.numel())
+        tracker.scratch(values.nbytes, values.numel())
     return codes, scales, outliers
 
 
@@ -112,9 +112,9 @@ def _attention_backward(
     for grad in grads:
         tracker.track(grad)
     if uses_flash(query.dtype, query.shape[-1], mask is not None, capability):
-        tracker.scratch("flash attention backward", *_flash_scratch(query, key))
+        tracker.scratch(*_flash_scratch(query, key))
     else:
-        tracker.scratch("efficient attention backward", *_efficient_scratch(query, key, capability))
+        tracker.scratch(*_efficient_scratch(query, key, capability))
     return grads
 
 
@@ -175,5 +175,5 @@ def _varlen_backward(tracker: StorageTracker, func: Any, args: tuple[Any, ...], 
     sizes = [heads * padded * 4, heads * padded * columns * 4]
     if key.shape[1] != heads:
         sizes += [key.shape[0] * heads * dim * query.element_size()] * 2
-    tracker.scratch("varlen attention backward", *sizes)
+    tracker.scratch(*sizes)
     return grads
