@@ -180,7 +180,7 @@ def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[Phas
     """
     deepened: dict[PhaseKey, Peak] = {}
     for (phase, layer), peak in peaks.items():
-        if layer in depth.middle:
+        if layer is not None and layer in depth.middle:
             if phase in ("forward", "backward"):
                 index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
                 deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
@@ -211,7 +211,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
     by_tag = {(part, None if layer is None else depth.full_index(layer)): size for (part, layer), size in peak.by_tag.items()}
     other = depth.period if at_start else -depth.period
     for (part, layer), size in peak.by_tag.items():
-        if layer in depth.middle:
+        if layer is not None and layer in depth.middle:
             lasting = min(size, peak.by_tag.get((part, layer + other), 0))
             for time in range(1, depth.times + 1):
                 by_tag[(part, layer + time * depth.period)] = lasting

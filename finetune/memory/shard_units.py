@@ -75,8 +75,8 @@ def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         with own_quantisation_maps(), fake_tensor_mode():
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))
-    base = model.get_base_model()
-    ends: dict[int, str] = {id(base.get_input_embeddings().weight): EMBEDDING}
+    base: Any = model.get_base_model()
+    ends = {id(base.get_input_embeddings().weight): EMBEDDING}
     if base.get_output_embeddings() is not None:
         ends[id(base.get_output_embeddings().weight)] = HEAD
     by_unit: dict[str, list[Parameter]] = {}

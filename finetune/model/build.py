@@ -144,7 +144,7 @@ def _build_errors(config: PretrainedConfig) -> Iterator[None]:
 
 def _attention(settings: Settings, weights: bool) -> str:
     """The attention kernels. A forecast without flash-attn takes torch's, which save the same tensors."""
-    attention = settings.attn_implementation
+    attention: str = settings.attn_implementation
     if attention == "flash_attention_2" and not weights and not is_flash_attn_2_available():
         attention = varlen_attention.NAME if settings.packing else "sdpa"
     if attention == varlen_attention.NAME:
