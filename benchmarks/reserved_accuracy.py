@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 import forecast_accuracy as accuracy
 from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
-from finetune.memory.allocator_replay import Player
+from finetune.memory.allocator_replay import play
 from finetune.memory.caching_allocator import CachingAllocator
 from finetune.memory.depth import at_depth, layer_kinds, plan_depth
 from finetune.memory.fake_model import materialise
@@ -71,11 +72,11 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
     )
     trace = _steps(row, config)
     allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT, torch_version=MEASURED_WITH)
-    player = Player(allocator, trace.persistent)
-    player.play([(-2 - number, size) for number, size in _loading(row, config)])
-    player.play(trace.parts["step 0"])
+    run = functools.partial(play, allocator, trace.persistent)
+    run([(-2 - number, size) for number, size in _loading(row, config)])
+    run(trace.parts["step 0"])
     allocator.reset_peaks()
-    player.play(trace.parts["step 1"])
+    run(trace.parts["step 1"])
     return allocator
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,7 +26,7 @@ from finetune.errors import DiskFull, RecipeError
 from finetune.files import cache_dir
 from finetune.layers import host_memory
 from finetune.layers.checkpointing import base_of, decoder_layers
-from finetune.layers.offload import Copies, InOrder, SideStream
+from finetune.layers.offload import InOrder, SideStream
 from finetune.settings.compatibility import BUFFERS
 
 if TYPE_CHECKING:
@@ -98,36 +98,24 @@ def offloaded_numbers(layers: int, count: int) -> list[int]:
     return [number for number in range(layers) if (number + 1) * count // layers > number * count // layers]
 
 
-class LayerStorage(Protocol):
-    """The bytes of the offloaded layers, by their index among them."""
-
-    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Store a layer's bytes, which `fill` writes. `like`: a tensor of the layer, for the device."""
-
-    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Any:
-        """Start to copy a layer to the card, after all work issued there; returns what `wait` takes."""
-
-    def wait(self, started: Any, copies: Copies) -> None:
-        """Let all work issued from now on begin after that copy."""
-
-
 class HostStorage:
-    """Layers in host memory, pinned for CUDA."""
+    """The bytes of the offloaded layers, by their index among them, in host memory, pinned for CUDA."""
 
     def __init__(self) -> None:
         self._storage: dict[int, torch.Tensor] = {}
 
     def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Store a layer. Raises RecipeError where so much memory can't be pinned."""
+        """Store a layer's bytes, which `fill` writes. `like`: a tensor of the layer, for the device. Raises RecipeError
+        where so much memory can't be pinned."""
         self._storage[index] = host_memory.host_buffer(size, like)
         fill(self._storage[index])
 
-    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Any:
-        """Start the copy."""
+    def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Any:
+        """Start to copy a layer to the card, after all work issued there; returns what `wait` takes."""
         return copies.copy(into[: len(self._storage[index])], self._storage[index])
 
-    def wait(self, started: Any, copies: Copies) -> None:
-        """Let all later work begin after the copy."""
+    def wait(self, started: Any, copies: InOrder) -> None:
+        """Let all work issued from now on begin after that copy."""
         copies.wait(started)
 
 
@@ -166,15 +154,13 @@ class FileStorage:
             self._staging = [host_memory.host_buffer(size, like) for _ in range(BUFFERS)]
             self._copied = [None] * BUFFERS
 
-    def fetch(self, index: int, into: torch.Tensor, copies: Copies) -> Future[Any]:
-        """Start to read, then to copy."""
+    def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Future[Any]:
         return self._thread.submit(self._read, index, into, copies, copies.mark())
 
-    def wait(self, started: Future[Any], copies: Copies) -> None:
-        """Wait until it is read, and let all later work begin after the copy."""
+    def wait(self, started: Future[Any], copies: InOrder) -> None:
         copies.wait(started.result())
 
-    def _read(self, index: int, into: torch.Tensor, copies: Copies, free: Any) -> Any:
+    def _read(self, index: int, into: torch.Tensor, copies: InOrder, free: Any) -> Any:
         self._staging.append(self._staging.pop(0))
         copied, (start, size) = self._copied.pop(0), self._spans[index]
         staging = self._staging[-1][:size]
@@ -201,7 +187,7 @@ class LayerOffloading:
     """
 
     def __init__(
-        self, layers: list[torch.nn.Module], storage: LayerStorage, *, count: int, copies: Copies | None = None
+        self, layers: list[torch.nn.Module], storage: HostStorage | FileStorage, *, count: int, copies: InOrder | None = None
     ) -> None:
         self._layers = [layers[number] for number in offloaded_numbers(len(layers), count)]
         self._storage, self._copies = storage, copies
@@ -256,7 +242,7 @@ class LayerOffloading:
     def wrap_checkpoints(self) -> None:
         """Fetch the weights of each layer before it is recomputed; call it once gradient checkpointing is on."""
         for index, layer in enumerate(self._layers):
-            wrap_checkpoint(layer, functools.partial(_Recomputed, self, index))
+            wrap_checkpoint(layer, functools.partial(functools.partial, self._checkpointed, index))
 
     def fetch_and_prefetch(self, index: int, step: int = 1) -> None:
         """Before an offloaded layer runs: fetch its weights for the work issued next, and start to fetch those of the layer
@@ -303,14 +289,23 @@ class LayerOffloading:
     def _buffer_index(self, index: int) -> int:
         return index % len(self.buffers)
 
-    @contextmanager
-    def recomputing(self, index: int) -> Iterator[None]:
-        """Inside, the layer runs through its checkpoint function, in forward or recomputation."""
-        before, self._running = self._running, index
-        try:
-            yield
-        finally:
-            self._running = before
+    def _checkpointed(self, index: int, checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+        """A layer's checkpoint function, with the layer's weights on the card in forward, recomputation and backward."""
+
+        def run_layer(*layer_inputs: Any) -> Any:
+            self.ensure_on_device(index)  # already there unless layers are recomputed in another order
+            before, self._running = self._running, index
+            try:
+                return function(*layer_inputs)
+            finally:
+                self._running = before
+
+        self.fetch_and_prefetch(index)
+        outputs = checkpoint(run_layer, *inputs)
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        if hidden.requires_grad:  # before all of the layer's backward: a 4-bit matmul's reads the weight, not what is saved
+            hidden.register_hook(lambda _: self.fetch_and_prefetch(index, -1))
+        return outputs
 
     def _before_layer(self, index: int, _layer: Any, _inputs: Any) -> None:
         if not torch.is_grad_enabled():  # else its checkpoint function does
@@ -325,27 +320,6 @@ class LayerOffloading:
         buffer_index = self._buffer_index(index)
         if self._buffered_layers[buffer_index] != index or buffer_index in self._arriving:
             raise RuntimeError("a part of an offloaded layer runs by itself, without its weights: call the whole layer")
-
-
-class _Recomputed:
-    """A layer's checkpoint function, with the layer's weights on the card in forward, recomputation and backward."""
-
-    def __init__(self, offloading: LayerOffloading, index: int, checkpoint: Callable[..., Any]) -> None:
-        self._offloading, self._index, self._checkpoint = offloading, index, checkpoint
-
-    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
-
-        def run_layer(*layer_inputs: Any) -> Any:
-            self._offloading.ensure_on_device(self._index)  # already there unless layers are recomputed in another order
-            with self._offloading.recomputing(self._index):
-                return function(*layer_inputs)
-
-        self._offloading.fetch_and_prefetch(self._index)
-        outputs = self._checkpoint(run_layer, *inputs)
-        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-        if hidden.requires_grad:  # before all of the layer's backward: a 4-bit matmul's reads the weight, not what is saved
-            hidden.register_hook(lambda _: self._offloading.fetch_and_prefetch(self._index, -1))
-        return outputs
 
 
 class QuantisedFileStorage(FileStorage):
@@ -370,7 +344,7 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
         raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
-    storage: LayerStorage = HostStorage()
+    storage: HostStorage | FileStorage = HostStorage()
     if settings.layer_offloading == "nvme" and store is not None:
         storage = QuantisedFileStorage(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))
     elif settings.layer_offloading == "nvme" and weights:

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,11 +21,12 @@ from finetune.layers.host_memory import host_empty
 WINDOW = 2
 
 
-class Copies(Protocol):
-    """Copies between card and host, and the order between them and the computation."""
+class InOrder:
+    """Copies in order with the computation: on its stream, or at once on a CPU and in a forecast."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
         """Copy after all computation issued so far, or before the mark `after`; returns what `wait` takes."""
+        target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
         """The current point in the computation."""
@@ -37,34 +38,14 @@ class Copies(Protocol):
         """Block the host until that copy ends."""
 
 
-class InOrder:
-    """Copies in order with the computation: on its stream, or at once on a CPU and in a forecast."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: None = None) -> None:
-        """Copy on the current stream; asynchronous for the host when the host memory is pinned."""
-        target.copy_(source, non_blocking=True)
-
-    def mark(self) -> None:
-        """Copies are in order anyway."""
-
-    def wait(self, copied: None) -> None:
-        """Nothing to wait for."""
-
-    def finish(self, copied: None) -> None:
-        """Nothing to wait for: host memory is not used again."""
-
-
-class SideStream:
+class SideStream(InOrder):
     """Copies on a CUDA stream of their own, which overlap with computation on the current stream. `cuda` is torch.cuda."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
-        """Copy after all work issued to the current stream, or after an event; returns the event of its end.
-
-        The wait covers both the source's values and the target's memory, which earlier kernels may still use.
-        """
+        # the wait covers both the source's values and the target's memory, which earlier kernels may still use
         if after is None:
             self._stream.wait_stream(self._cuda.current_stream(self._device))
         else:
@@ -74,15 +55,12 @@ class SideStream:
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """The current stream waits for the event; the host does not."""
         self._cuda.current_stream(self._device).wait_event(copied)
 
     def mark(self) -> Any:
-        """An event after all work issued to the current stream."""
         return self._cuda.current_stream(self._device).record_event()
 
     def finish(self, copied: Any) -> None:
-        """The host waits for the event."""
         copied.synchronize()
 
 
@@ -121,7 +99,7 @@ class Offload:
     that it took part in have passed (aten/src/ATen/core/CachingHostAllocator.h).
     """
 
-    def __init__(self, copies: Copies, *, pinned: bool, window: int = WINDOW) -> None:
+    def __init__(self, copies: InOrder, *, pinned: bool, window: int = WINDOW) -> None:
         self._copies, self._pinned, self._window = copies, pinned, window
         self._largest = 0
         self._departing: deque[tuple[torch.Tensor, Any]] = deque()

@@ -13,12 +13,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The name under which `Store.tensors` has it."""
+        """`W.absmax` is 4-bit weight W's table."""
         return f"{self.name}.{self.table}" if self.table else self.name
 
     @property
@@ -328,24 +326,9 @@ class Store:
         if read_at(self.file.fileno(), begin, into) < len(into):
             raise Damaged(f"{self.path} is cut off")
 
-    @cached_property
-    def _mapped(self) -> torch.Tensor:
-        """The file as bytes, mapped into memory: pages are read when they are used, and writing changes only this process's."""
-        return torch.frombuffer(mmap.mmap(self.file.fileno(), self.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-
     def byte_range(self, part: str) -> tuple[int, int]:
         """First byte in the file, and bytes, of a part."""
         return self._offsets[part], next(p.size for p in self.parts if p.name == part)
-
-    def part_bytes(self, part: str) -> torch.Tensor:
-        """A part as bytes of the mapped file."""
-        begin, size = self.byte_range(part)
-        return self._mapped[begin : begin + size]
-
-    def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part by their keys, as views into the mapped file. `W.absmax` is 4-bit weight W's table."""
-        data, entries = self.part_bytes(part), next(p.entries for p in self.parts if p.name == part)
-        return {entry.key: view(data, entry) for entry in entries}
 
     def rows(self, part: Part, entry: Entry, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Rows of a tensor, read into memory of their own; all of it without `count`. The rest of the file is not read."""
@@ -373,8 +356,3 @@ class Store:
             quant_type=facts["quant_type"], dtype=getattr(torch, facts["dtype"]), offset=tables.get("nested_offset"),
             state2=nested,
         )  # fmt: skip
-
-
-def view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """A tensor of a run of bytes, wherever the run is."""
-    return data[entry.start : entry.start + entry.size].view(getattr(torch, entry.dtype)).view(entry.shape)

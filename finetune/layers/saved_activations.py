@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +82,8 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
             self._stored[key] = (reference, weakref.ref(stored))
         if self._offload is not None:
             self._offload.note_use(stored.moved)
-        return _Handle(stored, tensor.shape, tensor.stride() if whole else _contiguous(tensor.shape))
+        strides = (*itertools.accumulate(tensor.shape[:0:-1], operator.mul, initial=1),)[::-1]
+        return _Handle(stored, tensor.shape, tensor.stride() if whole else strides)
 
     def _store(self, flat: torch.Tensor, compress: bool) -> _Stored:
         offload = self._offload
@@ -120,11 +123,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _contiguous(size: torch.Size) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for length in reversed(size):
-        strides.append(stride)
-        stride *= length
-    return tuple(reversed(strides))

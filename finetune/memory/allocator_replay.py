@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from finetune.card.allocator import AllocatorSettings
@@ -37,86 +38,76 @@ class Replay:
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
     allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), limit=limit)
-    player = Player(allocator, trace.persistent)
-    peaks = _Peaks(allocator)
-    player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
-    player.play(trace.parts["load"])
-    peaks.end("load")
+    run = functools.partial(play, allocator, trace.persistent)
+    allocated: dict[str, int] = {}
+    reserved: dict[str, int] = {}
+    segments: dict[str, int] = {}
+
+    def end(phase: str) -> None:
+        """Assign the peaks since the last `end` to `phase`."""
+        allocated[phase] = max(allocated.get(phase, 0), allocator.peak_allocated)
+        reserved[phase] = max(reserved.get(phase, 0), allocator.peak_reserved)
+        segments[phase] = max(segments.get(phase, 0), allocator.peak_segments)
+        allocator.reset_peaks()
+
+    run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
+    run(trace.parts["load"])
+    end("load")
     allocator.empty_cache()
     first, micro_batches, remaining = _steps(trace)
     for events in first:
-        player.play(events)
-    peaks.end("train")
+        run(events)
+    end("train")
     before = micro = (allocator.retries, allocator.returned)
     for events in micro_batches:
         micro = (allocator.retries, allocator.returned)
-        player.play(events)
+        run(events)
     micro_retries, micro_returned = allocator.retries - micro[0], allocator.returned - micro[1]
     for events in remaining:
-        player.play(events)
+        run(events)
     step_retries, step_returned = allocator.retries - before[0], allocator.returned - before[1]
-    peaks.end("train")
+    end("train")
     for phase in ("save", "eval"):
         if phase in trace.parts:
-            player.play(trace.parts[phase])
-            peaks.end(phase)
+            run(trace.parts[phase])
+            end(phase)
     return Replay(
-        max(peaks.allocated.values()), max(peaks.reserved.values()), allocator.retries, peaks.reserved,
-        {} if expandable else peaks.segments, step_retries, step_returned, micro_retries, micro_returned, peaks.allocated,
+        max(allocated.values()), max(reserved.values()), allocator.retries, reserved, {} if expandable else segments,
+        step_retries, step_returned, micro_retries, micro_returned, allocated,
     )  # fmt: skip
-
-
-class _Peaks:
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self._allocator = allocator
-        self.allocated: dict[str, int] = {}
-        self.reserved: dict[str, int] = {}
-        self.segments: dict[str, int] = {}
-
-    def end(self, phase: str) -> None:
-        """Assign the peaks since the last `end` to `phase`."""
-        allocator = self._allocator
-        self.allocated[phase] = max(self.allocated.get(phase, 0), allocator.peak_allocated)
-        self.reserved[phase] = max(self.reserved.get(phase, 0), allocator.peak_reserved)
-        self.segments[phase] = max(self.segments.get(phase, 0), allocator.peak_segments)
-        allocator.reset_peaks()
 
 
 def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]], list[list[Event]]]:
     """Events after loading: the first step, the second one's micro-batches (two where gradients accumulate), its remainder."""
-    parts, gradients = trace.parts, trace.gradients or {}
-    accumulating = parts["micro-batch"]
-    first = [
-        (gradients.get(number, number), size) for number, size in accumulating if size != RELEASED or number not in gradients
-    ]
-    micro = [first, accumulating] if gradients else [first]
+    parts, accumulating = trace.parts, trace.parts["micro-batch"]
+    first = first_of_step(accumulating, trace)
+    micro = [first, accumulating] if trace.gradients else [first]
     remaining = [parts["clipping"], parts["optimizer"]]
     return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, remaining
+
+
+def first_of_step(events: list[Event], trace: Trace) -> list[Event]:
+    """A micro-batch's events where it is the first of its step: a new gradient is stored, not added."""
+    gradients = trace.gradients
+    return [(gradients.get(number, number), size) for number, size in events if size != RELEASED or number not in gradients]
 
 
 def states_of(trace: Trace) -> list[Event]:
     """Events of what remains after the first optimizer step: the states."""
     events = trace.parts["first step"]
-    released = {number for number, size in events if size == RELEASED} | set((trace.gradients or {}).values())
+    released = {number for number, size in events if size == RELEASED} | set(trace.gradients.values())
     return [event for event in events if event[0] not in released]
 
 
-class Player:
-    """Replays parts of a trace on an allocator, some of them more than once."""
-
-    def __init__(self, allocator: CachingAllocator, persistent: frozenset[int]) -> None:
-        self._allocator, self._persistent = allocator, persistent
-
-    def play(self, events: list[Event]) -> None:
-        """Allocate and release. What an earlier replay of the same part left is released when it is allocated again."""
-        allocator, persistent = self._allocator, self._persistent
-        allocate, release, live = allocator.allocate, allocator.release, allocator.live
-        for number, size in events:
-            if size == RELEASED:
-                if number in live:
-                    release(number)
-            elif number not in live:
-                allocate(number, size)
-            elif number not in persistent:
+def play(allocator: CachingAllocator, persistent: frozenset[int], events: list[Event]) -> None:
+    """Allocate and release. What an earlier replay of the same part left is released when it is allocated again."""
+    allocate, release, live = allocator.allocate, allocator.release, allocator.live
+    for number, size in events:
+        if size == RELEASED:
+            if number in live:
                 release(number)
-                allocate(number, size)
+        elif number not in live:
+            allocate(number, size)
+        elif number not in persistent:
+            release(number)
+            allocate(number, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def write(key: str, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, with_checksum(json.dumps(values)))
+
+
+def cached(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, JSON values, read from disk after the first call."""
+    kept = read(key)
+    if kept is None:
+        kept = {"made": make()}
+        write(key, kept)
+    return kept["made"]
 
 
 def _path(key: str) -> Path:

@@ -128,7 +128,7 @@ class CachingAllocator:
         if requested == 0:
             self.live[name] = None
             return
-        size = rounded(requested, self._divisions) if self._divisions else -(-requested // MIN_BLOCK) * MIN_BLOCK
+        size = rounded(requested, self._divisions)
         small = size <= SMALL_REQUEST
         pool = self.pools.get((stream, small))
         if pool is None:
@@ -195,7 +195,13 @@ class CachingAllocator:
         block = self._new_block(pool, size)
         if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
             block = self._new_block(pool, size)
-        return block or self._retry_after_freeing(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new_block(pool, size)
+        if block is None:
+            raise OutOfMemory(size, self.allocated, self.reserved)
+        return block
 
     def _collect(self) -> None:
         """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
@@ -232,14 +238,6 @@ class CachingAllocator:
         block.pool.remove(block)
         self.segments -= 1
         self._return(block.size)
-
-    def _retry_after_freeing(self, pool: Pool, size: int) -> Block:
-        self.retries += 1
-        self.empty_cache()
-        block = self._new_block(pool, size)
-        if block is None:
-            raise OutOfMemory(size, self.allocated, self.reserved)
-        return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """`alloc_block`: a new segment, or new pages of an expandable one. The limit is tested with a segment's size."""

@@ -38,6 +38,22 @@ class Depth:
     period: int = 1
     times: int = 0
 
+    @property
+    def middle(self) -> range:
+        """The layers that are repeated."""
+        return range(self.start, self.start + self.period)
+
+    def full_index(self, layer: int) -> int:
+        """Index in the full model of a layer of the shallow one."""
+        return layer if layer < self.middle.stop else layer + self.times * self.period
+
+    def shallow_index(self, layer: int) -> int:
+        """Index in the shallow model of the layer that represents a layer of the full one."""
+        if layer < self.start:
+            return layer
+        repeated = self.times * self.period
+        return layer - repeated if layer >= self.start + repeated else self.start + (layer - self.start) % self.period
+
 
 def simulate_deep(
     config: PretrainedConfig,
@@ -67,7 +83,7 @@ def simulate_deep(
             growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
             host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
             peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
-            lean = tuple(shallow.lean[_shallow_index(layer, depth)] for layer in range(depth.full)) if shallow.lean else ()
+            lean = tuple(shallow.lean[depth.shallow_index(layer)] for layer in range(depth.full)) if shallow.lean else ()
             deep = dataclasses.replace(shallow, peaks=peaks, host=host, depth=depth, lean=lean)
             return deep, f"dry run, {depth.run} of {depth.full} layers, repeated"
     return run(config), f"dry run, full depth ({len(kinds)} layers)"
@@ -107,19 +123,15 @@ def count_parameters(config: PretrainedConfig) -> int:
 def _inspected(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if text not in _INSPECTED:
-        _INSPECTED[text] = _inspect(config)
+        model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
+        kinds = tuple(_kind(layer) for layer in decoder_layers(model))
+        if not kinds:
+            raise RecipeError(
+                f"the layers of a {config.model_type} model don't support gradient checkpointing, so they can't be told apart",
+                "Give another model.",
+            )
+        _INSPECTED[text] = kinds, sum(parameter.numel() for parameter in model.parameters())
     return _INSPECTED[text]
-
-
-def _inspect(config: PretrainedConfig) -> tuple[tuple[str, ...], int]:
-    model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=hasattr(config, "auto_map"))
-    if not decoder_layers(model):
-        raise RecipeError(
-            f"the layers of a {config.model_type} model don't support gradient checkpointing, so they can't be told apart",
-            "Give another model.",
-        )
-    kinds = tuple(_kind(layer) for layer in decoder_layers(model))
-    return kinds, sum(parameter.numel() for parameter in model.parameters())
 
 
 def _kind(layer: torch.nn.Module) -> str:
@@ -156,9 +168,8 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
     """Whether repeated layers keep equal bytes live at the loss, when the activations of all layers are live."""
     by_tag = peaks[("loss", None)].by_tag
-    middle = range(depth.start, depth.start + depth.period)
-    parts = {part for part, _ in by_tag}
-    differences = [abs(by_tag.get((part, i), 0) - by_tag.get((part, i - depth.period), 0)) for part in parts for i in middle]
+    tags = [(part, layer) for part, _ in by_tag for layer in depth.middle]
+    differences = [abs(by_tag.get((part, layer), 0) - by_tag.get((part, layer - depth.period), 0)) for part, layer in tags]
     return max(differences) <= _ONE_OFF_BYTES
 
 
@@ -169,13 +180,15 @@ def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[Phas
     """
     deepened: dict[PhaseKey, Peak] = {}
     for (phase, layer), peak in peaks.items():
-        if layer is not None and depth.start <= layer < depth.start + depth.period:
+        if layer is not None and layer in depth.middle:
             if phase in ("forward", "backward"):
                 index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
                 deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
         else:
             at_start = layer is not None and layer < depth.start
-            deepened[(phase, _full_index(layer, depth))] = _with_more_layers(peak, depth, at_start=at_start)
+            deepened[(phase, None if layer is None else depth.full_index(layer))] = _with_more_layers(
+                peak, depth, at_start=at_start
+            )
     return deepened
 
 
@@ -187,20 +200,7 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
     by_tag = dict(peak.by_tag)
     if by_tag.get(("optimizer", None), 0) > _ONE_OFF_BYTES:
         by_tag[("optimizer", None)] = round(by_tag[("optimizer", None)] * more)
-    return Peak(sum(by_tag.values()), by_tag, peak.operator)
-
-
-def _full_index(layer: int | None, depth: Depth) -> int | None:
-    """Index in the full model of a layer of the shallow one."""
-    return layer if layer is None or layer < depth.start + depth.period else layer + depth.times * depth.period
-
-
-def _shallow_index(layer: int, depth: Depth) -> int:
-    """Index in the shallow model of the layer that represents a layer of the full one."""
-    if layer < depth.start:
-        return layer
-    repeated = depth.times * depth.period
-    return layer - repeated if layer >= depth.start + repeated else depth.start + (layer - depth.start) % depth.period
+    return Peak(by_tag)
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
@@ -208,14 +208,14 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
     Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
     """
-    by_tag = {(part, _full_index(layer, depth)): size for (part, layer), size in peak.by_tag.items()}
+    by_tag = {(part, None if layer is None else depth.full_index(layer)): size for (part, layer), size in peak.by_tag.items()}
     other = depth.period if at_start else -depth.period
     for (part, layer), size in peak.by_tag.items():
-        if layer is not None and depth.start <= layer < depth.start + depth.period:
+        if layer is not None and layer in depth.middle:
             lasting = min(size, peak.by_tag.get((part, layer + other), 0))
             for time in range(1, depth.times + 1):
                 by_tag[(part, layer + time * depth.period)] = lasting
-    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+    return Peak(by_tag)
 
 
 def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
@@ -232,4 +232,4 @@ def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
         if layer is not None and depth.start - depth.period <= layer < depth.start:
             lasting = min(size, later.by_tag.get((part, layer), 0))
             by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
-    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+    return Peak(by_tag)

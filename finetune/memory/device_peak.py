@@ -20,8 +20,6 @@ from finetune.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PretrainedConfig
-
     from finetune.card.card import Card
     from finetune.memory.allocator_replay import Replay
     from finetune.memory.forecast import RowShape
@@ -42,7 +40,7 @@ LIMIT_STEP = 0.01
 
 
 def make_forecast(
-    config: PretrainedConfig | dict[str, Any],
+    config: dict[str, Any],
     settings: Settings,
     card: Card,
     *,
@@ -59,9 +57,14 @@ def make_forecast(
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
     one_gpu = dry_run(config, settings, micro_batch=micro, rows=rows, capability=capability)
-    run = _sharded(config, settings, one_gpu)
-    is_sharded = run is not one_gpu
-    run = _with_buckets(run, settings)
+    is_sharded, buckets = settings.launch.strategy != "ddp", _bucket_bytes(one_gpu, settings)
+    run = one_gpu
+    if is_sharded:
+        run = shard(run, units_of(config, settings), settings)
+    run = dataclasses.replace(
+        run, peaks={phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()},
+        parts={**run.parts, "gathered": run.parts["gathered"] + buckets},
+    )  # fmt: skip
     highest = max(run.peaks.values())
     can_replay = not is_sharded and not (quick and settings.activation_checkpointing_every_n_layers > 1)
     replay = _replayed(config, settings, card, highest, rows) if can_replay else None
@@ -70,12 +73,12 @@ def make_forecast(
         highest = max(run.peaks.values())
     even = settings.packing is True
     uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
-    forecast = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain)
+    forecast, pinned = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain), _pinned_bytes(run, card, settings)
     forecast = dataclasses.replace(
         forecast,
-        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + _bucket_bytes(one_gpu, settings) - highest),
-        host_bytes=_host_bytes(run, card, settings),
-        pinned_bytes=_pinned_bytes(run, card, settings),
+        peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + buckets - highest),
+        host_bytes=_host_bytes(run, pinned, settings),
+        pinned_bytes=pinned,
         disk_bytes=_disk_bytes(one_gpu, settings),
         notes=run.notes + _notes(settings, card, replay),
     )
@@ -200,7 +203,7 @@ def _growth_note(growth: float, why: str, share: float | None, *, read: bool) ->
 
 
 def _at_limit(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int
+    config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int
 ) -> AtLimit | None:
     """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
 
@@ -231,9 +234,7 @@ def _at_limit(
     )  # fmt: skip
 
 
-def _replayed(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape
-) -> Replay | None:
+def _replayed(config: dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape) -> Replay | None:
     """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
     of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
     if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
@@ -242,7 +243,7 @@ def _replayed(
 
 
 def _replay_of(
-    config: PretrainedConfig | dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
+    config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
 ) -> Replay | None:
     return replayed(
         config, settings, micro_batch=settings.per_device_train_batch_size, rows=rows,
@@ -256,32 +257,18 @@ def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) 
     The least is what is allocated: at the limit torch returns cached blocks. The most is what the replay reserves, with its
     error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
     """
-    if card.is_cpu:
-        shares = (0.0, 0.0, 0.05)
-    else:
-        shares = EXPANDABLE if expandable_segments() else SEGMENTED
+    shares = (0.0, 0.0, 0.05) if card.is_cpu else EXPANDABLE if expandable_segments() else SEGMENTED
     lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
     if replay is None:
         upper += PAGES if shares is EXPANDABLE else 0
     else:
         likely = replay.reserved_bytes
-        if expandable_segments():
-            upper = _with_replay_error(likely)
-        else:
-            upper = likely if even else max(likely, upper)
+        upper = _with_replay_error(likely) if expandable_segments() else likely if even else max(likely, upper)
     return round(lower * (1 - DRY_RUN_ERROR)), likely, round(upper * (1 + DRY_RUN_ERROR))
 
 
 def _with_replay_error(reserved: int) -> int:
     return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
-
-
-def _sharded(config: PretrainedConfig | dict[str, Any], settings: Settings, run: DryRun) -> DryRun:
-    """The dry run of one rank under FSDP or DeepSpeed."""
-    if settings.launch.strategy == "ddp":
-        return run
-    values = config if isinstance(config, dict) else config.to_dict()
-    return shard(run, units_of(values, settings), settings)
 
 
 def _least_peak(run: DryRun, one_gpu: DryRun) -> int:
@@ -300,26 +287,22 @@ def _bucket_bytes(run: DryRun, settings: Settings) -> int:
     return run.parts["adapters"] if is_ddp else 0
 
 
-def _with_buckets(run: DryRun, settings: Settings) -> DryRun:
-    buckets = _bucket_bytes(run, settings)
-    peaks = {phase: size + buckets if size and phase != "load" else size for phase, size in run.peaks.items()}
-    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "gathered": run.parts["gathered"] + buckets})
-
-
-def _host_bytes(run: DryRun, card: Card, settings: Settings) -> int:
+def _host_bytes(run: DryRun, training: int, settings: Settings) -> int:
     """Host memory of this machine: the process, and the larger of offloaded tensors and a merge into 16-bit weights.
 
     With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
     """
-    launch, training = settings.launch, _pinned_bytes(run, card, settings)
+    launch = settings.launch
     if launch.strategy == "ddp":
         return PROCESS_BYTES + max(training, 2 * run.parameters)
     return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
 
 
 def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
-    if card.is_cpu or settings.layer_offloading != "nvme":
-        return 0 if card.is_cpu else run.host_bytes
+    if card.is_cpu:
+        return 0
+    if settings.layer_offloading != "nvme":
+        return run.host_bytes
     # the layers are in a file, and are staged in as many buffers as there are on the card
     return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
 

@@ -116,7 +116,7 @@ def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
             tracker.layer = layer_number(path)
             copies.append(nested.code.clone())
     tracker.layer = None
-    tracker.record("state dict")
+    tracker.record()
 
 
 def layer_number(path: str) -> int | None:
@@ -140,16 +140,17 @@ def _fill(
         if parameter is None or parameter.requires_grad is not adapters:
             continue
         with tracker.tagging("adapters" if adapters else "weights"):
-            if id(parameter) not in materialised:
+            weight = materialised.get(id(parameter))
+            if weight is None:
                 weight = uncast.pop(id(parameter), None)
                 if weight is None or weight.dtype != parameter.dtype:
                     weight = _packer(module, name)(parameter, dtype)
                 materialised[id(parameter)] = weight
                 if not adapters and offloading is None:
-                    tracker.recording.weights[tracker.layer] += materialised[id(parameter)].nbytes
-            module._parameters[name] = materialised[id(parameter)]
-        if hasattr(materialised[id(parameter)], "quant_state"):
-            module.quant_state = materialised[id(parameter)].quant_state  # type: ignore[attr-defined]
+                    tracker.recording.weights[tracker.layer] += weight.nbytes
+            module._parameters[name] = weight
+        if hasattr(weight, "quant_state"):
+            module.quant_state = weight.quant_state
         if offloading is not None and not adapters:
             with tracker.tagging(OFFLOADED):
                 offloading.on_parameter_loaded(module, name)
@@ -170,20 +171,17 @@ def _uncast_adapters(model: torch.nn.Module, tracker: StorageTracker, dtype: tor
                 uncast |= {id(weight): torch.nn.Parameter(torch.empty(weight.shape, dtype=own)) for weight in (a, b)}
             if name in layer.lora_magnitude_vector:
                 magnitude = layer.lora_magnitude_vector[name]
-                uncast[id(magnitude.weight)] = _magnitude(layer, magnitude, uncast[id(a)], uncast[id(b)], name, tracker)
+                computed = type(magnitude)(magnitude.fan_in_fan_out)
+                base, scaling = layer.get_base_layer(), layer.scaling[name]
+                with tracker.tagging("workspace"):
+                    computed.update_layer(base_layer=base, lora_A=uncast[id(a)], lora_B=uncast[id(b)], scaling=scaling)
+                uncast[id(magnitude.weight)] = computed.weight
     tracker.layer = None
     for name, rows in trainable_parameters(model):
         if TRAINED_ROWS in name:
             with tracker.tagging("adapters"):
                 uncast[id(rows)] = torch.nn.Parameter(torch.empty(rows.shape, dtype=dtype))
     return uncast
-
-
-def _magnitude(layer: Any, magnitude: Any, a: Any, b: Any, name: str, tracker: StorageTracker) -> torch.nn.Parameter:
-    computed = type(magnitude)(magnitude.fan_in_fan_out)
-    with tracker.tagging("workspace"):
-        computed.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
-    return computed.weight
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:

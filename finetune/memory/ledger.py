@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ class DryRun:
 
 
 def dry_run(
-    config: PretrainedConfig | dict[str, Any],
+    config: dict[str, Any],
     settings: Settings,
     *,
     micro_batch: int,
@@ -93,31 +92,30 @@ def dry_run(
 ) -> DryRun:
     """Allocated bytes of a step with `micro_batch` of the longest `rows`.
 
-    `config`: a configuration or the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
+    `config`: the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
     disk. Raises RecipeError for a model that can't be built.
     """
-    values = config if isinstance(config, dict) else config.to_dict()
     shape = _shape(settings, micro_batch, rows)
-    key = cache.key_of(kind="dry run", config=values, settings=_memory_settings(settings), shape=shape, capability=capability)
-    cached = cache.read(key)
-    if cached is not None:
-        return DryRun(**{**cached, "notes": tuple(cached["notes"])})
-    from finetune.compat.imports import import_libraries
+    key = cache.key_of(kind="dry run", config=config, settings=_memory_settings(settings), shape=shape, capability=capability)
 
-    import_libraries()
-    from finetune.memory.depth import count_parameters
-    from finetune.memory.simulate import Batch
-    from finetune.model.transformers_config import config_from
+    def make() -> dict[str, Any]:
+        from finetune.compat.imports import import_libraries
 
-    model_config = config_from(values, settings)
-    simulation, method = _simulated(model_config, settings, Batch(**shape), capability)
-    run = ledger_of(simulation, capability, parameters=count_parameters(model_config), method=method)
-    cache.write(key, asdict(run))
-    return run
+        import_libraries()
+        from finetune.memory.depth import count_parameters
+        from finetune.memory.simulate import Batch
+        from finetune.model.transformers_config import config_from
+
+        model_config = config_from(config, settings)
+        simulation, method = _simulated(model_config, settings, Batch(**shape), capability)
+        return asdict(ledger_of(simulation, capability, parameters=count_parameters(model_config), method=method))
+
+    cached = cache.cached(key, make)
+    return DryRun(**{**cached, "notes": tuple(cached["notes"])})
 
 
 def replayed(
-    config: PretrainedConfig | dict[str, Any],
+    config: dict[str, Any],
     settings: Settings,
     *,
     micro_batch: int,
@@ -134,24 +132,23 @@ def replayed(
     """
     if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
         return None
-    values = config if isinstance(config, dict) else config.to_dict()
     shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(
-        kind="replay", config=values, settings=_memory_settings(settings), shape=shape, capability=capability,
+        kind="replay", config=config, settings=_memory_settings(settings), shape=shape, capability=capability,
         expandable=expandable, limit=limit,
     )  # fmt: skip
 
     def make() -> dict[str, Any] | None:
-        from finetune.memory.simulate import Batch
+        from finetune.memory.simulate import Batch, garbage_collection_paused
         from finetune.model.transformers_config import config_from
 
-        simulation, _ = _simulated(config_from(values, settings), settings, Batch(**shape), capability, mixes=expandable)
-        with _without_garbage_collection(), suppress(OutOfMemory):
+        simulation, _ = _simulated(config_from(config, settings), settings, Batch(**shape), capability, mixes=expandable)
+        with garbage_collection_paused(), suppress(OutOfMemory):
             trace = simulation.trace()
             return asdict(replay(trace, expandable=expandable, limit=limit)) if trace else None
         return None
 
-    cached = _cached(key, make)
+    cached = cache.cached(key, make)
     return Replay(**cached) if cached else None
 
 
@@ -179,12 +176,12 @@ def replay_rows(
     )  # fmt: skip
 
     def make() -> list[dict[str, Any] | None]:
-        from finetune.memory.simulate import Batch
+        from finetune.memory.simulate import Batch, garbage_collection_paused
         from finetune.model.transformers_config import config_from
 
         model_config = config_from(config, settings)
         narrow = replace(rows, tokens=rows.tokens // 2)
-        with _without_garbage_collection():
+        with garbage_collection_paused():
             wide, other = (
                 _simulated(model_config, settings, Batch(**_shape(settings, micro, shape)), capability, mixes=False)[0].trace()
                 for shape in (rows, narrow)
@@ -204,29 +201,8 @@ def replay_rows(
                 ))  # fmt: skip
             return [asdict(growth) if growth else None for growth in growths]
 
-    cached: list[dict[str, Any] | None] = _cached(key, make)
+    cached: list[dict[str, Any] | None] = cache.cached(key, make)
     return [Growth(**{**growth, "by_step": tuple(growth["by_step"])}) if growth else None for growth in cached]
-
-
-def _cached(key: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, JSON values, read from disk after the first call."""
-    cached = cache.read(key)
-    if cached is None:
-        cached = {"made": make()}
-        cache.write(key, cached)
-    return cached["made"]
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Inside, garbage collection is off: a hundred thousand small objects have no reference cycle."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
@@ -275,28 +251,28 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
     workspace = 0 if capability is None else 2 * cublas_workspace_bytes(capability)
     top = _highest(simulation, _TRAIN)
     parts = Counter({part: 0 for part in PARTS})
-    layers: Counter[str] = Counter()
+    layers: Counter[int | None] = Counter()
     for (part, layer), size in top.by_tag.items():
         parts[part] += size
-        layers["outside the layers" if layer is None else f"layers.{layer}"] += size
+        layers[layer] += size
     parts["workspace"] += workspace
-    layers["outside the layers"] += workspace
+    layers[None] += workspace
     peaks = {"load": _highest(simulation, ("load", "adapters", "casts")).total_bytes, "train": top.total_bytes + workspace}
     for phase in ("eval", "save"):
-        peaks[phase] = _highest(simulation, (phase,)).total_bytes + workspace if _has(simulation, phase) else 0
+        sizes = [peak.total_bytes for (name, _), peak in simulation.peaks.items() if name == phase]
+        peaks[phase] = max(sizes) + workspace if sizes else 0
+    kinds = Counter(simulation.lean)
+    lean = "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
     offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
     return DryRun(
-        parts=dict(parts), peaks=peaks, per_layer_bytes=dict(sorted(layers.items(), key=_layer_order)),
+        parts=dict(parts), peaks=peaks, per_layer_bytes={
+            "outside the layers" if layer is None else f"layers.{layer}": layers[layer]
+            for layer in sorted(layers, key=lambda layer: math.inf if layer is None else layer)
+        },
         host_bytes=simulation.host.total_bytes, parameters=parameters, method=method,
-        versions=cache.library_versions(), notes=(*_lean_notes(simulation), *simulation.notes),
+        versions=cache.library_versions(), notes=(*([lean] if kinds else ()), *simulation.notes),
         offloaded_bytes=sum(offloaded), largest_offloaded_bytes=max(offloaded, default=0),
     )  # fmt: skip
-
-
-def _lean_notes(simulation: Simulation) -> Iterator[str]:
-    kinds = Counter(simulation.lean)
-    if kinds:
-        yield "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
 
 
 def _simulated(
@@ -347,14 +323,5 @@ def _recomputing(settings: Settings, all_layers: bool) -> Settings:
     return resolved(settings, activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)
 
 
-def _has(simulation: Simulation, phase: str) -> bool:
-    return any(name == phase for name, _ in simulation.peaks)
-
-
 def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:
     return max((peak for (phase, _), peak in simulation.peaks.items() if phase in phases), key=lambda peak: peak.total_bytes)
-
-
-def _layer_order(item: tuple[str, int]) -> tuple[int, int]:
-    name = item[0]
-    return (0, int(name.rpartition(".")[2])) if name.startswith("layers.") else (1, 0)

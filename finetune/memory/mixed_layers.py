@@ -48,7 +48,7 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
             ckpt_peak, plain_peak = _at((phase, layer), recomputed, last), _at((phase, layer), plain, last)
             own = ckpt_peak if layer is None or layer % every == 0 else plain_peak
             by_tag = _of_no_layer(own, ckpt_peak) | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False)
-            peaks[(phase, layer)] = Peak(sum(by_tag.values()), by_tag, own.operator)
+            peaks[(phase, layer)] = Peak(by_tag)
     return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
 
 
@@ -66,10 +66,9 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
             if part == "weights" and layer is not None and layer not in numbers
         }
         by_tag = peak.by_tag | weights
-        peaks[key] = Peak(sum(by_tag.values()), by_tag, peak.operator)
+        peaks[key] = Peak(by_tag)
     host_bytes_by_tag = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
-    host_peak = Peak(sum(host_bytes_by_tag.values()), host_bytes_by_tag, offloaded.host.operator)
-    return Simulation(peaks, host_peak, offloaded.notes, offloaded.lean)
+    return Simulation(peaks, Peak(host_bytes_by_tag), offloaded.notes, offloaded.lean)
 
 
 def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
@@ -85,7 +84,7 @@ def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
             by_tag[(part, owner - shift)] = size
             if owner == last:
                 by_tag |= {(part, index): size for index in range(last - shift, last + 1)}
-    return Peak(sum(by_tag.values()), by_tag, peak.operator)
+    return Peak(by_tag)
 
 
 def _of_no_layer(own: Peak, recomputed: Peak) -> dict[Tag, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,7 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
     prompt = _made(tokenizer(f"1{text}1", add_special_tokens=False)["input_ids"], processor, pictures)
     config = load_config(recipe)
     ids = {tokenizer.convert_tokens_to_ids(token): getattr(config, key) for token, key in facts["tokens"].items()}
-    return PicturePrompt(
-        [ids.get(token, token) for token in prompt.ids], prompt.token_types, processor, prompt.token_counts, prompt.sizes
-    )
+    return replace(prompt, ids=[ids.get(token, token) for token in prompt.ids])
 
 
 def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:

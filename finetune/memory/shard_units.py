@@ -45,14 +45,8 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
     deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
     key = cache.key_of(kind="units", config=config, settings=deciding_settings)
-    cached = cache.read(key)
-    if cached is not None:
-        return tuple(
-            Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in cached["units"]
-        )
-    units = _full_units(config, settings)
-    cache.write(key, {"units": [asdict(unit) for unit in units]})
-    return units
+    units = cache.cached(key, lambda: [asdict(unit) for unit in _full_units(config, settings)])
+    return tuple(Unit(unit["name"], tuple(Parameter(**parameter) for parameter in unit["parameters"])) for unit in units)
 
 
 def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
@@ -63,17 +57,15 @@ def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     config = config_from(values, settings)
     depth = plan_depth(layer_kinds(config))
     shallow_units = _units(at_depth(config, depth.run), settings)
-    order = [*range(depth.start + depth.period)]
-    order += [number for _ in range(depth.times) for number in range(depth.start, depth.start + depth.period)]
-    order += [*range(depth.start + depth.period, depth.run)]
-    layers = [Unit(f"layers.{index}", shallow_units[f"layers.{number}"]) for index, number in enumerate(order)]
+    layers = [Unit(f"layers.{index}", shallow_units[f"layers.{depth.shallow_index(index)}"]) for index in range(depth.full)]
     return (*layers, *(Unit(name, shallow_units[name]) for name in (EMBEDDING, HEAD, REST) if name in shallow_units))
 
 
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
+    """Name of the unit -> its parameters; a tied embedding belongs to the output layer."""
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
     from finetune.compat.torch import fake_tensor_mode
-    from finetune.memory.fake_model import fake_dora_weights, materialise
+    from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise
     from finetune.memory.tracker import StorageTracker
     from finetune.model.adapters import attach_adapters
     from finetune.model.build import build_base
@@ -83,14 +75,7 @@ def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False), settings)
         with own_quantisation_maps(), fake_tensor_mode():
             materialise(model, StorageTracker({}), dtype=model_dtype(settings))
-    return parameters_by_unit(model)
-
-
-def parameters_by_unit(model: Any) -> dict[str, tuple[Parameter, ...]]:
-    """Name of the unit -> its parameters, for a PeftModel; a tied embedding belongs to the output layer."""
-    from finetune.memory.fake_model import layer_number
-
-    base = model.get_base_model()
+    base: Any = model.get_base_model()
     ends = {id(base.get_input_embeddings().weight): EMBEDDING}
     if base.get_output_embeddings() is not None:
         ends[id(base.get_output_embeddings().weight)] = HEAD

@@ -30,17 +30,11 @@ NVME_BUFFERS = 5 * 10**8
 
 
 def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
-    """The dry run of a single card, changed to what one rank of `launch.num_processes` allocates; unchanged under DDP.
+    """The dry run of a single card, changed to what one rank of `launch.num_processes` allocates under FSDP or DeepSpeed.
 
     `host_bytes` becomes that of all local ranks of a machine.
     """
-    launch = settings.launch
-    if launch.strategy == "fsdp":
-        sharded = _fsdp(units, settings)
-    elif launch.strategy == "deepspeed":
-        sharded = _deepspeed(units, settings)
-    else:
-        return run
+    sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
     return _apply(run, units, sharded, settings)
 
 
@@ -76,7 +70,7 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
     # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
-    before = _adapters(units) if own_rows else _all_bytes(units)
+    before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _full_bytes(units).values())
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
         loading = max(before + sum(map(sum, shards.values())), _quantising(units) if own_rows else 0)
@@ -91,12 +85,8 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     return Sharded(nothing, 0.0, 0, gathered + arriving, loading, host + 3 * trained, own_rows, starting + arriving)
 
 
-def _all_bytes(units: tuple[Unit, ...]) -> int:
-    return sum(sum(_sums(unit, lambda parameter: parameter.size_bytes)) for unit in units)
-
-
-def _adapters(units: tuple[Unit, ...]) -> int:
-    return sum(_sums(unit, lambda parameter: parameter.size_bytes)[1] for unit in units)
+def _full_bytes(units: tuple[Unit, ...]) -> dict[str, tuple[int, int]]:
+    return {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
 
 
 def _quantising(units: tuple[Unit, ...]) -> int:
@@ -140,7 +130,8 @@ def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, in
 def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     launch, item_bytes, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden_size(units)
     cards, offloads = launch.num_processes, launch.offload != "none"
-    full_bytes = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
+    full_bytes = _full_bytes(units)
+    all_bytes = sum(map(sum, full_bytes.values()))
     adapter_bytes = sum(trained for _, trained in full_bytes.values())
     # ZeRO-2 shards the optimizer states and fp32 master copies of the adapters, not weights and adapters
     # (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer). Offload moves them to host memory (offload_config.py).
@@ -151,10 +142,9 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # stage_1_and_2.py, reduce_independent_p_g_buckets_and_remove_grads; stage3.py).
     buffer_bytes = 2 * hidden * hidden * item_bytes + (0 if offloads else rank_adapter_bytes)
     if launch.zero_stage == 2:
-        return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, _all_bytes(units), host_bytes)
+        return Sharded(full_bytes, optimizer_share, master_bytes, buffer_bytes, all_bytes, host_bytes)
     # ZeRO-3: each rank keeps ceil(elements / world size) of every parameter (partition_parameters.py, Init._partition_param).
     shards = {unit.name: _sums(unit, lambda parameter: _shard_elements(parameter, cards)) for unit in units}
-    rank_bytes, all_bytes = sum(map(sum, shards.values())), sum(map(sum, full_bytes.values()))
     # Parameters of fewer than 10 x hidden elements are never sharded (stage3_param_persistence_threshold;
     # transformers/integrations/deepspeed.py, trainer_config_finalize).
     persistent_bytes = sum(
@@ -169,7 +159,8 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
         # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
         # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
-        return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, all_bytes + rank_bytes, host_bytes)
+        loading_bytes = all_bytes + sum(map(sum, shards.values()))
+        return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, loading_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
     arriving_bytes = 2 * max(map(sum, shards.values()))
     host_bytes += sum(pinned_bytes(_shard_elements(parameter, cards)) for unit in units for parameter in unit.parameters)
@@ -185,8 +176,7 @@ def _hidden_size(units: tuple[Unit, ...]) -> int:
 
 
 def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
-    full = {unit.name: _sums(unit, lambda parameter: parameter.size_bytes) for unit in units}
-    shards = sharded.resident
+    full, shards = _full_bytes(units), sharded.resident
     saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
     parts = dict(run.parts)
     parts["weights"] -= sum(frozen for frozen, _ in saved.values())
@@ -199,9 +189,8 @@ def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Set
     peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
     if peaks["eval"]:  # which may save less than a step, so that its start has most
         peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
-    tables = run.parts["weights"] - sum(
-        frozen for frozen, _ in full.values()
-    )  # of 4-bit weights: no parameters, so not sharded
+    # of 4-bit weights: no parameters, so not sharded
+    tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
     loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
     layers = {
         name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")

@@ -210,7 +210,7 @@ def _run(
     if settings.vision is not True:  # the trainer still has the step's batches while it saves and evaluates
         batches.clear()
     save(model, tracker)
-    tracker.record("steady state")
+    tracker.record()
     if batch.eval_rows:
         tracker.recording.begin("eval")
         model.eval()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Trace:
 
     parts: dict[str, list[Event]]
     persistent: frozenset[int] = frozenset()
-    gradients: dict[int, int] | None = None
+    gradients: dict[int, int] = field(default_factory=dict)
     warm_up: int = 0
 
 
@@ -47,10 +47,6 @@ class _AllocationKey(NamedTuple):
     layer: int
     run: int
     nth: int
-
-    def in_layer(self, layer: int, nth: int | None = None) -> _AllocationKey:
-        """The same allocation in another layer."""
-        return _AllocationKey(self.section, layer, self.run, self.nth if nth is None else nth)
 
 
 class _Chunk(NamedTuple):
@@ -127,21 +123,15 @@ class Recording:
 
     def trace(self, depth: Depth | None = None) -> Trace:
         """The events by part; with `depth` those of the full model. Raises NotRepeated."""
-        if depth is None or not depth.times:
-            plain: list[Event] = [event[:2] for event in self.events]
-            starts = [start for _, start in self._parts]
-            return self._trace(plain, starts, self._persistent, self.gradients, sum(self.weights.values()))
-        deep = _Deepening(self.events, self._persistent, [start for _, start in self._parts], depth)
-        middle = range(depth.start, depth.start + depth.period)
-        warm_up = sum(self.weights.values()) + depth.times * sum(n for layer, n in self.weights.items() if layer in middle)
-        return self._trace(deep.events, deep.starts, deep.persistent, deep.pairs(self.gradients), warm_up)
-
-    def _trace(
-        self, events: list[Event], starts: list[int], persistent: set[int], gradients: dict[int, int], warm_up: int
-    ) -> Trace:
-        ends = [*starts[1:], len(events)]
+        events: list[Event] = [event[:2] for event in self.events]
+        starts, persistent, gradients = [start for _, start in self._parts], self._persistent, self.gradients
+        warm_up = self.weights.total()
+        if depth is not None and depth.times:
+            deep = _Deepening(self.events, persistent, starts, depth)
+            events, starts, persistent, gradients = deep.events, deep.starts, deep.persistent, deep.pairs(gradients)
+            warm_up += depth.times * sum(size for layer, size in self.weights.items() if layer in depth.middle)
         parts: dict[str, list[Event]] = {}
-        for (name, _), start, end in zip(self._parts, starts, ends, strict=True):
+        for (name, _), start, end in zip(self._parts, starts, [*starts[1:], len(events)], strict=True):
             parts.setdefault(name, []).extend(events[start:end])
         return Trace(parts, frozenset(persistent), gradients, warm_up)
 
@@ -150,8 +140,7 @@ class _Deepening:
     """Inserts the events of the repeated layers."""
 
     def __init__(self, events: list[tuple[int, int, int, int]], persistent: set[int], starts: list[int], depth: Depth) -> None:
-        self._depth, self._more = depth, depth.times * depth.period
-        self._middle = range(depth.start, depth.start + depth.period)
+        self._depth, self._middle = depth, depth.middle
         self._persistent_before, self.persistent = persistent, set[int]()
         self._keys: dict[int, _AllocationKey] = {}
         self._sizes: dict[tuple[int, int, int], list[int]] = {}
@@ -168,7 +157,7 @@ class _Deepening:
                 begun += 1
             chunk = chunks[position][1]
             if chunk.layer not in self._middle:
-                self._append(chunk, self._shifted(chunk.layer))
+                self._append(chunk, self._depth.full_index(chunk.layer))
                 position += 1
                 continue
             end = position
@@ -259,27 +248,14 @@ class _Deepening:
             self._count += 1
             count += 1
 
-    def _shifted(self, layer: int) -> int:
-        return layer + self._more if layer >= self._middle.stop else layer
-
-    def _source_layer(self, layer: int) -> int:
-        """The layer of the dry run whose events are copied for this one of the full model."""
-        if layer < self._middle.stop:
-            return layer
-        if layer >= self._middle.stop + self._more:
-            return layer - self._more
-        return self._middle.start + (layer - self._middle.start) % self._depth.period
-
     def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
         """The key in the full model of what an event of `from_layer` releases, when the event is copied to `to_layer`."""
         if key.layer < 0:
             return key
         is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
-        layer = to_layer + key.layer - from_layer if is_neighbour else self._shifted(key.layer)
-        source = self._source_layer(layer)
-        if source == key.layer:
-            return key.in_layer(layer)
-        return key.in_layer(layer, self._counterpart(key, source))
+        layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
+        source = self._depth.shallow_index(layer)
+        return key._replace(layer=layer, nth=key.nth if source == key.layer else self._counterpart(key, source))
 
     def _counterpart(self, key: _AllocationKey, source: int) -> int:
         """The number of the same allocation in another layer, which may have one more or fewer allocations at one point."""
@@ -311,4 +287,4 @@ class _Deepening:
         key = self._keys[number]
         times = self._depth.times + 1 if key.layer in self._middle else 1
         for time in range(times):
-            yield self._numbers_by_key[key.in_layer(self._shifted(key.layer) + time * self._depth.period)]
+            yield self._numbers_by_key[key._replace(layer=self._depth.full_index(key.layer) + time * self._depth.period)]

@@ -42,11 +42,12 @@ Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Peak:
-    """Peak of live bytes in one phase and layer, by tag, and the operator that reached it."""
+    """Peak of live bytes in one phase and layer, by tag."""
 
-    total_bytes: int = 0
     by_tag: dict[Tag, int] = field(default_factory=dict)
-    operator: str = ""
+
+    def __post_init__(self) -> None:
+        self.total_bytes = sum(self.by_tag.values())
 
 
 class StorageTracker(TorchDispatchMode):
@@ -119,12 +120,12 @@ class StorageTracker(TorchDispatchMode):
             for leaf in tree_iter(out):
                 if isinstance(leaf, torch.Tensor):
                     self.track(leaf)
-        self.record(func)
+        self.record()
         if self._workspace_bytes and func in _MATMULS:
             self._workspace(func is _ADDMM or (func is _LINEAR and len(args) > 2 and args[2] is not None))
         return out
 
-    def record(self, operator: Any = "", scratch_bytes: int = 0) -> None:
+    def record(self, scratch_bytes: int = 0) -> None:
         """Update the peak of the current phase and layer with the live bytes plus `scratch_bytes` of the running kernel."""
         key = (self.phase, self.layer)
         peak = self.peaks.get(key)
@@ -132,15 +133,15 @@ class StorageTracker(TorchDispatchMode):
             peak = self.peaks[key] = Peak()
         total = self.live_bytes + scratch_bytes
         if total > peak.total_bytes:
-            peak.total_bytes, peak.operator = total, str(operator)
+            peak.total_bytes = total
             peak.by_tag = {tag: size for tag, size in self.live.items() if size}
             if scratch_bytes:
                 tag = ("workspace", self.layer)
                 peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
 
-    def scratch(self, operator: str, *sizes: int) -> None:
+    def scratch(self, *sizes: int) -> None:
         """Record temporary buffers of a running kernel, sizes in bytes."""
-        self.record(operator, sum(rounded(size) for size in sizes))
+        self.record(sum(rounded(size) for size in sizes))
         self.recording.scratch(sizes, self._layer)
 
     def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
@@ -191,7 +192,7 @@ class StorageTracker(TorchDispatchMode):
             size = storage.nbytes() if self.part == OFFLOADED else pinned_bytes(storage.nbytes())
             self._host_live[tag] += size
             if self._host_live.total() > self.host.total_bytes:
-                self.host = Peak(self._host_live.total(), {tag: size for tag, size in self._host_live.items() if size})
+                self.host = Peak({tag: size for tag, size in self._host_live.items() if size})
             self._sizes[key] = (-size, tag)
         else:
             size = rounded(storage.nbytes())

@@ -7,13 +7,14 @@ fixed, linear or quadratic in the width (scores of eager attention, masks of pad
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.card.allocator import AllocatorSettings
-from finetune.memory.allocator_replay import WARM_UP, Player, states_of
+from finetune.memory.allocator_replay import WARM_UP, first_of_step, play, states_of
 from finetune.memory.caching_allocator import CachingAllocator, OutOfMemory
 from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
@@ -109,30 +110,25 @@ def replay_widths(
     """
     with contextlib.suppress(OutOfMemory):
         allocator = CachingAllocator(settings, limit=limit)
-        player = Player(allocator, trace.persistent)
-        player.play([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
-        player.play(trace.parts["load"])
+        run = functools.partial(play, allocator, trace.persistent)
+        run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
+        run(trace.parts["load"])
         allocator.empty_cache()
         if settings.warm_up_bytes:
-            player.play([(WARM_UP, settings.warm_up_bytes), (WARM_UP, RELEASED)])
+            run([(WARM_UP, settings.warm_up_bytes), (WARM_UP, RELEASED)])
             allocator.reset_peaks()
         loaded = allocator.returned
-        gradients, parts = trace.gradients or {}, trace.parts
         by_step = []
         for begin in range(0, len(widths), accumulation):
             for index, width in enumerate(widths[begin : begin + accumulation]):
                 events = micro_batches.at(width)
-                if index == 0:  # a new gradient is stored, not added
-                    events = [
-                        (gradients.get(number, number), size) for number, size in events if size >= 0 or number not in gradients
-                    ]
-                player.play(events)
+                run(events if index else first_of_step(events, trace))
                 if allocator.peak_reserved > most:
                     return None
-            player.play(parts["clipping"])
+            run(trace.parts["clipping"])
             if not begin:
-                player.play(states_of(trace))
-            player.play(parts["optimizer"])
+                run(states_of(trace))
+            run(trace.parts["optimizer"])
             by_step.append(allocator.reserved)
         returned = allocator.returned - loaded
         return Growth(allocator.peak_allocated, allocator.peak_reserved, tuple(by_step), allocator.retries, returned)

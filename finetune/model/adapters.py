@@ -53,12 +53,8 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
         if "use_dora" in str(error):
             raise RecipeError(f"use_dora: {error}", "PEFT has no DoRA for experts. Set use_dora=false.") from None
         raise RecipeError(f"target_modules {targets}: {error}", _linear_layers(model)) from None
-    if hasattr(model.get_output_embeddings(), "lora_A"):
-        raise RecipeError(
-            f"target_modules {targets}: the output layer can't have an adapter, because the loss is computed from its weight",
-            f"Leave it out. {_linear_layers(model)}",
-        )
-    _refuse_tied_embedding(model, targets)
+    if reason := _why_ends_have_none(model):
+        raise RecipeError(f"target_modules {targets}: {reason}", f"Leave it out. {_linear_layers(model)}")
     if settings.trained_embedding_rows:
         check_wrapped(model)
     if settings.activation_checkpointing is not False:
@@ -71,15 +67,15 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
     return peft_model
 
 
-def _refuse_tied_embedding(model: PreTrainedModel, targets: str | list[str]) -> None:
-    """Raise RecipeError for an adapter on an embedding whose table the output layer shares: merging would change that, too."""
+def _why_ends_have_none(model: PreTrainedModel) -> str:
+    """Why the output layer, or an embedding whose table it shares, can't have the adapter that it has got."""
     embedding: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()
+    if hasattr(head, "lora_A"):
+        return "the output layer can't have an adapter, because the loss is computed from its weight"
     if hasattr(embedding, "lora_A") and embedding.get_base_layer().weight is getattr(head, "weight", None):
-        raise RecipeError(
-            f"target_modules {targets}: the embedding can't have an adapter, because the output layer shares its table",
-            f"Leave it out. {_linear_layers(model)}",
-        )
+        return "the embedding can't have an adapter, because the output layer shares its table"
+    return ""
 
 
 def _linear_layers(model: torch.nn.Module) -> str:

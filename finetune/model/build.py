@@ -21,9 +21,6 @@ from finetune.model.language_model import attention_by_part, model_class, outsid
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
 from finetune.settings import Settings
 
-#: The attention of the package flash-attn, which a forecast doesn't need.
-FLASH = "flash_attention_2"
-
 
 def build_base(
     settings: Settings, config: PretrainedConfig, *, device: str | torch.device | int, weights: bool, offloads: bool = False
@@ -147,14 +144,12 @@ def _build_errors(config: PretrainedConfig) -> Iterator[None]:
 
 def _attention(settings: Settings, weights: bool) -> str:
     """The attention kernels. A forecast without flash-attn takes torch's, which save the same tensors."""
-    if settings.attn_implementation == FLASH and not weights and not is_flash_attn_2_available():
-        if not settings.packing:
-            return "sdpa"
+    attention: str = settings.attn_implementation
+    if attention == "flash_attention_2" and not weights and not is_flash_attn_2_available():
+        attention = varlen_attention.NAME if settings.packing else "sdpa"
+    if attention == varlen_attention.NAME:
         varlen_attention.register()
-        return varlen_attention.NAME
-    if settings.attn_implementation == varlen_attention.NAME:
-        varlen_attention.register()
-    return settings.attn_implementation
+    return attention
 
 
 @contextmanager

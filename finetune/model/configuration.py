@@ -42,11 +42,12 @@ def resolve_model_path(settings: Recipe) -> str:
         return str(bundled)
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
     if path.is_dir():
-        if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
-            raise ModelError(
-                f"model_name_or_path {name} holds an adapter, not a model", "Give the base model, or merge the adapter first."
-            )
         if not (path / "config.json").is_file():
+            if (path / ADAPTER_CONFIG).is_file():
+                raise ModelError(
+                    f"model_name_or_path {name} holds an adapter, not a model",
+                    "Give the base model, or merge the adapter first.",
+                )
             raise ModelError(
                 f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
             )

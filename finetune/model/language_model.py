@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -58,7 +57,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
     whole = _image_text_class(config)
     if is_multimodal(config):
-        return _with_vision(whole) if loads_vision(config) else _text_only(whole)
+        return _subclass(whole, loads_vision(config))
     causal: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return whole if causal is None and whole is not None and whole.__name__.endswith("ForCausalLM") else causal
 
@@ -108,22 +107,13 @@ def _unread_layers(model: Any) -> str | None:
 
 
 @cache
-def _with_vision(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    return _subclass(whole, _name_decoder)
-
-
-@cache
-def _text_only(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    return _subclass(whole, _keep_language_model, base_model=property(_body), get_output_embeddings=_head)
-
-
-def _subclass(whole: type[PreTrainedModel], finish: Callable[[Any], None], **members: Any) -> type[PreTrainedModel]:
-    """A subclass of the same name, by which transformers looks up how a checkpoint's tensors are renamed; `finish` changes
-    each new model."""
+def _subclass(whole: type[PreTrainedModel], vision: bool) -> type[PreTrainedModel]:
+    """A subclass of the same name, by which transformers looks up how a checkpoint's tensors are renamed."""
+    members = {} if vision else {"base_model": property(_body), "get_output_embeddings": _head}
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
         whole.__init__(self, config, *arguments, **named)
-        finish(self)
+        (_name_decoder if vision else _keep_language_model)(self)
 
     return type(
         whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__, **members}
@@ -198,7 +188,8 @@ def _text_forward(decoder: Any, whole: Any) -> Any:
     def forward(*arguments: Any, **named: Any) -> Any:
         call_arguments = of_whole.bind(whole, *arguments).arguments | named
         call_arguments = {name: value for name, value in call_arguments.items() if name not in others and value is not whole}
-        return _TextOutput.of(decoder(**call_arguments))
+        output = decoder(**call_arguments)
+        return _TextOutput(output) if isinstance(output, ModelOutput) else output  # tuples stay as they are
 
     return forward
 
@@ -208,11 +199,6 @@ class _TextOutput:
 
     def __init__(self, output: ModelOutput):
         self._output = output
-
-    @classmethod
-    def of(cls, output: Any) -> Any:
-        """Tuples stay as they are."""
-        return cls(output) if isinstance(output, ModelOutput) else output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name, None)

@@ -30,10 +30,7 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
     by the forecast, and its embedding is moved once it is loaded.
     """
-    if settings.lean_layers is True:
-        make_lean([*decoder_layers(model), *outside_layers(model)])
-    else:
-        undo_lean([*decoder_layers(model), *outside_layers(model)])
+    (make_lean if settings.lean_layers is True else undo_lean)([*decoder_layers(model), *outside_layers(model)])
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
     checkpointing = settings.activation_checkpointing

@@ -197,7 +197,7 @@ def weights_seen(tracker: RealTracker):
         model = loaded(*arguments, **named)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.arrives(tensor)
-        tracker.record("loaded")
+        tracker.record()
         return model
 
     with pytest.MonkeyPatch.context() as patch:
