@@ -12,11 +12,11 @@ from finetune.data.answer_reader import AnswerReader
 from finetune.data.tokenizer import run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
-from finetune.evaluate.journal import Journal
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import Forgetting, NoCall, Score, keep_result
 from finetune.evaluate.rows import EvalRows, held_out_rows, no_call_rows, probe_rows
+from finetune.evaluate.score import ModelOutputs
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
@@ -45,8 +45,7 @@ def measure_forgetting(
     for name, rows, reference, reference_adapter in groups:
         models = ((reference, reference_adapter), ("tuned", folder))
         before, now = _scores(run, load, rows, models, "loss", None, progress)
-        has_interval = len(before.row_losses) > 1 and any(before.row_tokens)
-        interval = difference(before.row_losses, now.row_losses, before.row_tokens) if has_interval else None
+        interval = difference(before.row_losses, now.row_losses, before.row_tokens)
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
     keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
@@ -85,10 +84,8 @@ def _scores(
     max_new_tokens: int | None, progress: Callable[[str], None], reader: AnswerReader | None = None,
 ) -> list[Score]:  # fmt: skip
     """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
-    from finetune.evaluate.score import ModelOutputs
-
-    plan, scores = read_plan(run.plan), []
-    for model, adapter in models:
-        journal = Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
-        scores.append(ModelOutputs(load, journal, rows, model, max_new_tokens, progress, reader).score(scorer(name)))
-    return scores
+    outputs = (
+        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, reader)
+        for model, adapter in models
+    )
+    return [of_model.score(scorer(name)) for of_model in outputs]

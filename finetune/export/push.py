@@ -34,7 +34,6 @@ class HubFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
 
@@ -139,14 +138,12 @@ def _call_hub(repo: str, work: Callable[[], Any]) -> Any:
         return work()
     except HFValidationError as error:
         raise CommandError(f"{repo[:100]} is not a repository's name: {str(error).splitlines()[0]}") from None
-    except HfHubHTTPError as error:
-        raise _http_error(repo, error) from None
     except OfflineModeIsEnabled:
         raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.") from None
     except FinetuneError:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses
-        cause = error.__cause__ or error
+        cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error
         if isinstance(cause, HfHubHTTPError):
             raise _http_error(repo, cause) from None
         reason = f"{type(cause).__name__}: {first_line(cause)}"
