@@ -163,6 +163,17 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     return folder
 
 
+def answerer_loader(run: RunDirectory, last: bool, progress: Callable[[str], None] = lambda _: None) -> Callable[[], Answerer]:
+    """Returns an answerer that can also use the adapter that the run continued, as `origin`; loaded on the first call."""
+
+    @functools.cache
+    def load() -> Answerer:
+        progress("loading base model and adapter")
+        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
+
+    return load
+
+
 def answer_journal(run: RunDirectory, name: str, adapter: Path | None) -> Journal:
     """The answers called `name`, by all that decides them besides their prompts: settings, base weights, adapter, versions."""
     plan = read_plan(run.plan)

@@ -3,7 +3,6 @@ whether the model still leaves tools alone where none is due."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from finetune.data.answer_reader import AnswerReader
 from finetune.data.tokenizer import run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answerer_loader
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import Forgetting, NoCall, Score, keep_result
 from finetune.evaluate.rows import EvalRows, held_out_rows, no_call_rows, probe_rows
@@ -40,7 +39,7 @@ def measure_forgetting(
     if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
         rows = held_out_rows(run, None, of_first_run=True)
         groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.base_adapter))
-    load = load or functools.cache(lambda: load_answerer(run, last))
+    load = load or answerer_loader(run, last)
     results = []
     for name, rows, reference, reference_adapter in groups:
         models = ((reference, reference_adapter), ("tuned", folder))
@@ -49,11 +48,6 @@ def measure_forgetting(
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
     keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
-
-
-def load_answerer(run: RunDirectory, last: bool) -> Answerer:
-    """An answerer that can also use the adapter that the run continued."""
-    return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
 
 
 def measure_no_call(

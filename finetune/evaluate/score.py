@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader
 from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
@@ -38,16 +37,9 @@ _PROGRESS_S = 1.0  # between two lines of progress
 
 
 def compare(
-    run: RunDirectory,
-    *,
-    rows: int | None = None,
-    last: bool = False,
-    score: Scorer | None = None,
-    data: str | None = None,
-    forgetting: bool = False,
-    load: Callable[[], Answerer] | None = None,
-    progress: Progress = lambda _: None,
-) -> Comparison:
+    run: RunDirectory, *, rows: int | None = None, last: bool = False, score: Scorer | None = None, data: str | None = None,
+    forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
+) -> Comparison:  # fmt: skip
     """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter.
 
     What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
@@ -75,16 +67,11 @@ def compare(
     reader = Encoder(tokenizer, conversations=True).answers if eval_rows.calls else None
     folder = adapter_folder(run, last=last)
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
-
-    @functools.cache
-    def load_now() -> Answerer:
-        progress("loading base model and adapter")
-        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if against_adapter else None)
-
+    load = load or answerer_loader(run, last, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
     journals = [answer_journal(run, *model) for model in models]
     outputs = [
-        ModelOutputs(load or load_now, journal, eval_rows, model, max_new_tokens, progress, reader)
+        ModelOutputs(load, journal, eval_rows, model, max_new_tokens, progress, reader)
         for journal, (model, _) in zip(journals, models, strict=True)
     ]
     base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
