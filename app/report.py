@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.evaluate.paired import Difference, difference, format_difference
+from finetune.evaluate.paired import difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.evaluate.scorers import span_of
 from finetune.events import ForecastCheck, Result, Start, read_events
@@ -176,8 +176,7 @@ def _paired(runs: list[RunDirectory]) -> str:
 
 
 def _gap_text(run_name: str, other_name: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
-    gap: Difference = difference(first, second, weights, span=span)
-    return format_difference(gap, names=f"{other_name} - {run_name}")
+    return format_difference(difference(first, second, weights, span=span), names=f"{other_name} - {run_name}")
 
 
 def _data(run: RunDirectory) -> str:

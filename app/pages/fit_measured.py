@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,70 +39,60 @@ def build(context: Context, components: Measure) -> None:
     atexit.register(measurements.end)
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """A process, and the folder of its files."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-    began_s: float
-
-    def read(self, name: str) -> str:
-        return (self.folder / name).read_text("utf-8", errors="replace")
-
-
 class _Measurements:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._newest: _Measurement | None = None
-        self._is_ended = False
+        self._newest: subprocess.Popen[bytes] | None = None
+        self._folder, self._began_s, self._is_ended = Path(), 0.0, False
 
     def press(self) -> list[Any]:
         """Measure for the draft as it is now; end one that goes on."""
-        if self._newest is not None and self._newest.process.poll() is None:
+        if self._is_measuring():
             self.end()
             return self.tick()
         recipe = self._context.draft.read().recipe
         if recipe is None:
             return [gr.skip(), note(tr("The recipe has settings to correct.")), gr.Timer(active=False)]
         try:
-            self._newest, self._is_ended = self._started(write_recipe(recipe)), False
+            self._start(write_recipe(recipe))
         except OSError as error:  # a full disk, among others
             return [gr.skip(), problem(FinetuneError.title, [str(error)]), gr.Timer(active=False)]
         return self.tick()
 
-    def _started(self, recipe: str) -> _Measurement:
+    def _is_measuring(self) -> bool:
+        return self._newest is not None and self._newest.poll() is None
+
+    def _start(self, recipe: str) -> None:
         folder = self._context.workspace.folder("measured")
         path = folder / "recipe.yaml"
         path.write_text(recipe, encoding="utf-8")
         with (folder / "output.txt").open("wb") as output, (folder / "log.txt").open("wb") as log:
-            process = subprocess.Popen(
+            self._newest = subprocess.Popen(
                 [sys.executable, "-P", "-m", "finetune", "plan", str(path), "--measure", "--json"], stdout=output, stderr=log,
                 stdin=subprocess.DEVNULL, cwd=self._context.workspace.root, env=environment_with_gpus(),
             )  # fmt: skip
-        return _Measurement(process, folder, time.monotonic())
+        self._folder, self._began_s, self._is_ended = folder, time.monotonic(), False
 
     def end(self) -> None:
         """End the measurement that goes on, with the processes that it started."""
-        if self._newest is not None and self._newest.process.poll() is None:
+        if self._newest is not None and self._newest.poll() is None:
             self._is_ended = True
             with suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(self._newest.process.pid).children(recursive=True):
+                for child in psutil.Process(self._newest.pid).children(recursive=True):
                     child.terminate()
-            self._newest.process.terminate()
-            self._newest.process.wait()
+            self._newest.terminate()
+            self._newest.wait()
 
     def tick(self) -> list[Any]:
         """The button, what is known by now, and whether to look again."""
-        newest = self._newest
-        if newest is not None and newest.process.poll() is None:
-            text = tr("Measuring for {time} …", time=format_seconds(time.monotonic() - newest.began_s))
+        if self._is_measuring():
+            text = tr("Measuring for {time} …", time=format_seconds(time.monotonic() - self._began_s))
             return [gr.Button(tr("Stop measuring")), note(text), gr.Timer(active=True)]
-        shown = note(tr("Measuring was stopped.")) if self._is_ended else self._shown(newest) if newest else ""
+        shown = note(tr("Measuring was stopped.")) if self._is_ended else self._shown() if self._newest else ""
         return [gr.Button(tr("Measure what 4-bit and 8-bit weights cost")), shown, gr.Timer(active=False)]
 
-    def _shown(self, measurement: _Measurement) -> str:
-        output, log = measurement.read("output.txt"), measurement.read("log.txt")
+    def _shown(self) -> str:
+        output, log = ((self._folder / name).read_text("utf-8", errors="replace") for name in ("output.txt", "log.txt"))
         with suppress(ValueError, KeyError):
             return _costs(json.loads(output)["quantisation"])
         reason = log.strip().rpartition("\n")[2] or tr("its process was killed")

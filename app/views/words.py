@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.memory.forecast import PARTS, AtLimit
+from finetune.memory.forecast import AtLimit
 from finetune.settings import Settings
 from finetune.settings.base_formats import SWITCHES, base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
@@ -181,11 +181,6 @@ def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:
     change = round(100 * (tokens_per_s / own - 1))
     template = mark("{n} % slower") if change < 0 else mark("{n} % faster")
     return tr(template, n=abs(change)) if change else tr("same speed")
-
-
-def largest(parts: Mapping[str, int]) -> str:
-    """The part that takes most."""
-    return max(PARTS, key=lambda part: parts.get(part, 0))
 
 
 def override_values(override: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from finetune.run.directory import open_run
 from finetune.units import format_measured, format_seconds
 
 if TYPE_CHECKING:
-    from finetune.evaluate.answerer import Answerer
     from finetune.evaluate.results import NoCall
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scorers import Scorer
@@ -67,19 +65,15 @@ def show_scores(
         raise CommandError("--forgetting and --data each choose the rows", "Keep one of them.")
     run = open_run(source)
     restrict_visible_devices(run)
-    from finetune.evaluate.forgetting import load_answerer, measure_forgetting, measure_no_call
+    from finetune.evaluate.answerer import answerer_loader
+    from finetune.evaluate.forgetting import measure_forgetting, measure_no_call
     from finetune.evaluate.score import compare
 
     copies = read_plan(run.plan).layer_copies
     if copies:
         err.print(f"[dim]{copies.generation_summary}[/]")
     with show_progress(quiet=False) as progress:
-
-        @functools.cache
-        def load() -> Answerer:
-            progress("loading base model and adapter")
-            return load_answerer(run, last)
-
+        load = answerer_loader(run, last, progress)
         result = compare(run, rows=rows, last=last, data=data, forgetting=forgetting, score=score, load=load, progress=progress)
         probe = probe and data is None and not forgetting
         losses = measure_forgetting(run, last=last, load=load, progress=progress) if probe else []

@@ -55,13 +55,13 @@ def load_processor(path: str, tokenizer: Any, *, revision: str | None = None) ->
     images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil")
     values, more = kind.get_processor_dict(path, revision=revision)
     parts = {"tokenizer": tokenizer, "image_processor": images}
-    return kind.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], values, **more)
+    return kind.from_args_and_dict([*map(parts.get, kind.get_attributes())], values, **more)
 
 
 def processor_of(kind: Any, images: Any, tokenizer: Any, **settings: Any) -> Any:
     """A processor of this class with these parts, without video or sound."""
     silent, parts = _without_video(kind), {"tokenizer": tokenizer, "image_processor": images}
-    return silent(*[parts.get(name) for name in silent.get_attributes()], **settings)
+    return silent(*map(parts.get, silent.get_attributes()), **settings)
 
 
 def processor_from_settings(
@@ -90,11 +90,10 @@ def _processor_class(path: str, revision: str | None) -> Any:
     from transformers import AutoConfig, ImageProcessingMixin, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
-    values, _ = ProcessorMixin.get_processor_dict(path, revision=revision)
-    if not values.get("processor_class"):
-        values, _ = ImageProcessingMixin.get_image_processor_dict(path, revision=revision)
-    if name := values.get("processor_class"):
-        kind = processor_class_from_name(name)
+    for read in (ProcessorMixin.get_processor_dict, ImageProcessingMixin.get_image_processor_dict):
+        if name := read(path, revision=revision)[0].get("processor_class"):
+            kind = processor_class_from_name(name)
+            break
     else:
         kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
     if reason := why_no_pictures(kind):
@@ -117,9 +116,8 @@ _FOR_PROCESSORS = ("rows", "cols", "num_patches")
 
 def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
     """What the model gets of the pictures of each row, as tensors."""
-    tensors, _ = _process(processor, rows)
     left_out = {*processor.unused_input_names, *_FOR_PROCESSORS}
-    return {name: value for name, value in tensors.items() if name not in left_out}
+    return {name: value for name, value in _process(processor, rows)[0].items() if name not in left_out}
 
 
 def picture_texts(processor: Any, pictures: Sequence[Image]) -> list[str]:
@@ -135,12 +133,11 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
     """A key for pictures with equal text and number of pixel values: patches by the processor's rule, else the size."""
     images = processor.image_processor
     name = type(images).__name__
-    if name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan:
-        return ()  # each picture gets one size
-    if name not in _BY_PATCHES:
-        return width, height
-    patches: Hashable = images.get_number_of_image_patches(height, width, _image_settings(processor))
-    return patches
+    if name in _BY_PATCHES:
+        patches: Hashable = images.get_number_of_image_patches(height, width, _image_settings(processor))
+        return patches
+    is_resized = name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan  # each picture to one size
+    return () if is_resized else (width, height)
 
 
 def values_of_a_patch(processor: Any, picture: Image) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from finetune import __version__
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.data.answer_reader import AnswerReader
 from finetune.data.pictures.source import PictureSource
@@ -20,6 +22,7 @@ from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import CommandError
+from finetune.evaluate.journal import Journal
 from finetune.files import read_object, sha256_of
 from finetune.model.generate import MoreInputs, Sampling, Streamed, greedy_answers, streamed_answer
 from finetune.model.library_warnings import quiet_libraries
@@ -27,7 +30,7 @@ from finetune.model.new_tokens import TRAINED_ROWS, grow_vocabulary
 from finetune.model.quantised_cache import load_base
 from finetune.model.transformers_config import load_config
 from finetune.model.weights import configuration_fingerprint, generation_fingerprint, weights_fingerprint
-from finetune.planner.plan import Plan, read_plan
+from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import reads_own_file, require_own_adapter, require_same_base
 from finetune.run.seal import newest_verified
@@ -65,7 +68,6 @@ class Answerer:
             raise CommandError(f"{self.run.path.name} was trained on text; its model is loaded without a vision tower", "")
 
     def _load_adapter(self, folder: Path) -> str:
-        """Load another adapter; returns PEFT's name for it."""
         name = f"adapter{len(self.model.peft_config)}"
         with _adapter_errors(folder):
             self.model.load_adapter(str(folder), name, use_safetensors=True)
@@ -88,14 +90,14 @@ class Answerer:
             yield
 
     def answer(
-        self, questions: list[list[int]], *, max_new_tokens: int, streamer: Any = None, with_calls: bool = False,
+        self, questions: list[list[int]], *, max_new_tokens: int, with_calls: bool = False,
         pictures: Sequence[Sequence[PictureSource]] = (),
     ) -> list[str]:  # fmt: skip
         """Greedy answers to tokenised prompts, as one batch, without special tokens; `with_calls`: with them, as calls need.
         `pictures`: of each prompt."""
         return greedy_answers(
             self.model, self.tokenizer, questions, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
-            streamer=streamer, with_special_tokens=with_calls, more_inputs=self.more_inputs(pictures),
+            with_special_tokens=with_calls, more_inputs=self.more_inputs(pictures),
         )  # fmt: skip
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
@@ -161,24 +163,32 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
     return folder
 
 
-def answer_inputs(run: RunDirectory, plan: Plan, adapter: Path | None) -> dict[str, Any]:
-    """All that decides an answer besides its prompt: settings, base weights, adapter, versions. JSON values."""
-    from importlib.metadata import version
+def answerer_loader(run: RunDirectory, last: bool, progress: Callable[[str], None] = lambda _: None) -> Callable[[], Answerer]:
+    """Returns an answerer that can also use the adapter that the run continued, as `origin`; loaded on the first call."""
 
-    from finetune import __version__
+    @functools.cache
+    def load() -> Answerer:
+        progress("loading base model and adapter")
+        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
 
-    files = [] if adapter is None else sorted(adapter.glob("adapter_*"))
-    return {
+    return load
+
+
+def answer_journal(run: RunDirectory, name: str, adapter: Path | None) -> Journal:
+    """The answers called `name`, by all that decides them besides their prompts: settings, base weights, adapter, versions."""
+    plan = read_plan(run.plan)
+    return Journal(run.path / "evaluations", name, {
         "settings": plan.settings.model_dump(mode="json"), "base": weights_fingerprint(plan.settings),
         "base_config": [configuration_fingerprint(plan.settings), generation_fingerprint(plan.settings)],
-        "adapter": {path.name: sha256_of(path) for path in files}, "card": plan.card.name,
-        "versions": [__version__, *(version(name) for name in ("torch", "transformers", "peft"))],
-    }  # fmt: skip
+        "adapter": {path.name: sha256_of(path) for path in sorted(adapter.glob("adapter_*"))} if adapter else {},
+        "card": plan.card.name,
+        "versions": [__version__, *(version(library) for library in ("torch", "transformers", "peft"))],
+    })  # fmt: skip
 
 
-def longest_token_count(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> int:
-    """Tokens of the longest text."""
-    return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+def answer_limit(tokenizer: PreTrainedTokenizerBase, references: list[str], least: int = 0) -> int:
+    """The most tokens of an answer: some more than the longest expected one has, or `least`."""
+    return max(least, *(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in references)) + 16
 
 
 def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:

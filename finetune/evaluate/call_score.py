@@ -47,16 +47,14 @@ def _name(call: Call) -> str:
 
 def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
     """For each expected call whether the answer has it; a call of the answer counts once."""
-    remaining = [(_name(call), _with_defaults(call, tools)) for call in calls]
+    remaining = [[_name(call), _with_defaults(call, tools)] for call in calls]
     results = []
     for call in expected:
-        name, arguments = _name(call), _with_defaults(call, tools)
-        match = next(
-            (index for index, (other, values) in enumerate(remaining) if other == name and json_equal(values, arguments)), None
-        )
-        results.append(match is not None)
-        if match is not None:
-            del remaining[match]
+        wanted = [_name(call), _with_defaults(call, tools)]
+        matches = [index for index, answered in enumerate(remaining) if json_equal(answered, wanted)]
+        results.append(bool(matches))
+        for index in matches[:1]:
+            del remaining[index]
     return results
 
 

@@ -3,7 +3,6 @@ whether the model still leaves tools alone where none is due."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,11 @@ from finetune.data.answer_reader import AnswerReader
 from finetune.data.tokenizer import run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
-from finetune.evaluate.journal import Journal
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answerer_loader
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import Forgetting, NoCall, Score, keep_result
 from finetune.evaluate.rows import EvalRows, held_out_rows, no_call_rows, probe_rows
+from finetune.evaluate.score import ModelOutputs
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
@@ -40,21 +39,15 @@ def measure_forgetting(
     if origin is not None and (run.base_adapter / HELD_OUT).is_dir():
         rows = held_out_rows(run, None, of_first_run=True)
         groups.append((f"held-out rows of {Path(origin.name).name}", rows, "origin", run.base_adapter))
-    load = load or functools.cache(lambda: load_answerer(run, last))
+    load = load or answerer_loader(run, last)
     results = []
     for name, rows, reference, reference_adapter in groups:
         models = ((reference, reference_adapter), ("tuned", folder))
         before, now = _scores(run, load, rows, models, "loss", None, progress)
-        has_interval = len(before.row_losses) > 1 and any(before.row_tokens)
-        interval = difference(before.row_losses, now.row_losses, before.row_tokens) if has_interval else None
+        interval = difference(before.row_losses, now.row_losses, before.row_tokens)
         results.append(Forgetting(name, len(rows.ids), before.loss, now.loss, interval))
     keep_result(run, f"lost{'-last' if last else ''}.json", {"groups": [asdict(result) for result in results]})
     return results
-
-
-def load_answerer(run: RunDirectory, last: bool) -> Answerer:
-    """An answerer that can also use the adapter that the run continued."""
-    return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
 
 
 def measure_no_call(
@@ -85,10 +78,8 @@ def _scores(
     max_new_tokens: int | None, progress: Callable[[str], None], reader: AnswerReader | None = None,
 ) -> list[Score]:  # fmt: skip
     """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
-    from finetune.evaluate.score import ModelOutputs
-
-    plan, scores = read_plan(run.plan), []
-    for model, adapter in models:
-        journal = Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
-        scores.append(ModelOutputs(load, journal, rows, model, max_new_tokens, progress, reader).score(scorer(name)))
-    return scores
+    outputs = (
+        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, reader)
+        for model, adapter in models
+    )
+    return [of_model.score(scorer(name)) for of_model in outputs]

@@ -5,6 +5,7 @@ RUN/evaluations/<model>-<key>.jsonl; the key is a digest of all that decides an 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -21,16 +22,13 @@ class Journal:
         self._path = folder / f"{model}-{digest(inputs)}.jsonl"
         self.entries: dict[str, dict[str, Any]] = {}
         self.problem = ""
-        try:
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError):
             lines = self._path.read_bytes().split(b"\n")
-        except OSError:
-            lines = []
         for line in lines:
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 entry = parse_checked(line)
                 self.entries[entry.pop("row")] = entry
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
 
     def add(self, entries: dict[str, dict[str, Any]]) -> None:
         """Add entries, also to the file; if it can't be written only in memory, and `problem` says why."""

@@ -26,10 +26,10 @@ def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) 
 
     `budget_bytes`: limit of this process on the GPU.
     """
-    bytes_per_token = token_bytes(model, device)
-    free = _free_bytes(device, budget_bytes)
-    most = _MAX_TOKENS[device]
-    return max(1, min(most, int(_FREE_SHARE * free / bytes_per_token))) if bytes_per_token else most
+    bytes_per_token, most = token_bytes(model, device), _MAX_TOKENS[device]
+    if not bytes_per_token:
+        return most
+    return max(1, min(most, int(_FREE_SHARE * _free_bytes(device, budget_bytes) / bytes_per_token)))
 
 
 def loss_batch_tokens(model: Any) -> int:
@@ -80,12 +80,12 @@ class ChatMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the known bytes fit."""
         return (self.model_bytes or 0) + (self.cache_bytes or 0) <= self.free_bytes
 
     def summary(self) -> str:
-        model = format_bytes(self.model_bytes) if self.model_bytes is not None else "unknown"
-        cache = format_bytes(self.cache_bytes) if self.cache_bytes is not None else "unknown"
+        model, cache = (
+            "unknown" if size is None else format_bytes(size) for size in (self.model_bytes, self.cache_bytes)
+        )  # fmt: skip
         fits = "" if self.fits else ": it may not fit"
         return f"model {model}, KV cache of {self.tokens:,} tokens {cache}; {format_bytes(self.free_bytes)} free{fits}"
 
@@ -95,13 +95,12 @@ def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
     tokens = plan.settings.max_length + max_new_tokens
     peaks = plan.forecast.peaks if plan.forecast else {}
     bytes_per_token = cache_token_bytes(plan.settings)
-    free = psutil.virtual_memory().available if plan.card.is_cpu else _free_gpu_bytes(plan)
+    if plan.card.is_cpu:
+        free = psutil.virtual_memory().available
+    else:
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else plan.card.free_bytes
+        free = min(free, plan.budget_bytes or free)
     return ChatMemory(peaks.get("load"), round(bytes_per_token * tokens) if bytes_per_token is not None else None, tokens, free)
-
-
-def _free_gpu_bytes(plan: Plan) -> int:
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else plan.card.free_bytes
-    return free if plan.budget_bytes is None else min(free, plan.budget_bytes)
 
 
 def run_halving(rows: list[int], work: Any) -> None:
@@ -121,9 +120,8 @@ def run_halving(rows: list[int], work: Any) -> None:
 def _free_bytes(device: str, budget_bytes: int | None) -> int:
     if device == "cpu":
         return psutil.virtual_memory().available
-    allocated = torch.cuda.memory_allocated()
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - allocated
-    return free if budget_bytes is None else min(free, budget_bytes - allocated)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    return min(free, budget_bytes or free) - torch.cuda.memory_allocated()
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
@@ -131,6 +129,6 @@ def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and value is not None:
-        items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-        for item in items or getattr(value, "__dict__", {}).values():
+        values = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for item in value if isinstance(value, (list, tuple)) else values.values():
             yield from _tensors(item, depth - 1)

@@ -35,14 +35,17 @@ class Difference:
 
 def difference(
     base: Sequence[float], tuned: Sequence[float], weights: Sequence[float] | None = None, *, span: float = 0.0
-) -> Difference:
-    """Weighted mean of tuned - base over two rows or more, with the expanded percentile interval of a paired bootstrap.
+) -> Difference | None:
+    """Weighted mean of tuned - base, with the expanded percentile interval of a paired bootstrap; None for fewer than two rows
+    and without weights.
 
     Bootstrap: Efron 1979. It is too narrow for few rows and is widened by sqrt(n / (n - 1)) and Student's t: Hesterberg 2015.
     `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one. The interval
     then counts two more rows, one better and one worse by that much (Bonett and Price 2012): few rows that differ say little of
     how many do.
     """
+    if len(base) < 2 or not (weights is None or any(weights)):
+        return None
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
     mean_difference, row_count = float(np.average(differences, weights=row_weights)), len(differences)
@@ -53,7 +56,9 @@ def difference(
     for draw in range(_DRAWS):
         chosen = rng.integers(len(differences), size=len(differences))
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
-    expansion = _expansion(len(differences))
+    degrees = len(differences) - 1
+    # Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n
+    expansion = (1 + (_NORMAL**2 + 1) / (4 * degrees)) * math.sqrt(len(differences) / degrees)
     lower, upper = (shrunk_mean + expansion * (float(quantile) - shrunk_mean) for quantile in np.percentile(means, (2.5, 97.5)))
     if span:
         lower, upper = max(-span, lower), min(span, upper)
@@ -84,9 +89,3 @@ def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list
         "differ": lambda row: (-abs(tuned[row] - base[row]), tuned[row] - base[row]),
     }
     return sorted(range(len(tuned)), key=keys[order])
-
-
-def _expansion(rows: int) -> float:
-    """Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n."""
-    degrees = rows - 1
-    return (1 + (_NORMAL**2 + 1) / (4 * degrees)) * math.sqrt(rows / degrees)

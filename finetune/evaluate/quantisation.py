@@ -7,6 +7,7 @@ the last one is the result as JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import subprocess
@@ -26,13 +27,7 @@ from finetune.files import read_json, sha256_of, write_json
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
-from finetune.planner.quantisation_cost import (
-    FormatLoss,
-    QuantisationCost,
-    Sequences,
-    cost_path,
-    stored_sequences,
-)
+from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Sequences, cost_path, stored_sequences
 from finetune.planner.shape import shape_of
 from finetune.privacy import keep_private
 from finetune.run.card import cards_of, visibility
@@ -48,7 +43,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 #: Of a file with MOST_ROWS long rows.
-MOST_JOB_BYTES = 2**30
+_MOST_JOB_BYTES = 2**30
 #: Weights that take more of the free memory than this leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
 _HOLD_OUT = "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE."
@@ -66,7 +61,6 @@ class Job:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is measured on the CPU."""
         return self.free_bytes is None
 
 
@@ -99,8 +93,10 @@ def measure_run(run: RunDirectory, adapter: Path, progress: Progress) -> tuple[d
     entry = costs["base"].of(base_format_of(plan.settings).label)
     if entry is None or entry.cost is None:
         return costs, None
-    evaluations = [event for event in read_events(run.events) if isinstance(event, Evaluation) and event.step > 0]
-    curve = {0: entry.loss} | {event.step: event.eval_loss for event in evaluations if event.eval_loss is not None}
+    curve = {0: entry.loss}
+    for event in read_events(run.events):
+        if isinstance(event, Evaluation) and event.step > 0 and event.eval_loss is not None:
+            curve[event.step] = event.eval_loss
     return costs, steps_to_win_back(entry.cost, sorted(curve.items()))
 
 
@@ -125,16 +121,15 @@ def measure_plan(
     """
     if held_out is None:
         raise CommandError("no rows are held out", _HOLD_OUT)
-    free_bytes = None if plan.card.is_cpu else plan.usable_bytes
     cards = cards_of(plan)[:1]
-    job = Job(plan.settings, held_out(), free_bytes, cards or (() if plan.card.is_cpu else (plan.card.name,)), adapter)
+    job = Job(plan.settings, held_out(), None if plan.card.is_cpu else plan.usable_bytes, cards or (plan.card.name,), adapter)
     environment = {**environment_with_gpus(), **visibility(cards), "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         path, errors_path, last = Path(folder) / "job.json", Path(folder) / "errors", ""
         write_json(path, to_json(job))
-        command = [sys.executable, "-P", "-m", "finetune.evaluate.quantisation", str(path)]
         with errors_path.open("wb") as errors, subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8", env=environment
+            [sys.executable, "-P", "-m", "finetune.evaluate.quantisation", str(path)], stdout=subprocess.PIPE, stderr=errors,
+            text=True, encoding="utf-8", env=environment,
         ) as process:  # fmt: skip
             assert process.stdout is not None
             try:
@@ -179,14 +174,12 @@ def measure(job: Job, progress: Progress = lambda _: None) -> QuantisationCost:
     for base_format in (BITS_32 if settings.dtype == "float32" else BITS_16, INT8, NF4):
         if base_format.label in row_losses:
             continue
-        settings_of_format = _settings_of(job, base_format)
-        if settings_of_format is None:
+        if not (settings_of_format := _settings_of(job, base_format)):
             left_out.append(f"{base_format.label} was not measured: it does not fit, and its layers can't be offloaded")
             continue
-        progress(f"measuring {base_format.label}: loading")
-        row_losses[base_format.label] = _row_losses(job, settings_of_format, base_format.label, progress)
+        row_losses[base_format.label] = _row_losses(job, settings_of_format, f"measuring {base_format.label}: ", progress)
         keep(None)
-    formats = _with_costs(row_losses, tokens)
+    formats = tuple(_with_cost(label, row_losses, tokens) for label in row_losses)
     cost = QuantisationCost(name, len(tokens), sum(tokens), formats, job.adapter is not None, tuple(left_out))
     keep(cost)
     return cost
@@ -206,7 +199,7 @@ def _settings_of(job: Job, base_format: BaseFormat) -> Settings | None:
     return job.settings.model_copy(update=changes)
 
 
-def _row_losses(job: Job, settings: Settings, label: str, progress: Progress) -> list[float]:
+def _row_losses(job: Job, settings: Settings, what: str, progress: Progress) -> list[float]:
     """Mean loss of each row's trained tokens, the model loaded for it and freed again."""
     import torch
 
@@ -214,58 +207,47 @@ def _row_losses(job: Job, settings: Settings, label: str, progress: Progress) ->
     from finetune.evaluate.kv_cache import loss_batch_tokens, run_halving
     from finetune.evaluate.score import batches, losses
 
+    progress(f"{what}loading")
     device = "cpu" if job.on_cpu else "cuda"
     model = load_model(settings, job.adapter, device)
     ids, labels = job.sequences.ids, job.sequences.labels
-    values = [0.0] * len(ids)
+    values: dict[int, float] = {}
 
     def compute(batch: list[int]) -> None:
         entries = losses(model, [ids[row] for row in batch], [labels[row] for row in batch], device)
-        for row, entry in zip(batch, entries, strict=True):
-            values[row] = entry["loss"]
+        values.update({row: entry["loss"] for row, entry in zip(batch, entries, strict=True)})
 
-    finished = 0
     try:
         # int8 takes outlier columns of a whole batch in 16 bit: alone, a row's loss does not depend on its neighbours.
         # A CPU gains little by batches, and rounds 4-bit products of other widths otherwise.
         batch_tokens = 1 if job.on_cpu or base_format_of(settings) is INT8 else loss_batch_tokens(model)
         for batch in batches([len(row) for row in ids], batch_tokens):
-            progress(f"measuring {label}: {finished:,} of {len(ids):,} rows")
+            progress(f"{what}{len(values):,} of {len(ids):,} rows")
             run_halving(batch, compute)
-            finished += len(batch)
     finally:
         model = None
         gc.collect()
         if not job.on_cpu:
             torch.cuda.empty_cache()
-    return values
+    return [values[row] for row in range(len(ids))]
 
 
-def _with_costs(row_losses: dict[str, list[float]], tokens: list[int]) -> tuple[FormatLoss, ...]:
-    plain, weights, formats = next(iter(row_losses.values())), [float(count) for count in tokens], []
-    for label, values in row_losses.items():
-        loss = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-        if values is plain or len(values) < 2:  # noqa: PLR2004 - an interval needs two rows
-            formats.append(FormatLoss(label, loss))
-        else:
-            gap = difference(plain, values, weights)
-            formats.append(FormatLoss(label, loss, gap.value, gap.low, gap.high))
-    return tuple(formats)
+def _with_cost(label: str, row_losses: dict[str, list[float]], tokens: list[int]) -> FormatLoss:
+    plain, values = next(iter(row_losses.values())), row_losses[label]
+    loss = sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)
+    gap = None if values is plain else difference(plain, values, tokens)
+    return FormatLoss(label, loss, gap.value, gap.low, gap.high) if gap else FormatLoss(label, loss)
 
 
 def main() -> int:
     """Entry point of the process. On a GPU it waits for runs, as a run would."""
     keep_private()
     path = Path(sys.argv[1])
-
-    def progress(message: str) -> None:
-        sys.stdout.write(message + "\n")
-        sys.stdout.flush()
-
+    progress = functools.partial(print, flush=True)
     try:
-        job = from_json(Job, read_json(path, dict, max_bytes=MOST_JOB_BYTES))
+        job = from_json(Job, read_json(path, dict, max_bytes=_MOST_JOB_BYTES))
         with contextlib.ExitStack() as stack:
-            if job.cards and not job.on_cpu:
+            if not job.on_cpu:
                 queue = card_queue(job.cards)
                 queue.join(path)
                 stack.callback(queue.leave)
@@ -276,7 +258,7 @@ def main() -> int:
     except FinetuneError as error:
         sys.stderr.write(json.dumps(error.as_json()) + "\n")
         return error.exit_code
-    sys.stdout.write(json.dumps(cost.as_json()) + "\n")
+    progress(json.dumps(to_json(cost)))
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.files import read_json, remove_left_over, write_json
+from finetune.files import read_object, remove_left_over, write_json
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own
 from finetune.units import format_measured
@@ -47,7 +47,6 @@ class Score:
 
     @property
     def in_order(self) -> list[bool]:
-        """Whether the chosen answer is the likelier one, by pair."""
         return [margin > 0 for margin in self.margins]
 
 
@@ -120,7 +119,7 @@ class NoCall:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the tuned model calls tools where none is due, and the base model did not, beyond doubt."""
+        """Whether the tuned model calls tools where the base model did not, beyond doubt."""
         return self.difference is not None and self.difference.is_significant and self.difference.value < 0
 
     def summary(self) -> str:
@@ -173,8 +172,7 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """The evaluations that a run has, from the page or the command line, by the name of their file."""
     evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
-        comparison = read_own(path, Comparison)
-        if comparison and _is_consistent(comparison):
+        if comparison := read_own(path, Comparison):
             evaluations[path.stem.removeprefix("scores-")] = asdict(comparison)
     return evaluations
 
@@ -182,24 +180,13 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
 def unreadable_evaluations(run: RunDirectory) -> str:
     """A sentence that names the files of the run's evaluations that can't be read, or have changed since they were written;
     empty without any."""
-    names, evaluations = [], read_evaluations(run)
-    for path in sorted((run.path / "evaluations").glob("*.json")):
-        try:
-            read_json(path)
-        except (OSError, ValueError):
-            names.append(path.name)
-        else:
-            stem = path.stem.removeprefix("scores-")
-            names += [path.name] if stem != path.stem and stem not in evaluations else []
+    evaluations = {f"scores-{name}" for name in read_evaluations(run)}
+    files = sorted((run.path / "evaluations").glob("*.json"))
+    names = [
+        path.name for path in files
+        if (path.stem not in evaluations if path.stem.startswith("scores-") else read_object(path) is None)
+    ]  # fmt: skip
     return f"{', '.join(names)} can't be read; measure again: finetune eval {run.path.name}" if names else ""
-
-
-def _is_consistent(comparison: Comparison) -> bool:
-    """Whether both models have the same rows, and each row its prompt and answers."""
-    base, tuned = comparison.base, comparison.tuned
-    shown = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
-    same_rows = len(base.scores) == len(tuned.scores) and set(base.fields) >= set(tuned.fields)
-    return same_rows and len(tuned.scores) <= shown and len(tuned.row_losses) == len(tuned.row_tokens)
 
 
 def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:

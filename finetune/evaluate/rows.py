@@ -74,29 +74,25 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
             f"{run.path} has no held-out rows of a run that it continued", "Leave out --forgetting, or give --data FILE."
         )
     path = folder / "eval_examples.json"
+    sequences: dict[str, Any] = {}
     try:
-        examples = read_json(path, list)[:limit]
-        _eval_rows(examples)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        rows = _eval_rows(read_json(path, list)[:limit])
+        if (folder / "eval").is_dir():
+            from datasets import load_from_disk
+
+            path = folder / "eval"
+            tokenised: Any = load_from_disk(str(path))
+            selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
+            sequences = {field: list(selected[name]) for name, field in _SEQUENCES.items() if name in selected.column_names}
+    except Exception as error:  # noqa: BLE001 - the library of datasets raises whatever its code meets
         problem = f"{path} can't be read: {type(error).__name__}: {str(error)[:200]}"
         raise DataError(problem, "Give rows of your own: --data FILE.") from None
-    sequences: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-    if (folder / "eval").is_dir():
-        from datasets import load_from_disk
-
-        try:
-            tokenised: Any = load_from_disk(str(folder / "eval"))
-            selected = tokenised.select(range(min(len(tokenised), limit or len(tokenised))))
-            sequences = {name: list(selected[name]) for name in _SEQUENCES if name in selected.column_names}
-        except Exception as error:  # noqa: BLE001 - its library raises whatever its code meets
-            problem = f"{folder / 'eval'} can't be read: {type(error).__name__}: {str(error)[:200]}"
-            raise DataError(problem, "Give rows of your own: --data FILE.") from None
-    if not examples and not sequences["input_ids"]:
+    if not rows.prompts and not sequences.get("ids"):
         raise DataError(
             f"{run.path} has no held-out rows",
             "Give rows of your own: --data FILE. Or set dataset.eval_path=FILE or dataset.test_split_size=0.1 and run again.",
         )
-    return _eval_rows(examples, **{_SEQUENCES[name]: values for name, values in sequences.items()})
+    return replace(rows, **sequences)
 
 
 def file_rows(
@@ -112,8 +108,8 @@ def file_rows(
     if not split.used.any():
         raise DataError(f"{path}: no row can be used", "Use a file with prompts and answers.")
     tables = [table.to_pydict() for table in split.tables()]
-    sequences = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
-    return _eval_rows(questions_of(split.examples(), tokenizer, pictures), **sequences)
+    sequences: dict[str, Any] = {_SEQUENCES[name]: [value for table in tables for value in table[name]] for name in tables[0]}
+    return replace(_eval_rows(questions_of(split.examples(), tokenizer, pictures)), **sequences)
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
@@ -161,8 +157,9 @@ def no_call_rows(encoder: Encoder) -> EvalRows:
 def probe_rows(tokenizer: PreTrainedTokenizerBase) -> EvalRows:
     """The bundled general questions, with the tokenizer's chat template if it has one."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()
-    examples = [_question(parse_json(line), tokenizer.chat_template is not None) for line in lines]
-    encoded = Encoder(tokenizer, conversations=tokenizer.chat_template is not None).encode(examples)
+    has_template = tokenizer.chat_template is not None
+    examples = [_question(parse_json(line), has_template) for line in lines]
+    encoded = Encoder(tokenizer, conversations=has_template).encode(examples)
     sequences = [sequence for result in encoded if not isinstance(result, BadRow) for sequence in result]
     ids, labels = ([getattr(sequence, name).tolist() for sequence in sequences] for name in ("input_ids", "labels"))
     return EvalRows(ids=ids, labels=labels)
@@ -175,14 +172,13 @@ def _question(row: dict[str, str], as_conversation: bool) -> Example:
     return Example(PROBE.name, 0, messages=messages, answers=(1,))
 
 
-def _eval_rows(questions: list[dict[str, Any]], **sequences: Any) -> EvalRows:
-    """`sequences`: fields of EvalRows."""
+def _eval_rows(questions: list[dict[str, Any]]) -> EvalRows:
+    def lists(name: str, only_with: str) -> list[Any]:
+        return [row.get(name) or [] for row in questions] if any(only_with in row for row in questions) else []
+
     prompts, prompt_ids, answers = ([row[name] for row in questions] for name in ("prompt", "prompt_ids", "answer"))
-    pictures = [row.get("pictures") or [] for row in questions] if any("pictures" in row for row in questions) else []
-    rows = EvalRows(prompts, prompt_ids, answers, prompt_pictures=pictures, **sequences)
-    if not any("calls" in row for row in questions):
-        return rows
-    return replace(
-        rows, calls=[row.get("calls") or [] for row in questions], tools=[row.get("tools") or [] for row in questions],
-        answer_tokens=max(int(row.get("answer_tokens") or 0) for row in questions),
+    return EvalRows(
+        prompts, prompt_ids, answers, calls=lists("calls", "calls"), tools=lists("tools", "calls"),
+        answer_tokens=max((int(row.get("answer_tokens") or 0) for row in questions), default=0),
+        prompt_pictures=lists("pictures", "pictures"),
     )  # fmt: skip

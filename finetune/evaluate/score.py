@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader
 from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
@@ -38,16 +37,9 @@ _PROGRESS_S = 1.0  # between two lines of progress
 
 
 def compare(
-    run: RunDirectory,
-    *,
-    rows: int | None = None,
-    last: bool = False,
-    score: Scorer | None = None,
-    data: str | None = None,
-    forgetting: bool = False,
-    load: Callable[[], Answerer] | None = None,
-    progress: Progress = lambda _: None,
-) -> Comparison:
+    run: RunDirectory, *, rows: int | None = None, last: bool = False, score: Scorer | None = None, data: str | None = None,
+    forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
+) -> Comparison:  # fmt: skip
     """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter.
 
     What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
@@ -68,45 +60,32 @@ def compare(
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         eval_rows = file_rows(data, plan.settings, tokenizer, rows, pictures)
     chosen_scorer = score or scorer("calls" if eval_rows.calls else "exact")
-    if chosen_scorer.name != "loss":
-        _check(eval_rows, chosen_scorer)
-    reader = Encoder(tokenizer, conversations=True).answers if eval_rows.calls else None
-    folder = adapter_folder(run, last=last)
-
-    against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
-
-    @functools.cache
-    def load_now() -> Answerer:
-        progress("loading base model and adapter")
-        return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if against_adapter else None)
-
     max_new_tokens = None
     if chosen_scorer.name != "loss":
-        max_new_tokens = max(longest_token_count(tokenizer, eval_rows.references), eval_rows.answer_tokens) + 16
-    reference = ("origin", run.base_adapter) if against_adapter else ("base", None)
-    journals = [
-        Journal(run.path / "evaluations", model, answer_inputs(run, plan, adapter))
-        for model, adapter in (reference, ("tuned", folder))
+        _check(eval_rows, chosen_scorer)
+        max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens)
+    reader = Encoder(tokenizer, conversations=True).answers if eval_rows.calls else None
+    folder = adapter_folder(run, last=last)
+    against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
+    load = load or answerer_loader(run, last, progress)
+    models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
+    journals = [answer_journal(run, *model) for model in models]
+    outputs = [
+        ModelOutputs(load, journal, eval_rows, model, max_new_tokens, progress, reader)
+        for journal, (model, _) in zip(journals, models, strict=True)
     ]
-    load = load or load_now
-    base_outputs = ModelOutputs(load, journals[0], eval_rows, reference[0], max_new_tokens, progress, reader)
-    tuned_outputs = ModelOutputs(load, journals[1], eval_rows, "tuned", max_new_tokens, progress, reader)
-    base, tuned = base_outputs.score(chosen_scorer), tuned_outputs.score(chosen_scorer)
-    has_intervals, span = len(base.scores) > 1, span_of(chosen_scorer.name, base.scores, tuned.scores)
+    base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
+    span = span_of(chosen_scorer.name, base.scores, tuned.scores)
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
         time.perf_counter() - started,
-        difference(base.exact, tuned.exact, span=1.0) if has_intervals else None,
-        difference(base.row_losses, tuned.row_losses, base.row_tokens)
-        if len(base.row_losses) > 1 and any(base.row_tokens) else None,
-        chosen_scorer.name,
-        difference(base.scores, tuned.scores, span=span) if has_intervals else None,
-        data, base_outputs.reused + tuned_outputs.reused, sorted({journal.problem for journal in journals} - {""}),
+        difference(base.exact, tuned.exact, span=1.0), difference(base.row_losses, tuned.row_losses, base.row_tokens),
+        chosen_scorer.name, difference(base.scores, tuned.scores, span=span),
+        data, sum(of_model.reused for of_model in outputs), sorted({journal.problem for journal in journals} - {""}),
         forgetting, trained_rows(run, eval_rows) if data else 0,
-        difference(base.in_order, tuned.in_order, span=1.0) if len(base.margins) > 1 else None,
-        difference(base.margins, tuned.margins) if len(base.margins) > 1 else None,
+        difference(base.in_order, tuned.in_order, span=1.0), difference(base.margins, tuned.margins),
         _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
-        _field_differences(base_outputs, tuned_outputs) if chosen_scorer.name == "calls" else {},
+        _field_differences(*outputs) if chosen_scorer.name == "calls" else {},
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -128,7 +107,8 @@ def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Dif
     for base_row, tuned_row in zip(base.row_scores, tuned.row_scores, strict=True):
         for name, is_right in base_row.fields.items():
             pairs.setdefault(name, []).append((is_right, tuned_row.fields[name]))
-    return {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in pairs.items() if len(rows) > 1}
+    gaps = {name: difference(*zip(*rows, strict=True), span=1.0) for name, rows in pairs.items()}
+    return {name: gap for name, gap in gaps.items() if gap}
 
 
 def _check(rows: EvalRows, scorer: Scorer) -> None:
@@ -211,10 +191,10 @@ class ModelOutputs:
 
     def _add_answers(self, batch: list[int]) -> None:
         questions = [self._rows.prompt_ids[row] for row in batch]
-        options: dict[str, Any] = {"with_calls": True} if self._reader else {}
-        if self._rows.prompt_pictures:
-            options["pictures"] = _sources(self._rows.prompt_pictures, batch)
-        answers = self._load().answer(questions, max_new_tokens=self._max_new_tokens or 1, **options)
+        answers = self._load().answer(
+            questions, max_new_tokens=self._max_new_tokens or 1, with_calls=bool(self._reader),
+            pictures=_sources(self._rows.prompt_pictures, batch),
+        )  # fmt: skip
         self._journal.add({self._answer_keys[row]: {"answer": answer} for row, answer in zip(batch, answers, strict=True)})
 
     def _add_losses(self, batch: list[int]) -> None:
@@ -259,11 +239,11 @@ class ModelOutputs:
 
 def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
     """What the keys of rows have of their pictures; nothing for rows of text."""
-    return [[picture["digest"] for picture in its] for its in pictures] or [[] for _ in rows]
+    return [[picture["digest"] for picture in its] for its in pictures] or [[]] * len(rows)
 
 
 def _sources(pictures: list[list[dict[str, Any]]], rows: list[int]) -> list[list[PictureSource]]:
-    return [[source_of(picture) for picture in pictures[row]] for row in rows]
+    return [[source_of(picture) for picture in pictures[row]] for row in rows] if pictures else []
 
 
 def _mean(values: list[Any]) -> float | None:

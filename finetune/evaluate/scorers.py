@@ -115,7 +115,8 @@ def _by_pattern(pattern: str | None) -> Callable[[str, str, str], RowScore]:
         expected_match, answer_match = search(expected), search(answer)
         if expected_match is None:
             raise DataError(f"the pattern finds nothing in the expected answer {expected[:100]!r}", "Change --pattern.")
-        return RowScore(float(answer_match is not None and _match_value(answer_match) == _match_value(expected_match)))
+        groups = [match and (match.groups() or match[0]) for match in (expected_match, answer_match)]
+        return RowScore(float(groups[0] == groups[1]))
 
     return score_answer
 
@@ -126,11 +127,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"{pattern[:100]!r} is not a regular expression: {error}"
         raise CommandError(problem, r"For example --pattern '#### (\d+)'") from None
-
-
-def _match_value(match: re.Match[str]) -> Any:
-    """The groups of a match, or all of it without groups."""
-    return match.groups() or match[0]
 
 
 #: The value of text that is not JSON.

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from finetune.errors import CommandError, DataError, OutOfMemory, PackagesError
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import TASKS_FILE, TaskScore, keep_result, read_tasks
-from finetune.planner.plan import read_plan
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import RunDirectory, require_data
 
@@ -44,14 +43,14 @@ def measure_tasks(
         problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
         raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
     require_data(run)
-    plan, folder = read_plan(run.plan), adapter_folder(run, last=last)
+    folder = adapter_folder(run, last=last)
     loaded = _load(tasks)
     progress("loading base model and adapter")
     answerer = Answerer(run, last=last)
     outputs = {}
     for model, adapter in (("base", None), ("tuned", folder)):
-        journal = Journal(run.path / "evaluations", f"tasks-{model}", answer_inputs(run, plan, adapter))
         with answerer.using(model):
+            journal = answer_journal(run, f"tasks-{model}", adapter)
             outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
     scores = _compare(outputs["base"], outputs["tuned"])
     others = [score for score in read_tasks(run) if score.task not in {new.task for new in scores}]
@@ -178,11 +177,11 @@ def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
     for task, values in tuned["results"].items():
         for name, value in values.items():
             metric, _, answer_filter = name.partition(",")
-            if not answer_filter or metric.endswith("_stderr") or not _is_number(value):
+            if not answer_filter or metric.endswith("_stderr") or _number(value) is None:
                 continue
             samples = (results.get("samples", {}).get(task, []) for results in (base, tuned))
             pairs = [_row_values(of_task, metric, answer_filter) for of_task in samples]
-            has_rows = len(pairs[0]) > 1 and pairs[0].keys() == pairs[1].keys()
+            same_rows = pairs[0].keys() == pairs[1].keys()
             columns = [[by_row[row] for row in sorted(by_row)] for by_row in pairs]
             is_share = all(0 <= row_value <= 1 for column in columns for row_value in column)
             scores.append(TaskScore(
@@ -190,7 +189,7 @@ def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
                 len(pairs[1]) or int(tuned.get("n-samples", {}).get(task, {}).get("effective", 0)),
                 _number(base["results"].get(task, {}).get(name)), _number(value),
                 tuned.get("higher_is_better", {}).get(task, {}).get(metric),
-                difference(*columns, span=float(is_share)) if has_rows else None,
+                difference(*columns, span=float(is_share)) if same_rows else None,
             ))  # fmt: skip
     return scores
 
@@ -202,9 +201,5 @@ def _row_values(samples: list[dict[str, Any]], metric: str, answer_filter: str) 
     return numbers if len(numbers) == len(values) else {}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _number(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,10 @@ from finetune.export.parity import (
 from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
+from finetune.serialise import to_json
 from finetune.system import link_or_copy
 
 Progress = Callable[[str], None]
-#: llama.cpp's names of pre-tokenizers, by the steps of the tokenizer; `check_tokens` verifies them.
-_PRE_TOKENIZERS = {("digits", "byte-level"): "smollm", ("byte-level",): "gpt-2"}
 _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
 
 
@@ -57,9 +56,9 @@ class Exported:
     parity: ParityReport
 
     def as_json(self) -> dict[str, Any]:
-        paths = {"folder": self.folder, "file": self.file, "adapter": self.adapter, "modelfile": self.modelfile}
-        return {**{name: str(path) if path else None for name, path in paths.items()},
-                "why_no_modelfile": self.no_modelfile_reason, "check": asdict(self.parity)}  # fmt: skip
+        values = to_json(self)
+        reason, check = values.pop("no_modelfile_reason"), values.pop("parity")
+        return {**values, "why_no_modelfile": reason, "check": check}
 
 
 def export_gguf(
@@ -106,8 +105,7 @@ class _Expected:
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
         from finetune.data.tokens import Encoder
-        from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, is_plain, longest_token_count
-        from finetune.evaluate.journal import Journal
+        from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, is_plain
         from finetune.evaluate.rows import file_rows, held_out_rows
         from finetune.evaluate.score import ModelOutputs
         from finetune.evaluate.scorers import scorer
@@ -121,10 +119,9 @@ class _Expected:
         self.rows = replace(eval_rows, ids=[], labels=[])  # answers, not losses
         if not self.rows.prompt_ids:
             raise CommandError(f"{data or run.path} has no rows with prompts", "Give some: --data FILE")
-        self.max_new_tokens = longest_token_count(self.tokenizer, self.rows.references) + 16
+        self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references)
         self.context = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
-        journal = Journal(run.path / "evaluations", "tuned", answer_inputs(run, plan, adapter_folder(run)))
-        load = functools.cache(lambda: Answerer(run))
+        journal, load = answer_journal(run, "tuned", adapter_folder(run)), functools.cache(lambda: Answerer(run))
         outputs = ModelOutputs(load, journal, self.rows, "tuned", self.max_new_tokens, progress)
         self.answers: list[str] = outputs.score(scorer("exact")).answers
 
@@ -139,7 +136,9 @@ def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str
         write_json(merged / NEW_TOKENS, list(read_plan(run.plan).settings.new_tokens))
     size = sum(path.stat().st_size for path in merged.glob("*.safetensors"))
     require_disk(size, file, "the GGUF file")
-    _make_template_portable(merged)
+    template = merged / "chat_template.jinja"
+    if template.is_file():
+        template.write_text(without_generation_tags(template.read_text(encoding="utf-8")), encoding="utf-8")
     progress("converting with llama.cpp")
     f16_file = file if gguf_type == "f16" else file.with_name("f16.gguf")
     _run_converter(llama_cpp, pre_tokenizer(merged), CONVERTER, f16_file, str(merged))
@@ -201,30 +200,20 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 
 def pre_tokenizer(folder: Path) -> str:
-    """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise that; `-` for others."""
+    """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise it; else `-`. `check_tokens` verifies it."""
     definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
-    steps = definition.get("pretokenizers", [definition])
-    return _PRE_TOKENIZERS.get(tuple(_step(step) for step in steps), "-")
-
-
-def _step(step: dict[str, Any]) -> str:
-    match step:
-        case {"type": "Digits", "individual_digits": True}:
-            return "digits"
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return "byte-level"
-    return "other"
-
-
-def _make_template_portable(folder: Path) -> None:
-    """Replace transformers' `generation` tags in a model folder's template by a condition that other programs know."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        path.write_text(without_generation_tags(path.read_text(encoding="utf-8")), encoding="utf-8")
+    match definition.get("pretokenizers", [definition]):
+        case [*before, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            match before:
+                case []:
+                    return "gpt-2"
+                case [{"type": "Digits", "individual_digits": True}]:
+                    return "smollm"
+    return "-"
 
 
 def without_generation_tags(template: str) -> str:
-    """A chat template without `generation` tags, with the same text and the same trimmed spaces."""
+    """A chat template with a condition that other programs know in place of transformers' `generation` tags: the same text."""
     return _GENERATION.sub(lambda m: f"{{%{m['before']} {'endif' if m['end'] else 'if true'} {m['after']}%}}", template)
 
 

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.tokenizer import run_tokenizer
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_inputs, longest_token_count
+from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit
 from finetune.evaluate.journal import Journal
+from finetune.evaluate.results import Score
+from finetune.evaluate.rows import held_out_rows
+from finetune.evaluate.score import ModelOutputs
 from finetune.evaluate.scorers import scorer
+from finetune.model.build import build_base
+from finetune.model.transformers_config import load_config
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory
 from finetune.settings import resolved
@@ -37,27 +42,21 @@ class _MergedAnswerer(Answerer):
         super().__init__(run)
 
     def load(self, adapter: Path | None) -> Any:
-        from finetune.model.build import build_base
-        from finetune.model.transformers_config import load_config
-
         settings = resolved(self.plan.settings, model_name_or_path=str(self._folder), model_revision=None, **switches(BITS_16))
         return build_base(settings, load_config(settings), device="cpu" if self.device == "cpu" else 0, weights=True).eval()
 
 
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
     """Answer at most `rows` held-out rows with both, one model loaded at a time. Raises DataError without held-out rows."""
-    from finetune.evaluate.rows import held_out_rows
-    from finetune.evaluate.score import ModelOutputs
-
-    plan, score = read_plan(run.plan), scorer("exact")
     eval_rows = held_out_rows(run, rows)
-    tokenizer, references = run_tokenizer(run.data / "tokenizer", plan.settings), eval_rows.references
-    max_new_tokens = longest_token_count(tokenizer, references) + 16 if references else None
-    journal = Journal(run.path / "evaluations", "tuned", answer_inputs(run, plan, adapter_folder(run)))
-    load = functools.cache(lambda: Answerer(run))
-    before = ModelOutputs(load, journal, eval_rows, "tuned", max_new_tokens, progress).score(score)
+    tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
+    max_new_tokens = answer_limit(tokenizer, references) if references else None
+
+    def score(load: Callable[[], Answerer], journal: Journal, name: str) -> Score:
+        return ModelOutputs(functools.cache(load), journal, eval_rows, name, max_new_tokens, progress).score(scorer("exact"))
+
+    before = score(lambda: Answerer(run), answer_journal(run, "tuned", adapter_folder(run)), "tuned")
     with tempfile.TemporaryDirectory() as empty_folder:
-        journal, load = Journal(Path(empty_folder), "merged", {}), functools.cache(lambda: _MergedAnswerer(run, folder))
-        after = ModelOutputs(load, journal, eval_rows, "merged", max_new_tokens, progress).score(score)
+        after = score(lambda: _MergedAnswerer(run, folder), Journal(Path(empty_folder), "merged", {}), "merged")
     changed = sum(answer != merged for answer, merged in zip(before.answers, after.answers, strict=True))
     return MergeEffect(len(before.answers), changed, before.loss, after.loss)

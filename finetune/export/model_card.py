@@ -90,14 +90,14 @@ def last_part(text: str) -> str:
 
 def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
     settings, (_, relation, library) = plan.settings, _KINDS[kind]
-    paths = settings.dataset.path if isinstance(settings.dataset.path, list) else [settings.dataset.path]
-    datasets = [path for path in paths if _is_on_hub(path)]
-    base = {"base_model": settings.model_name_or_path, "base_model_relation": relation}
-    return {
-        **({"license": licence} if (licence := _licence(plan)) else {}),
-        **(base if _is_on_hub(settings.model_name_or_path) else {}), **({"datasets": datasets} if datasets else {}),
-        "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", plan.settings.method],
+    name, path = settings.model_name_or_path, settings.dataset.path
+    values = {
+        "license": _licence(plan), "base_model": _is_on_hub(name) and name,
+        "base_model_relation": _is_on_hub(name) and relation,
+        "datasets": [*filter(_is_on_hub, path if isinstance(path, list) else [path])],
+        "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", settings.method],
     }  # fmt: skip
+    return {key: value for key, value in values.items() if value}
 
 
 def _is_on_hub(name: str) -> bool:
@@ -160,12 +160,11 @@ def _data(run: RunDirectory) -> str:
 
 def _evaluation(run: RunDirectory) -> str:
     sections = [_scores_table(values) for values in read_evaluations(run).values()]
-    if forgetting := read_forgetting(run):
-        rows = [
-            f"- {result['rows_of']} ({result['rows']:,} rows): {_gap(result.get('difference'), names='loss now - before')}"
-            for result in forgetting
-        ]
-        sections.append("Forgetting (loss per trained token):\n\n" + "\n".join(rows))
+    if rows := [
+        f"- {result['rows_of']} ({result['rows']:,} rows): {_gap(result['difference'], names='loss now - before')}"
+        for result in read_forgetting(run)
+    ]:
+        sections.append("\n".join(["Forgetting (loss per trained token):\n", *rows]))
     if damaged := unreadable_evaluations(run):
         sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
@@ -177,12 +176,12 @@ def _gap(difference: dict[str, Any] | None, scale: float = 1.0, unit: str = "", 
 
 def _scores_table(values: dict[str, Any]) -> str:
     base, tuned, score = values["base"], values["tuned"], values["score"]
-    first, second = ("before", "now") if values.get("forgetting") or values.get("against_adapter") else ("base", "tuned")
-    rows_of = f"rows of {last_part(values['data'])}" if values.get("data") else "held-out rows"
-    rows_of += " of the run that it continued" if values.get("forgetting") else ""
+    first, second = ("before", "now") if values["forgetting"] or values["against_adapter"] else ("base", "tuned")
+    rows_of = f"rows of {last_part(values['data'])}" if values["data"] else "held-out rows"
+    rows_of += " of the run that it continued" if values["forgetting"] else ""
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
     for label, field, form, scale, unit in _METRICS:
-        if tuned.get(field) is None or base.get(field) is None or (field == "score" and score in ("exact", "loss")):
+        if tuned[field] is None or base[field] is None or (field == "score" and score in ("exact", "loss")):
             continue
         difference = values.get(f"{field}_difference")
         gap = _gap(difference, scale, unit, f"{second} - {first}") if difference else ""

@@ -41,11 +41,10 @@ class RoleForm:
     def as_go(self) -> str:
         """The same in Ollama's template language: https://docs.ollama.com/modelfile#template"""
         opening = '{{ if ne (index .Messages 0).Role "system" }}' + self.without_system + "{{ end }}"
-        branches = [
-            f'{{{{ {"if" if index == 0 else "else if"} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
-            for index, (role, (before, after)) in enumerate(self.around.items())
-        ]
-        loop = "{{ range .Messages }}" + "".join(branches) + "{{ end }}{{ end }}"
+        branches = "{{ else ".join(
+            f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in self.around.items()
+        )
+        loop = "{{ range .Messages }}{{ " + branches + "{{ end }}{{ end }}"
         return (opening if self.without_system else "") + loop + self.generation_prompt
 
 

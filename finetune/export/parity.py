@@ -73,8 +73,7 @@ class LlamaCpp:
 
     def ends_answer(self, token: int) -> bool:
         """Whether llama.cpp ends an answer at this token."""
-        model = self._model._model
-        return bool(self._library.llama_vocab_is_eog(model.vocab, token))
+        return bool(self._library.llama_vocab_is_eog(self._model._model.vocab, token))
 
     def render(self, messages: list[Any], *, bos: str, eos: str) -> str:
         """A conversation in the file's template, as llama.cpp's Python server renders it. Raises the template's errors."""
@@ -108,8 +107,7 @@ def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops
             index = common_prefix_length(ids, file_ids)
             excerpt = tokenizer.decode(ids[max(0, index - 3) : index + 3])
             raise ParityError("tokens", f"row {row}, token {index + 1}: llama.cpp tokenises {excerpt!r} in another way")
-    unknown_stops = [tokenizer.decode([stop]) for stop in sorted(stops) if not file.ends_answer(stop)]
-    if unknown_stops:
+    if unknown_stops := [tokenizer.decode([stop]) for stop in sorted(stops) if not file.ends_answer(stop)]:
         raise ParityError("tokens", f"llama.cpp would not end an answer at {', '.join(unknown_stops)}, as the training does")
     return compared
 
@@ -162,8 +160,7 @@ def require_llama_cpp(checkout: Path) -> None:
     problems, fixes = [], []
     if not (checkout / CONVERTER).is_file():
         problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")
-        where = "Clone it into the folder that finetune is started in, or set FINETUNE_LLAMA_CPP to where it is:"
-        fixes.extend([where, _CLONE])
+        fixes += ["Clone it into the folder that finetune is started in, or set FINETUNE_LLAMA_CPP to where it is:", _CLONE]
     if find_spec("llama_cpp") is None:
         problems.append("llama-cpp-python is missing, with which a GGUF file is tried")
         fixes.append('Install it: pip install "llama-cpp-python>=0.3.36,<0.4" sentencepiece')

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ class HubFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
 
@@ -97,15 +97,15 @@ def push(
     disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     progress(f"creating {repo}")
-    is_empty = _call_hub(repo, lambda: _create_repo(api, repo, public, update))
+    with _hub_errors(repo):
+        is_empty = _create_repo(api, repo, public, update)
     operations = [
         CommitOperationAdd(file.name, file.source if isinstance(file.source, bytes) else str(file.source)) for file in files
     ]
     progress(f"sending {len(files)} files")
     try:
-        commit = _call_hub(
-            repo, lambda: api.create_commit(repo, operations, commit_message="Fine-tuned with finetune", revision="main")
-        )
+        with _hub_errors(repo):
+            commit = api.create_commit(repo, operations, commit_message="Fine-tuned with finetune", revision="main")
     except FinetuneError as error:
         state = f"{repo} is empty: push again to fill it." if is_empty else f"{repo} is unchanged."
         raise type(error)(error.problems, f"{error.fix} {state}".strip()) from error
@@ -131,22 +131,21 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
     return not names
 
 
-def _call_hub(repo: str, work: Callable[[], Any]) -> Any:
-    """Call the hub; turn its errors and those of the network into a FinetuneError."""
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Turn the hub's errors and those of the network into a FinetuneError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
-        return work()
+        yield
     except HFValidationError as error:
         raise CommandError(f"{repo[:100]} is not a repository's name: {str(error).splitlines()[0]}") from None
-    except HfHubHTTPError as error:
-        raise _http_error(repo, error) from None
     except OfflineModeIsEnabled:
         raise CommandError("the hub is switched off", "Unset HF_HUB_OFFLINE.") from None
     except FinetuneError:
         raise
     except Exception as error:  # noqa: BLE001 - of any HTTP library that the hub's client uses
-        cause = error.__cause__ or error
+        cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error
         if isinstance(cause, HfHubHTTPError):
             raise _http_error(repo, cause) from None
         reason = f"{type(cause).__name__}: {first_line(cause)}"

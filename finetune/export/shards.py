@@ -45,9 +45,6 @@ class Tensor:
     file: str
     read: Callable[[], Any]
 
-    def values(self) -> torch.Tensor:
-        return torch.frombuffer(self.read(), dtype=_DTYPES[self.dtype]).reshape(self.shape)
-
 
 def stored_tensors(folder: Path) -> list[Tensor]:
     """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
@@ -139,7 +136,7 @@ def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _read_merged(tensor: Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    weight = merge(tensor.values())
+    weight = merge(torch.frombuffer(tensor.read(), dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape))
     if not torch.isfinite(weight).all():
         problem = f"{tensor.name} would have values that are not finite after merging"
         raise CommandError(problem, "Its training diverged: train again.")

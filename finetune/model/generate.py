@@ -47,7 +47,6 @@ def greedy_answers(
     *,
     stops: Collection[int],
     max_new_tokens: int,
-    streamer: Any = None,
     with_special_tokens: bool = False,
     more_inputs: MoreInputs | None = None,
 ) -> list[str]:
@@ -62,7 +61,7 @@ def greedy_answers(
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
     output_ids = model.generate(
         input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
-        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=streamer,
+        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops),
         **inputs_beside(ids, more_inputs),
     )  # fmt: skip
     return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=not with_special_tokens)

@@ -11,8 +11,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from finetune.files import cache_dir
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
@@ -34,16 +37,6 @@ class Sequences:
 
     ids: list[list[int]]
     labels: list[list[int]]
-
-    @property
-    def digest(self) -> str:
-        """A hash of the tokens and labels."""
-        import numpy as np
-
-        hashed = hashlib.sha256()
-        for row in (*self.ids, *self.labels):
-            hashed.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
-        return hashed.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,6 @@ class QuantisationCost:
         return "; ".join([measured, *(other.summary for other in others), *self.left_out])
 
     def of(self, label: str) -> FormatLoss | None:
-        """The loss in a format, by its label."""
         return next((entry for entry in self.formats if entry.label == label), None)
 
     def quote(self, label: str) -> str:
@@ -137,8 +129,6 @@ def stored_sequences(folder: Path) -> Callable[[], Sequences] | None:
 
 def _chosen(tables: Iterable[Any], count: int) -> Sequences:
     """At most MOST_ROWS of `count` rows, evenly."""
-    import numpy as np
-
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_ROWS)).round().astype(np.int64))
     ids, labels, first = [], [], 0
     for table in tables:
@@ -151,21 +141,24 @@ def _chosen(tables: Iterable[Any], count: int) -> Sequences:
 
 def read_cost(settings: Settings, sequences: Callable[[], Sequences], *, on_cpu: bool) -> QuantisationCost | None:
     """The base model's cost on these rows where an earlier measurement is in the cache; else None."""
-    if not any(_folder().glob(f"{_slug(settings)}-*.json")):  # without it no weights are hashed
+    folder, prefix = _folder_and_prefix(settings)
+    if not any(folder.glob(f"{prefix}*.json")):  # without it no weights are hashed
         return None
     return read_own(cost_path(settings, sequences(), on_cpu=on_cpu), QuantisationCost, "cost")
 
 
 def cost_path(settings: Settings, sequences: Sequences, *, on_cpu: bool, adapter: Sequence[str] = ()) -> Path:
     """The file of a measurement, by all that decides it: weights, rows, dtype, libraries, hashes of an adapter's files."""
-    from importlib.metadata import version
-
+    rows = hashlib.sha256()
+    for row in (*sequences.ids, *sequences.labels):
+        rows.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
     facts = [
-        weights_fingerprint(settings), configuration_fingerprint(settings), sequences.digest, settings.dtype,
+        weights_fingerprint(settings), configuration_fingerprint(settings), rows.hexdigest(), settings.dtype,
         settings.attn_implementation, "cpu" if on_cpu else "cuda", list(adapter), {name: version(name) for name in _LIBRARIES},
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-    return _folder() / f"{_slug(settings)}-{key}.json"
+    folder, prefix = _folder_and_prefix(settings)
+    return folder / f"{prefix}{key}.json"
 
 
 def with_quote(reasons: dict[str, str], settings: Settings, cost: QuantisationCost | None) -> dict[str, str]:
@@ -176,9 +169,6 @@ def with_quote(reasons: dict[str, str], settings: Settings, cost: QuantisationCo
     return {**reasons, setting: f"{reasons[setting]}; {quote}"} if quote and setting in reasons else reasons
 
 
-def _folder() -> Path:
-    return cache_dir() / "quantisation"
-
-
-def _slug(settings: Settings) -> str:
-    return re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
+def _folder_and_prefix(settings: Settings) -> tuple[Path, str]:
+    slug = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
+    return cache_dir() / "quantisation", f"{slug}-"

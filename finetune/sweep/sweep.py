@@ -107,7 +107,7 @@ def _result(arm: FrozenTrial, run: RunDirectory, curve: list[RowLosses], winner:
     dropped_at = (arm.last_step or state.step or 0) if arm.state in _DROPPED else None
     waits = "waiting" if dropped_at is None else "dropped"
     behind = None
-    if best and winner and best is not winner and best.tokens == winner.tokens and len(best.tokens) > 1:
+    if best and winner and best is not winner and best.tokens == winner.tokens:
         behind = difference(winner.losses, best.losses, winner.tokens)
     return ArmResult(
         name=run.path.name, run=str(run.path), values=arm.params, step=state.step, dropped_at=dropped_at,

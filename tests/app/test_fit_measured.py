@@ -24,7 +24,7 @@ def measurements_of(tmp_path, recipe):
 
 def ended(measurements):
     """What is shown at the end."""
-    measurements._newest.process.wait(timeout=120)
+    measurements._newest.wait(timeout=120)
     button, shown, timer = measurements.tick()
     assert button.value.startswith("Measure") and not timer.active
     return unescape(shown)
@@ -56,7 +56,7 @@ def test_a_folder_that_can_not_be_written_is_said(tmp_path):
 def test_a_second_press_ends_it_and_its_processes(tmp_path):
     measurements = measurements_of(tmp_path, RECIPE + "gpu: cpu\n")
     measurements.press()
-    process = psutil.Process(measurements._newest.process.pid)
+    process = psutil.Process(measurements._newest.pid)
     time.sleep(0.5)
     family = [process, *process.children(recursive=True)]
     _, shown, _ = measurements.press()
