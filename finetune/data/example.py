@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.data.conversation import Message
-from finetune.data.pictures.source import PictureSource
+if TYPE_CHECKING:
+    from finetune.data.conversation import Message
+    from finetune.data.pictures.source import PictureSource
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal,
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import Forgetting, NoCall, Score, keep_result
 from finetune.evaluate.rows import EvalRows, held_out_rows, no_call_rows, probe_rows
-from finetune.evaluate.score import ModelOutputs
 from finetune.evaluate.scorers import scorer
 from finetune.planner.plan import read_plan
 from finetune.run.base_adapter import HELD_OUT, base_adapter_of
@@ -78,6 +77,8 @@ def _scores(
     max_new_tokens: int | None, progress: Callable[[str], None], reader: AnswerReader | None = None,
 ) -> list[Score]:  # fmt: skip
     """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
+    from finetune.evaluate.score import ModelOutputs
+
     outputs = (
         ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, reader)
         for model, adapter in models

@@ -14,7 +14,6 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal,
 from finetune.evaluate.journal import Journal
 from finetune.evaluate.results import Score
 from finetune.evaluate.rows import held_out_rows
-from finetune.evaluate.score import ModelOutputs
 from finetune.evaluate.scorers import scorer
 from finetune.model.build import build_base
 from finetune.model.transformers_config import load_config
@@ -51,6 +50,8 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
     eval_rows = held_out_rows(run, rows)
     tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
     max_new_tokens = answer_limit(tokenizer, references) if references else None
+
+    from finetune.evaluate.score import ModelOutputs
 
     def score(load: Callable[[], Answerer], journal: Journal, name: str) -> Score:
         return ModelOutputs(functools.cache(load), journal, eval_rows, name, max_new_tokens, progress).score(scorer("exact"))
