@@ -34,32 +34,31 @@ KEPT_APART = {
 
 
 def choose_packing(
-    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool = False
+    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool
 ) -> Choices:
     """Resolve packing and attn_implementation. Packing is on where torch's varlen kernel runs, for many short rows.
 
     `unpacked`: the packed sequences were found not to fit.
     """
-    packed, why = _packing(choices, card, config, data)
+    problem = _varlen_conflict(config)
+    packed, why = _packing(choices, card, problem, data)
     if packed and unpacked:
         packed, why = False, "packed sequences do not fit on this card; single rows do"
     choices = choices.choose("packing", packed, why)
-    problem = _varlen_conflict(config)
-    if choices.value("packing") is True and problem is None:
+    if choices.value("packing") and problem is None:
         return choices.choose("attn_implementation", VARLEN, "torch's varlen kernel: each packed row attends only to itself")
     attention = default_attention(config)
-    dense = f"; packed rows need a dense mask: {problem}" if choices.value("packing") is True else ""
+    dense = f"; packed rows need a dense mask: {problem}" if choices.value("packing") else ""
     kernels = "torch's own kernels, nothing to install" if attention == "sdpa" else "the only one this model supports"
     return choices.choose("attn_implementation", attention, f"{kernels}{dense}")
 
 
-def _packing(choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None) -> tuple[bool, str]:
+def _packing(choices: Choices, card: Card, problem: str | None, data: DataStatistics | None) -> tuple[bool, str]:
     if not METHODS[choices.recipe.method].packs:
         return False, f"method {choices.recipe.method} does not pack its rows"
     if card.is_cpu or card.capability is None or card.capability < (8, 0):
         return False, "torch's varlen attention needs an NVIDIA card of compute capability 8.0 or higher"
-    problem = _varlen_conflict(config)
-    if problem is not None:
+    if problem:
         return False, f"torch's varlen attention can't be used: {problem}"
     if choices.is_set("attn_implementation") and choices.recipe.attn_implementation != VARLEN:
         return False, f"packing with attn_implementation {choices.recipe.attn_implementation} would need a dense mask"

@@ -40,7 +40,7 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     if recipe.adapter_name_or_path is None:
         return recipe, {}
     adapter = read_base_adapter(recipe.adapter_name_or_path)
-    inherited, problems, names = {}, [], []
+    inherited, problems = {}, {}
     quantised = bool(requested_formats(recipe))
     for name, value in adapter.settings.items():
         if name not in _SHAPES and quantised:
@@ -49,10 +49,10 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         if recipe_value == AUTO or name not in recipe.model_fields_set:
             inherited[name] = value
         elif name in _SHAPES and _comparable(recipe_value) != _comparable(value):
-            problems.append(f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}")
-            names.append(name)
+            problems[name] = f"{name} is {recipe_value}; the adapter in {adapter.folder} has {value}"
     if problems:
-        raise RecipeError(problems, f"Training on takes these from the adapter: leave out {', '.join(names)}.")
+        fix = f"Training on takes these from the adapter: leave out {', '.join(problems)}."
+        raise RecipeError(list(problems.values()), fix)
     try:
         resolved_recipe = resolved(recipe, **inherited)
     except ValueError as error:

@@ -42,15 +42,16 @@ def choose_basics(
     choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
     """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
-    choices = choices.choose("dtype", *_dtype(card))
-    choices = choices.choose("vision", False, "no row has a picture")
-    has_pictures = choices.value("vision") is True
-    choices = choices.choose("max_pixels", None, "pictures keep their size" if has_pictures else "no row has a picture")
+    choices = choices.choose("dtype", *_dtype(card)).choose("vision", False, "no row has a picture")
+    pixels = "pictures keep their size" if choices.value("vision") else "no row has a picture"
+    choices = choices.choose("max_pixels", None, pixels)
     choices = choose_packing(choices, card, config, data, unpacked)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
-    choices = _choose_batch(choices, data)
-    choices = choices.choose("lean_layers", *_lean(choices.recipe))
+    choices = choices.choose("effective_batch_size", *_batch(choices, data))
+    why = lean_layers_conflict(choices.recipe)
+    saved = "about half the saved activations, for the same computation up to rounding"
+    choices = choices.choose("lean_layers", not why, f"they do not work with {why}" if why else saved)
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
     if choices.recipe.precompute_ref_log_probs == AUTO:
         choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
@@ -69,18 +70,11 @@ def _dtype(card: Card) -> tuple[str, str]:
     return "float16", f"{generation} has no bfloat16"
 
 
-def _lean(recipe: Recipe) -> tuple[bool, str]:
-    why = lean_layers_conflict(recipe)
-    if why:
-        return False, f"they do not work with {why}"
-    return True, "about half the saved activations, for the same computation up to rounding"
-
-
 def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
     if not choices.value("lean_layers"):
         return 0, "only lean layers have them"
     longest = choices.value("max_length")
-    if data is not None and data.longest and choices.value("packing") is not True:
+    if data is not None and data.longest and not choices.value("packing"):
         longest = min(longest, data.longest)
     if longest <= LONG_ROW:
         return 0, f"for rows of more than {LONG_ROW:,} tokens, where an MLP takes much of a recomputed layer's memory"
@@ -118,7 +112,7 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
     if data is not None and data.longest:
         rounded = -(-data.longest // LENGTH_STEP) * LENGTH_STEP
         length = max(data.longest, min(rounded, limit or rounded), 8)
-        if choices.value("packing") is True:
+        if choices.value("packing"):
             length = max(length, min(PACKED_LENGTH, limit or PACKED_LENGTH))
         why = f"the longest row has {data.longest:,} tokens; no row is truncated"
     else:
@@ -135,20 +129,17 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
     return choices
 
 
-def _choose_batch(choices: Choices, data: DataStatistics | None) -> Choices:
-    """The effective batch size: the recipe's, the product of its micro-batch and accumulation, or 16."""
-    recipe, world = choices.recipe, choices.recipe.launch.num_processes
+def _batch(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
+    """The effective batch size: the product of the recipe's micro-batch and accumulation, or about 16."""
+    recipe = choices.recipe
     parts = [part for part in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if part != AUTO]
-    return choices.choose("effective_batch_size", *_usual_batch(choices, world * math.prod(parts), len(parts), data))
-
-
-def _usual_batch(choices: Choices, unit: int, parts: int, data: DataStatistics | None) -> tuple[int, str]:
-    if parts == 2:
+    unit = recipe.launch.num_processes * math.prod(parts)
+    if len(parts) == 2:
         return unit, "per_device_train_batch_size x gradient_accumulation_steps x processes, as the recipe sets them"
     if data is not None and 0 < data.rows < USUAL_BATCH:
         batch = max(unit, 2 ** int(math.log2(max(1, data.rows))))
         return math.ceil(batch / unit) * unit, f"only {data.rows} rows, fewer than the default batch of {USUAL_BATCH}"
-    if choices.value("packing") is True and data is not None:
+    if choices.value("packing") and data is not None:
         rows = max(1.0, choices.value("max_length") * data.rows / data.total_tokens)
         batch = math.ceil(max(1, round(USUAL_BATCH / rows)) / unit) * unit
         return batch, f"packed sequences of about {rows:.0f} rows: about {round(batch * rows)} rows per step"
@@ -169,16 +160,17 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
     return choices.choose("save_steps", every, about)
 
 
-def total_steps(choices: Choices, micro: int, accumulation: int, data: DataStatistics | None) -> int | None:
+def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> int | None:
     """Optimizer steps of the run: the last, smaller batch of an epoch counts as a step; None when the rows are unknown."""
     recipe = choices.recipe
     if recipe.max_steps is not None:
         return recipe.max_steps
     if data is None or not data.rows:
         return None
-    sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") is True else data.rows
-    micro_batches = math.ceil(math.ceil(sequences / recipe.launch.num_processes) / micro)
-    return math.ceil(recipe.num_train_epochs * math.ceil(micro_batches / accumulation))
+    sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") else data.rows
+    processes = recipe.launch.num_processes
+    accumulation = choices.value("effective_batch_size") // (processes * micro)
+    return math.ceil(recipe.num_train_epochs * math.ceil(math.ceil(math.ceil(sequences / processes) / micro) / accumulation))
 
 
 def _directory(recipe: Recipe) -> str:
@@ -211,7 +203,7 @@ def with_length(choices: Choices, length: int, data: DataStatistics | None) -> C
 
 def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
     """Micro-batches under the chosen max_length."""
-    return Batches(choices.value("max_length"), choices.value("packing") is True, data)
+    return Batches(choices.value("max_length"), choices.value("packing"), data)
 
 
 def length_costs(batches: Batches) -> tuple[LengthCost, ...]:

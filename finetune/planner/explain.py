@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from finetune.memory.forecast import Forecast
 from finetune.planner.choices import AS_SET, Choices
 from finetune.planner.plan import Alternative, Verdict, verdict_of
+from finetune.planner.resources import layer_copies_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import Strategy
-from finetune.settings import AUTO, Recipe, Settings, resolved
+from finetune.settings import AUTO, Recipe
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
-from finetune.settings.methods import METHODS
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
 
@@ -35,16 +33,14 @@ class Comparison:
     """The chosen strategy against others with one setting changed."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
-        from finetune.planner.resources import layer_copies_of
-
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
-        self.copies = layer_copies_of(self.strategy, search.job, search.timing(self.strategy), chosen.forecast)
+        self.copies = layer_copies_of(search.timing(self.strategy), chosen.forecast, search.job.card)
 
     def against(self, **change: Any) -> str:
         """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
         other = dataclasses.replace(self.strategy, **change)
-        saved = self.search.high_bytes(other) - self.chosen.forecast.peak_high_bytes
+        saved = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
         slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
         memory = f"{'saves' if saved >= 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved >= 0 else ' more'}"
         time = f"costs {slower:.0%} of time" if slower >= 0 else f"{'saves' if saved < 0 else 'also'} {-slower:.0%} of time"
@@ -52,8 +48,11 @@ class Comparison:
 
     def fits(self, **change: Any) -> bool:
         """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
-        other = dataclasses.replace(self.strategy, **change)
-        return self.search.high_bytes(other) <= self.search.budget_bytes
+        return self.high_bytes(**change) <= self.search.budget_bytes
+
+    def high_bytes(self, **change: Any) -> int:
+        """Upper end of the peak of the strategy with `change`."""
+        return self.search.high_bytes(dataclasses.replace(self.strategy, **change))
 
 
 def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
@@ -77,7 +76,10 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
     if (base := strategy.base).setting and job.shape.experts and not base.experts:
         experts = f"; experts stay 16-bit: {base.label} is for linear layers; {NF4.setting} quantises experts, too"
         choices = choices.with_reason(base.setting, choices.reasons[base.setting] + experts)
-    choices = choices.choose("sample_answers", *_samples(compare))
+    samples: tuple[int, str] = USUAL_SAMPLES, "shows how answers change during training"
+    if compare.copies:
+        samples = 0, f"each token of an answer would move {compare.copies.summary_per_token}"
+    choices = choices.choose("sample_answers", *samples)
     return choices.choose("per_device_eval_batch_size", strategy.micro, "as in training; evaluation saves no activations")
 
 
@@ -110,9 +112,7 @@ def _explain_optimizer(compare: Comparison) -> str:
     if optim == "adamw_torch":
         return "torch's AdamW"
     if optim == FUSED:
-        saved = compare.search.high_bytes(compare.strategy) - compare.search.high_bytes(
-            dataclasses.replace(compare.strategy, optim=EIGHT_BIT)
-        )
+        saved = compare.high_bytes() - compare.high_bytes(optim=EIGHT_BIT)
         return f"one kernel for all adapters; 8-bit states would save only {format_bytes(max(0, saved))}"
     return f"{compare.against(optim=FUSED)} vs fused AdamW"
 
@@ -157,13 +157,6 @@ def _explain_count(compare: Comparison) -> str:
     )
 
 
-def _samples(compare: Comparison) -> tuple[int, str]:
-    copies = compare.copies
-    if copies is None:
-        return USUAL_SAMPLES, "shows how answers change during training"
-    return 0, f"each token of an answer would move {copies.summary_per_token}"
-
-
 def _explain_micro(compare: Comparison) -> str:
     micro, batch, world = compare.strategy.micro, compare.search.job.batch, compare.search.job.world
     rows = f"micro-batch of {micro} row{'s' if micro > 1 else ''}"
@@ -181,23 +174,20 @@ def alternatives(
     """Every forecast strategy: the chosen one first, then by step time."""
     times_known = knows_rates(search.job.card)
     chosen_values = _values_of(chosen, chosen, search.job, choices)
-
-    def as_alternative(candidate: EvaluatedStrategy) -> Alternative:
+    rows = []
+    for candidate in search.evaluated:
         timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
         differing = {name: value for name, value in values.items() if chosen_values.get(name) != value}
-        return Alternative(
-            plan=describe(candidate.strategy, search.job.batch, search.job.world), chosen=candidate is chosen,
+        row = Alternative(
+            plan=describe(candidate.strategy, search.job), chosen=candidate is chosen,
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
             step_s=timing.step_s * step_time_factor if times_known else None,
             tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes),
             overrides=_as_overrides(values), differs=_as_overrides(differing),
         )  # fmt: skip
-
-    def sort_key(candidate: EvaluatedStrategy) -> tuple[bool, float, str]:
-        return candidate is not chosen, search.timing(candidate.strategy).step_s, as_alternative(candidate).overrides
-
-    return tuple(as_alternative(candidate) for candidate in sorted(search.evaluated, key=sort_key))
+        rows.append((not row.chosen, timing.step_s, row.overrides, row))
+    return tuple(row for *_, row in sorted(rows, key=lambda sorted_by: sorted_by[:3]))
 
 
 def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job, choices: Choices) -> dict[str, Any]:
@@ -211,12 +201,12 @@ def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job
         del values["layer_offloading"]
     if not candidate.strategy.offloaded:
         del values["offloaded_layers"]
-    return {name: value for name, value in values.items() if not choices.is_set(name)}
+    return choices.open(values)
 
 
-def describe(strategy: Strategy, batch: int, world: int) -> str:
+def describe(strategy: Strategy, job: Job) -> str:
     """A strategy as a short summary."""
-    steps = batch // (world * strategy.micro)
+    steps = job.batch // (job.world * strategy.micro)
     optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
@@ -242,20 +232,3 @@ def explain_compiling(choices: Choices, search: Search, strategy: Strategy, step
     if excluded or not needed or not steps or needed > steps / 2:
         return choices
     return choices.with_reason("torch_compile", f"{model}; torch_compile=true tries it, where Triton and a C compiler work")
-
-
-def price_beside_sft(
-    job: Job, strategy: Strategy, settings: Settings, peak_bytes: int, forecast: Callable[[Settings], Forecast]
-) -> str:
-    """A sentence for a method that is not SFT, whose peak with these settings is `peak_bytes`; else empty. `forecast`: of
-    other settings with the same rows."""
-    if not METHODS[settings.method].has_own_format:
-        return ""
-    sft = METHODS["sft"]
-    others = dict.fromkeys(METHODS[settings.method].settings)
-    memory = peak_bytes / forecast(resolved(settings, method="sft", precompute_ref_log_probs=False, **others)).peak_bytes
-    price = f"{memory:.1f} x the memory"
-    if knows_rates(job.card):
-        time = time_step(job, strategy).step_s / time_step(dataclasses.replace(job, method=sft), strategy).step_s
-        price += f" and {time:.1f} x the time"
-    return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"

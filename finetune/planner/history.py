@@ -38,6 +38,16 @@ class History:
         """Largest relative excess of a run over its forecast; 0 when there was none."""
         return max((*self.memory_errors, 0.0))
 
+    def summary(self, card_name: str) -> str:
+        """The runs and their errors, for a plan's notes."""
+        notes = [f"{self.runs} earlier run{'s' * (self.runs != 1)} on {card_name}"]
+        if self.speed_factor is not None:
+            notes.append(f"steps took {self.speed_factor:.2f} times the modelled time")
+        for name, errors in (("allocated", self.memory_errors), ("reserved", self.reserved_errors)):
+            if errors:
+                notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
+        return "; ".join(notes)
+
 
 def record_run(
     plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
@@ -70,30 +80,21 @@ def record_run(
 def read_history(card_name: str) -> History:
     """The measurements of earlier runs on this card; empty when there were none."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
-    factors = [
-        row["measured_step_s"] / row["modelled_step_s"]
-        for row in rows
-        if row.get("measured_step_s") and row.get("modelled_step_s")
-    ]
+
+    def ratios(measured: str, expected: str) -> list[float]:
+        return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
+
     allocated, reserved = (
-        tuple(
-            row[f"measured_{name}_bytes"] / row[f"forecast_{name}_bytes"] - 1
-            for row in rows
-            if row.get(f"measured_{name}_bytes") and row.get(f"forecast_{name}_bytes")
-        )
+        tuple(ratio - 1 for ratio in ratios(f"measured_{name}_bytes", f"forecast_{name}_bytes"))
         for name in ("allocated", "reserved")
     )
-    factor = statistics.median(factors) if factors else None
-    bounded = None if factor is None else min(max(factor, LEAST_FACTOR), MOST_FACTOR)
-    return History(len(rows), bounded, allocated, reserved, _measured_runs(rows))
-
-
-def _measured_runs(rows: list[dict[str, Any]]) -> tuple[MeasuredRun, ...]:
-    return tuple(
-        MeasuredRun(str(row.get("model")), workload_s=row["workload_s"], train_s=row["train_s"], load_s=row["load_s"])
-        for row in rows
-        if all(isinstance(row.get(name), float) and row[name] > 0 for name in ("workload_s", "train_s", "load_s"))
-    )
+    factors, runs = ratios("measured_step_s", "modelled_step_s"), []
+    factor = min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
+    for row in rows:
+        seconds: list[Any] = [row.get(name) for name in ("workload_s", "train_s", "load_s")]
+        if all(isinstance(value, float) and value > 0 for value in seconds):
+            runs.append(MeasuredRun(str(row.get("model")), *seconds))
+    return History(len(rows), factor, allocated, reserved, tuple(runs))
 
 
 def _path() -> Path:

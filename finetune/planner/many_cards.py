@@ -31,39 +31,30 @@ def needs_of_each_card(
 
     None when the effective batch can't be divided.
     """
-    cards = _cards(settings)
-    if cards is None:
+    cards = settings.launch.num_processes
+    if cards == 1:
+        batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+        cards = next((count for count in range(2, batch + 1) if batch % count == 0), 0)
+    if not cards:
         return None
-    rows = (_row(name, launch, cards, recipe, settings, budget_bytes, forecasts) for name, launch in STRATEGIES)
+    rows = []
+    for name, launch in STRATEGIES:
+        changes = _changes(launch, cards, settings)
+        typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
+        typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
+        row = CardNeeds(name, " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()))
+        try:
+            forecast = forecasts(resolved(settings, **changes))
+        except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
+            rows.append(replace(row, cost=str(error)))
+            continue
+        processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others count all
+        rows.append(replace(
+            row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
+            peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,
+            verdict=verdict_of(forecast, budget_bytes),
+        ))  # fmt: skip
     return ManyCards(cards, budget_bytes, tuple(rows))
-
-
-def _cards(settings: Settings) -> int | None:
-    """The recipe's world size, else the smallest above one that divides the effective batch."""
-    if settings.launch.num_processes > 1:
-        return settings.launch.num_processes
-    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    return next((cards for cards in range(2, batch + 1) if batch % cards == 0), None)
-
-
-def _row(
-    name: str, launch: dict[str, Any], cards: int, recipe: Recipe, settings: Settings, budget_bytes: int,
-    forecasts: Callable[[Settings], Forecast],
-) -> CardNeeds:  # fmt: skip
-    changes = _changes(launch, cards, settings)
-    typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
-    typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
-    row = CardNeeds(name, " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()))
-    try:
-        forecast = forecasts(resolved(settings, **changes))
-    except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
-        return replace(row, cost=str(error))
-    processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others count all
-    return replace(
-        row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
-        peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,
-        verdict=verdict_of(forecast, budget_bytes),
-    )  # fmt: skip
 
 
 def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
@@ -75,8 +66,8 @@ def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str
     changes: dict[str, Any] = {
         "launch": {**launch_settings, "offload": "none", "num_processes": cards, **launch},
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
+        "layer_offloading": False, "offloaded_layers": 0,
     }  # fmt: skip
-    changes |= {"layer_offloading": False, "offloaded_layers": 0}
     if launch["strategy"] == "ddp":
         return changes
     if not OPTIMIZERS[settings.optim].shards:

@@ -109,23 +109,18 @@ class DataStatistics:
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
         """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
-        shape = self._row_shape(settings, tokens)
-        if self.pictures:
-            shape = replace(shape, pictures=self.pictures, eval_pictures=self.eval_pictures)
-        if not has_kl(settings.method, settings.loss_type):
-            return shape
-        return replace(shape, mismatched_tokens=min(settings.max_length, self.longest_mismatched or 2 * tokens))
-
-    def _row_shape(self, settings: Settings, tokens: int) -> RowShape:
-        packed = settings.packing is True
+        packed = settings.packing
         share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
+        shape = RowShape(tokens, share, pictures=self.pictures, eval_pictures=self.eval_pictures if self.pictures else ())
+        if has_kl(settings.method, settings.loss_type):
+            shape = replace(shape, mismatched_tokens=min(settings.max_length, self.longest_mismatched or 2 * tokens))
         if not self.eval_longest:
-            return RowShape(tokens, share)
+            return shape
         longest = min(settings.max_length, self.eval_total_tokens if packed else self.eval_longest)
-        if packed or not self.eval_most_trained:
-            return RowShape(tokens, share, longest, share)
-        rows = min(settings.per_device_eval_batch_size, self.eval_rows)
-        return RowShape(tokens, share, longest, _share(self.eval_most_trained, self.eval_rows, rows, longest))
+        if self.eval_most_trained and not packed:
+            rows = min(settings.per_device_eval_batch_size, self.eval_rows)
+            share = _share(self.eval_most_trained, self.eval_rows, rows, longest)
+        return replace(shape, eval_tokens=longest, eval_trained_share=share)
 
     def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
         """Largest share of `rows` x (`tokens` - 1) positions that count in the loss of a micro-batch; 1 when it is unknown."""
@@ -231,7 +226,6 @@ class LayerCopies:
     forward_copying_s: float | None = None
     backward_computing_s: float | None = None
     backward_copying_s: float | None = None
-
     waiting_s: float | None = None
 
     def at(self, bytes_per_s: float) -> LayerCopies:

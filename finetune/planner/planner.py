@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
+from finetune.card.host import PROCESS_BYTES
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
 from finetune.memory.forecast import Forecast, RowShape
 from finetune.model.configuration import read_config
@@ -26,14 +27,14 @@ from finetune.planner.defaults import (
     total_steps,
     with_length,
 )
-from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy, price_beside_sft
+from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy
 from finetune.planner.history import History, read_history
 from finetune.planner.many_cards import needs_of_each_card
-from finetune.planner.plan import DataStatistics, ManyCards, Plan, Verdict, verdict_of
+from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
 from finetune.planner.resources import (
     check_resources,
     choose_budget,
-    free_for_offload,
+    free_host_bytes,
     layer_copies_of,
     offloading_error,
     pinned_bytes,
@@ -42,14 +43,14 @@ from finetune.planner.resources import (
 from finetune.planner.run_time import cost_of, run_time, workload_s
 from finetune.planner.search import EvaluatedStrategy, Search
 from finetune.planner.shape import ModelShape, shape_of
-from finetune.planner.speed import Job, knows_rates
-from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, offloading_strategies, strategies
-from finetune.planner.suggest import largest_model, shortfall_of, suggest
+from finetune.planner.speed import Job, knows_rates, time_step
+from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
+from finetune.planner.suggest import largest_model, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
-from finetune.settings import AUTO, Recipe, Settings
+from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
-from finetune.settings.methods import method_of
+from finetune.settings.methods import METHODS, method_of
 
 Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.
@@ -143,9 +144,15 @@ class _Planner:
         return vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
 
     @functools.cached_property
+    def stored(self) -> dict[str, Any]:
+        """How the checkpoint's weights are quantised; empty for 16 bit."""
+        return stored_quantisation(self.config, self.recipe.model_name_or_path)
+
+    @functools.cached_property
     def host_free(self) -> int | None:
         """Host memory for layers and their inputs; None where nobody knows, and without a card."""
-        return free_for_offload(self.recipe, self.card)
+        free = free_host_bytes(self.recipe, self.card)
+        return None if free is None else free - PROCESS_BYTES
 
     def best(self) -> _Attempt:
         """The fastest strategy that fits: packed or not, then with layers offloaded; else the smallest."""
@@ -165,10 +172,9 @@ class _Planner:
         first = attempts[0]
         if target and not self._open_strategies(first):
             raise offloading_error(self.recipe, self.shape, self.host_free)
-        fitting = self._first_fitting(attempts)
-        if fitting is not None:
-            return fitting
-        return dataclasses.replace(first, chosen=first.search.smallest(self._open_strategies(first)))
+        return self._first_fitting(attempts) or dataclasses.replace(
+            first, chosen=first.search.smallest(self._open_strategies(first))
+        )
 
     def with_layers_offloaded(self, resident: _Attempt) -> _Attempt | None:
         """The same with decoder layers' weights in host memory, or in a file where this machine's is too small; None when the
@@ -180,53 +186,36 @@ class _Planner:
         for target, unpacked in itertools.product(OFFLOAD_TARGETS, (False, True) if may_unpack else (False,)):
             if target == "nvme" and (self.host_free is None or self.host_free >= least):
                 continue
-            fitting = self._first_fitting(self._attempts(unpacked, target))
-            if fitting is not None:
+            if fitting := self._first_fitting(self._attempts(unpacked, target)):
                 return fitting
         return None
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
+        """The first attempt with a strategy that fits also over steps of rows of uneven length, with the fastest of these."""
         for attempt in attempts:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
-            candidate = self._fastest_fitting(attempt.choices, search, options)
-            if candidate is not None and verdict_of(candidate.forecast, self.budget) == Verdict.FITS:
-                return dataclasses.replace(attempt, chosen=candidate)
+            while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
+                raised = self._with_uneven_rows(attempt.choices, search, candidate)
+                if search.fits(raised):
+                    return dataclasses.replace(attempt, chosen=raised)
         return None
-
-    def _fastest_fitting(self, choices: Choices, search: Search, options: list[Strategy]) -> EvaluatedStrategy | None:
-        """The fastest strategy that fits also over steps of rows of uneven length; the smallest where none surely does."""
-        tried: set[Strategy] = set()
-        while True:
-            candidate = search.find(options)
-            if candidate is None and search.could_fit(options):
-                candidate = search.smallest(options)
-            if candidate is None or candidate.strategy in tried or verdict_of(candidate.forecast, self.budget) != Verdict.FITS:
-                return candidate
-            tried.add(candidate.strategy)
-            raised = self._with_uneven_rows(choices, search, candidate)
-            if verdict_of(raised.forecast, self.budget) == Verdict.FITS:
-                return raised
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
         """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
-        if not self.replays_rows or self.card.is_cpu or not self._lengths or not expandable_segments():
+        if not self.replays_rows or self.card.is_cpu or not (self.data and self.data.lengths) or not expandable_segments():
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
         settings = self._settings_of(choices, candidate.strategy)
-        forecast = self._replay_rows(candidate.forecast, self.config, settings, candidate.width)
+        forecast = self._replay_rows(candidate.forecast, self.config, settings, self._rows(settings, candidate.width))
         raised = dataclasses.replace(candidate, forecast=forecast)
         search.evaluated[search.evaluated.index(candidate)] = raised
         return raised
 
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        return self.data.lengths if self.data else ()
-
-    def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, width: int) -> Forecast:
+    def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, rows: RowShape) -> Forecast:
         return with_row_lengths(
-            forecast, config, settings, self.card, rows=self._rows(settings, width), lengths=self._lengths,
+            forecast, config, settings, self.card, rows=rows, lengths=self.data.lengths if self.data else (),
             budget_bytes=self.budget, lowers=not expandable_segments(),
         )  # fmt: skip
 
@@ -234,25 +223,29 @@ class _Planner:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if attempt.verdict != Verdict.NO_FIT:
             search, chosen = attempt.search, attempt.evaluated
-            forecast_without_excess = self._with_excess(chosen.forecast, -1)
-            search = dataclasses.replace(
-                search, forecaster=self._forecasts(attempt.choices, search.job, forecast_without_excess)
-            )
+            reference = self._with_excess(chosen.forecast, -1)
+            search = dataclasses.replace(search, forecaster=self._forecasts(attempt.choices, search.job, reference))
             for strategy in neighbours(chosen.strategy, search.within_budget(self._open_strategies(attempt))):
                 search.forecast(strategy)
 
     def method_price(self, attempt: _Attempt) -> str:
-        """What the recipe's method costs beside SFT; empty for SFT."""
-        chosen, settings = attempt.evaluated, self._settings_of(attempt.choices, attempt.evaluated.strategy)
-        return price_beside_sft(
-            attempt.search.job, chosen.strategy, settings, chosen.forecast.peak_bytes,
-            lambda sft: self._forecast(self.config, sft, attempt.search.width),
-        )  # fmt: skip
+        """What a method with rows of its own costs beside SFT on as many rows; empty for others."""
+        chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
+        if not method.has_own_format:
+            return ""
+        settings = self._settings_of(attempt.choices, chosen.strategy)
+        sft = resolved(settings, method="sft", precompute_ref_log_probs=False, **dict.fromkeys(method.settings))
+        memory = chosen.forecast.peak_bytes / self._forecast(self.config, sft, attempt.search.width).peak_bytes
+        price = f"{memory:.1f} x the memory"
+        if knows_rates(self.card):
+            sft_s = time_step(dataclasses.replace(job, method=METHODS["sft"]), chosen.strategy).step_s
+            price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
+        return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"
 
     def plan(self, attempt: _Attempt) -> Plan:
         search, chosen, factor = attempt.search, attempt.evaluated, self.history.speed_factor or 1.0
         choices = explain_strategy(attempt.choices, search, chosen)
-        steps = self._total_steps(choices, chosen.strategy)
+        steps = total_steps(choices, chosen.strategy.micro, self.data)
         choices = explain_compiling(choose_cadence(choices, steps, self.data), search, chosen.strategy, steps)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
@@ -270,28 +263,34 @@ class _Planner:
             budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=layer_copies_of(chosen.strategy, search.job, timing, forecast), workload_s=workload,
-            run_time=length,
+            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload, run_time=length,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
-        fits = attempt.verdict == Verdict.FITS
-        pinned = () if fits else pinned_inputs_note(strategy, job, self.recipe, self.host_free)
-        stored = stored_notes(self._stored_quantisation())
-        return (*_drive_notes(strategy, job), *_notes_of(self.history, self.card), *pinned, *stored)
-
-    def _stored_quantisation(self) -> dict[str, Any]:
-        return stored_quantisation(self.config, self.recipe.model_name_or_path)
+        notes: list[str] = []
+        if strategy.offload_target == "nvme":
+            rate = f"{job.drive_bytes_s / 1e9:.1f} GB/s"
+            notes.append(f"a drive that reads {rate} is assumed; a run measures it before it starts")
+        if self.history.runs:
+            notes.append(self.history.summary(self.card.name))
+        if attempt.verdict != Verdict.FITS and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
+            notes.append(note)
+        return (*notes, *stored_notes(self.stored))
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
         """Every open max_length with every open rank, preferred ones first; they share forecasts."""
         basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
         shared = self.evaluated.setdefault(unpacked, [])
-        for length, rank in itertools.product(open_lengths(basics, self.data), self._ranks(basics)):
-            choices = _with_rank(with_length(basics, length, self.data), rank)
+        advised, is_set = basics.value("lora_r"), basics.is_set("lora_r")
+        ranks = [advised, *(rank for rank in reversed(RANKS) if rank < advised and not is_set)]
+        for length, rank in itertools.product(open_lengths(basics, self.data), ranks):
+            choices = with_length(basics, length, self.data)
+            if rank != advised:
+                choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
+                choices = choices.choose("lora_alpha", *advise_alpha(self.recipe, rank))
             job = Job(
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
@@ -303,58 +302,40 @@ class _Planner:
             yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
-        stored = trainable_formats(self._stored_quantisation())
         table = self.shape.table > 0 and not self.recipe.trained_embedding_rows
-        if attempt.offload_target:
-            options = offloading_strategies(
-                attempt.choices, self.card, self.shape.layers, attempt.offload_target, stored, table
-            )
-        else:
-            options = strategies(attempt.choices, self.card, stored, table)
+        options = strategies(
+            attempt.choices, self.card, self.shape.layers, attempt.offload_target, trainable_formats(self.stored), table
+        )
         if self.host_free is None:
             return options
-        job = attempt.search.job
-        holdable = [option for option in options if pinned_bytes(option, job) <= self.host_free]
-        return holdable or (
-            [] if attempt.offload_target else options
-        )  # what the recipe sets is planned, and said not to be enough
-
-    def _ranks(self, basics: Choices) -> list[int]:
-        advised: int = basics.value("lora_r")
-        return [advised, *(rank for rank in reversed(RANKS) if rank < advised and not basics.is_set("lora_r"))]
+        holdable = [option for option in options if pinned_bytes(option, attempt.search.job) <= self.host_free]
+        # what the recipe sets is planned, and said not to be enough
+        return holdable if attempt.offload_target else holdable or options
 
     def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
         def forecast(strategy: Strategy) -> Forecast:
             width = job.batches.longest
-            self.report_progress(f"forecasting {describe(strategy, job.batch, job.world)}, rows of {width:,} tokens")
+            self.report_progress(f"forecasting {describe(strategy, job)}, rows of {width:,} tokens")
             return self._forecast(self.config, self._settings_of(choices, strategy), width, reference)
 
         return forecast
 
     def _settings_of(self, choices: Choices, strategy: Strategy) -> Settings:
         values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
-        every = max(1, (self._total_steps(choices, strategy) or 1000) // 10)
+        every = max(1, (total_steps(choices, strategy.micro, self.data) or 1000) // 10)
         more = {"per_device_eval_batch_size": strategy.micro, "eval_steps": every, "save_steps": every, "sample_answers": 0}
         return choices.settings(**choices.open({**values, **more}))
 
-    def _total_steps(self, choices: Choices, strategy: Strategy) -> int | None:
-        values = strategy.settings(choices.value("effective_batch_size"), self.recipe.launch.num_processes)
-        micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-        return total_steps(choices, micro, accumulation, self.data)
-
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        if not self.replays_rows or self.card.is_cpu or expandable_segments():
-            return self._with_excess(self.forecaster(config, settings, self.card, rows=self._rows(settings, width)))
-        return self._with_excess(self._in_segments(config, settings, width, reference))
-
-    def _in_segments(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None) -> Forecast:
-        """A forecast where segments can't expand: steps of uneven rows decide the upper end, so each strategy has them from
-        the start; one that is only compared with `reference` is scaled from it, as they take time."""
-        if reference is not None:
-            quick = self.forecaster(config, settings, self.card, rows=self._rows(settings, width), quick=True)
-            return with_margin_of(quick, reference, self.card)
-        forecast = self.forecaster(config, settings, self.card, rows=self._rows(settings, width))
-        return self._replay_rows(forecast, config, settings, width)
+        """Where segments can't expand, steps of uneven rows decide the upper end, so each strategy has them from the start;
+        one that is only compared with `reference` is scaled from it, as they take time."""
+        rows = self._rows(settings, width)
+        in_segments = self.replays_rows and not self.card.is_cpu and not expandable_segments()
+        if in_segments and reference is not None:
+            forecast = self.forecaster(config, settings, self.card, rows=rows, quick=True)
+            return self._with_excess(with_margin_of(forecast, reference, self.card))
+        forecast = self.forecaster(config, settings, self.card, rows=rows)
+        return self._with_excess(self._replay_rows(forecast, config, settings, rows) if in_segments else forecast)
 
     def _rows(self, settings: Settings, width: int) -> RowShape:
         return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
@@ -369,7 +350,7 @@ class _Planner:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, attempt.verdict
         wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
-        if self.card.is_cpu or not wanted or settings.vision is True:
+        if self.card.is_cpu or not wanted or settings.vision:
             return None
         self.report_progress("forecasting several cards")
         width = min(settings.max_length, attempt.search.job.batches.longest)
@@ -391,30 +372,6 @@ class _Planner:
         if attempt.verdict != Verdict.NO_FIT:
             return {"suggestions": suggestions}
         largest = largest_model(self.recipe, settings, self.budget, forecast_model)
-        return {"suggestions": suggestions, "shortfall": shortfall_of(forecast, self.budget, largest)}
-
-
-def _with_rank(choices: Choices, rank: int) -> Choices:
-    advised = choices.value("lora_r")
-    if rank == advised:
-        return choices
-    choices = choices.choose("lora_r", rank, f"the advised rank {advised} does not fit")
-    return choices.choose("lora_alpha", *advise_alpha(choices.recipe, rank))
-
-
-def _drive_notes(strategy: Strategy, job: Job) -> tuple[str, ...]:
-    if strategy.offload_target != "nvme":
-        return ()
-    return (f"a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s is assumed; a run measures it before it starts",)
-
-
-def _notes_of(history: History, card: Card) -> tuple[str, ...]:
-    if not history.runs:
-        return ()
-    notes = [f"{history.runs} earlier run{'' if history.runs == 1 else 's'} on {card.name}"]
-    if history.speed_factor is not None:
-        notes.append(f"steps took {history.speed_factor:.2f} times the modelled time")
-    for name, errors in (("allocated", history.memory_errors), ("reserved", history.reserved_errors)):
-        if errors:
-            notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
-    return ("; ".join(notes),)
+        part = max(forecast.parts, key=lambda name: forecast.parts[name])
+        shortfall = Shortfall(forecast.peak_high_bytes - self.budget, part, forecast.parts[part], largest)
+        return {"suggestions": suggestions, "shortfall": shortfall}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from finetune.planner.quantisation_cost import held_out_sequences, read_cost, wi
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
-from finetune.settings.compatibility import address_problems
 from finetune.settings.vision import with_vision
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class RowsRead:
 
     @property
     def has_pictures(self) -> bool:
-        return self.statistics is not None and bool(self.statistics.pictures)
+        return bool(self.statistics and self.statistics.pictures)
 
 
 def plan_recipe(
@@ -81,40 +80,43 @@ def plan_recipe(
         shown = (lambda plan: show(completed(plan))) if show else None
         return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
 
-    plan = planned(recipe, read, reasons)
-    if plan.verdict == Verdict.FITS or recipe.max_pixels != AUTO or not (read.statistics and read.statistics.pictures):
+    plan, statistics = planned(recipe, read, reasons), read.statistics
+    if plan.verdict == Verdict.FITS or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
         return plan
-    for smaller, smaller_read, tokens in _with_smaller_pictures(recipe, rows, read.statistics):
+    largest = max(width * height for width, height in statistics.pictures)
+    for pixels in (largest // part for part in (2, 4, 8, 16)):
+        if pixels < LEAST_PIXELS:
+            break
+        smaller = resolved(recipe, max_pixels=pixels)
+        smaller_read = rows(smaller)
+        tokens = smaller_read.statistics and smaller_read.statistics.picture_tokens
+        if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every picture to one size
+            break
         if plan_if_fits(smaller, card, smaller_read.statistics):
-            cost = f"{max(read.statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
+            cost = f"{max(statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
             reason = f"{cost}: at their full size, pictures do not fit here"
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
+    rows(recipe)  # as they are, for what follows the plan
     return plan
 
 
 def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
     """The recipe with what follows from its rows: those of new tokens, and the vision tower; and the reasons. Raises
     RecipeError."""
-    recipe, reason = with_token_rows(recipe, list(read.trained_embedding_rows))
-    recipe, reasons = with_vision(recipe, has_pictures=read.has_pictures)
-    return recipe, ({"trained_embedding_rows": reason} if reason else {}) | reasons
-
-
-def _with_smaller_pictures(
-    recipe: Recipe, rows: Callable[[Recipe], RowsRead], statistics: DataStatistics
-) -> Iterator[tuple[Recipe, RowsRead, tuple[int, ...]]]:
-    """The recipe with a half, a quarter, ... of the largest picture's pixels, its rows, and the tokens of their pictures; none
-    where a model scales every picture to one size. At last, if none was taken, the rows are read as they are."""
-    largest = max(width * height for width, height in statistics.pictures)
-    for part in (2, 4, 8, 16):
-        if largest // part < LEAST_PIXELS:
-            break
-        smaller = resolved(recipe, max_pixels=largest // part)
-        read = rows(smaller)
-        if read.statistics is None or sum(read.statistics.picture_tokens) >= sum(statistics.picture_tokens):
-            break
-        yield smaller, read, read.statistics.picture_tokens
-    rows(recipe)
+    rows, earlier, reasons = list(read.trained_embedding_rows), recipe.trained_embedding_rows, {}
+    if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):  # the tokenizer was not read
+        rows = [size, size + len(recipe.new_tokens)]
+    if rows and earlier and rows != earlier:
+        raise RecipeError(
+            f"trained_embedding_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
+            "Leave it out. An adapter that training goes on from needs the same new tokens.",
+        )
+    if rows := rows or earlier:
+        new = f"{rows[1] - rows[0]:,} token(s) from {rows[0]:,} on are new to the model"
+        reasons["trained_embedding_rows"] = f"{new}: their rows are trained"
+        recipe = resolved(recipe, trained_embedding_rows=rows)
+    recipe, vision_reasons = with_vision(recipe, has_pictures=read.has_pictures)
+    return recipe, reasons | vision_reasons
 
 
 def _picture_note(plan: Plan) -> str:
@@ -129,8 +131,10 @@ def _picture_note(plan: Plan) -> str:
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
     """The recipe with its model's full name and an adapter's settings; what was renamed, and reasons for these settings."""
     refuse_other_versions(LIBRARIES)
-    if problems := address_problems(recipe.launch):
-        raise RecipeError(problems)
+    if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
+        raise RecipeError(
+            "launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0"
+        )
     recipe, renamed = named_model(recipe)
     recipe, reason = with_method(recipe)
     recipe, reasons = inherit_settings(recipe)
@@ -150,30 +154,12 @@ def with_method(recipe: Recipe) -> tuple[Recipe, str]:
         raise RecipeError(f"method {method}, because {reason}: {error}") from None
 
 
-def with_token_rows(recipe: Recipe, rows: list[int]) -> tuple[Recipe, str]:
-    """The recipe with the rows of its new tokens, and the reason; as it is without any. `rows`: by the tokenizer, if it was
-    read; else they follow the model's. Raises RecipeError for an adapter with other rows."""
-    earlier = recipe.trained_embedding_rows
-    if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):
-        rows = [size, size + len(recipe.new_tokens)]
-    if rows and earlier and rows != earlier:
-        raise RecipeError(
-            f"trained_embedding_rows is {earlier}; by the tokenizer the new tokens have rows {rows}",
-            "Leave it out. An adapter that training goes on from needs the same new tokens.",
-        )
-    if not (rows or earlier):
-        return recipe, ""
-    first, end = rows or earlier
-    reason = f"{end - first:,} token(s) from {first:,} on are new to the model: their rows are trained"
-    return resolved(recipe, trained_embedding_rows=[first, end]), reason
-
-
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
     from finetune.memory.device_peak import make_forecast, with_row_lengths
 
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
-    rows = data.row_shape(settings, Batches(settings.max_length, settings.packing is True, data).longest)
+    rows = data.row_shape(settings, Batches(settings.max_length, settings.packing, data).longest)
     forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
     if card.is_cpu or not expandable_segments():
         return forecast
@@ -204,17 +190,15 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
     `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: it has those of a hub dataset.
     """
-    from finetune.data.sources import require_path_or_id
+    from finetune.data.sources import is_local, require_path_or_id
 
-    missing = [] if downloaded else _missing_paths(recipe)
+    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
+    missing = [path for path in paths if not downloaded and not is_local(path)]
     try:
         for path in missing:
             require_path_or_id(path)
-    except DataError as error:
-        return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
-    if missing:
-        return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
-    try:
+        if missing:
+            return RowsRead(notes=(f"planned for full rows of max_length: {', '.join(missing)} is not on this machine",))
         selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
     except DataError as error:
         return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
@@ -236,29 +220,23 @@ def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> 
     from finetune.data.row_progress import RowProgress
 
     say("reading the data")
+    from finetune.data.new_tokens import rows_of_tokens
     from finetune.data.preparation import encode, file_infos
     from finetune.data.tokenizer import load_tokenizer
 
     recipe, _ = with_method(recipe)
-
     with ThreadPoolExecutor(1) as pool:  # large files are hashed while libraries are imported
         infos_future = pool.submit(file_infos, recipe.dataset)
         tokenizer = load_tokenizer(recipe)
         infos = infos_future.result()
     rows = encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
-    rows.trained_embedding_rows = _new_token_rows(rows, recipe)
-    return rows
-
-
-def _new_token_rows(rows: EncodedRows, recipe: Recipe) -> list[int]:
-    """Rows of the embedding that the data's new tokens have. Raises DataError for tokens of another model."""
-    from finetune.data.new_tokens import rows_of_tokens
-
     try:
         size = vocabulary_size(recipe)
     except ModelError:  # rows can be read without a model; a plan says what is wrong with it
         size = None
-    return rows_of_tokens(rows.encoder.tokenizer, recipe, size, max(split.stored.highest_token() for split in rows.splits))
+    highest = max(split.stored.highest_token() for split in rows.splits)
+    rows.trained_embedding_rows = rows_of_tokens(rows.encoder.tokenizer, recipe, size, highest)
+    return rows
 
 
 def limit_of(recipe: Recipe) -> int | None:
@@ -268,10 +246,9 @@ def limit_of(recipe: Recipe) -> int | None:
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
     """The planner's statistics of the rows."""
-    training, held_out = selected.splits[0], selected.splits[1] if selected.eval_rows else None
+    training, splits = selected.splits[0], selected.splits[: 2 if selected.eval_rows else 1]
     return statistics_of_lengths(
-        training.lengths, training.trained_lengths,
-        held_out.lengths if held_out else (), held_out.trained_lengths if held_out else (),
+        *(lengths for split in splits for lengths in (split.lengths, split.trained_lengths)),
         total=training.total_tokens, trained_total=training.trained_tokens,
         longest_mismatched=max(split.longest_mismatched() for split in selected.splits),
         **_picture_statistics(selected),
@@ -314,10 +291,3 @@ def statistics_of_lengths(
 
 def _largest(counts: np.ndarray) -> tuple[int, ...]:
     return tuple(sorted(counts.tolist(), reverse=True)[:MOST_ROWS])
-
-
-def _missing_paths(recipe: Recipe) -> list[str]:
-    from finetune.data.sources import is_local
-
-    paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
-    return [path for path in paths if not is_local(path)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 from finetune.card.card import Card
-from finetune.card.host import PROCESS_BYTES, host_card
+from finetune.card.host import host_card
 from finetune.errors import FinetuneError, MachineError, RecipeError
 from finetune.files import free_disk_bytes
 from finetune.memory.forecast import Forecast
@@ -27,30 +28,22 @@ def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple
 
     A catalogue card is in another machine: there `free_bytes` and `enough` are None.
     """
-    here = card.source != "catalogue"
-    return (
-        _check("host memory", forecast.host_bytes, _free_host_bytes(settings, card)),
-        _check("disk", forecast.disk_bytes, free_disk_bytes(Path(settings.output_dir)) if here else None),
+    disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
+    resources = (
+        ("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk),
+    )  # fmt: skip
+    return tuple(
+        ResourceCheck(what, needed, free, None if free is None else needed <= free) for what, needed, free in resources
     )
 
 
-def _check(what: str, needed: int, free: int | None) -> ResourceCheck:
-    return ResourceCheck(what, needed, free, None if free is None else needed <= free)
-
-
-def _free_host_bytes(recipe: Recipe, card: Card) -> int | None:
+def free_host_bytes(recipe: Recipe, card: Card) -> int | None:
     """Host memory that a run may take; None where nobody knows, and on a CPU, where it is the card's."""
     if card.is_cpu:
         return None
     free = host_card().free_bytes if card.source != "catalogue" else None
     allowed = parse_bytes(recipe.host_memory) if recipe.host_memory else None
     return min((size for size in (free, allowed) if size is not None), default=None)
-
-
-def free_for_offload(recipe: Recipe, card: Card) -> int | None:
-    """Host memory for what is offloaded, beside the process; None where nobody knows, and on a CPU."""
-    free = _free_host_bytes(recipe, card)
-    return None if free is None else free - PROCESS_BYTES
 
 
 def pinned_bytes(strategy: Strategy, job: Job) -> int:
@@ -63,15 +56,15 @@ def pinned_bytes(strategy: Strategy, job: Job) -> int:
     return weights + strategy.recomputed_layers(job.shape.layers) * (1 << math.ceil(math.log2(input_bytes)))
 
 
-def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> tuple[str, ...]:
+def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> str:
     """That the layers' inputs can't be offloaded, where a plan without that does not fit; empty where they can be."""
     offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
     needed_bytes = pinned_bytes(offloading_strategy, job)
     if recipe.activation_checkpointing != AUTO or host_free is None or needed_bytes <= host_free:
-        return ()
+        return ""
     return (
         f"activation_checkpointing=offload was left out: it pins {format_bytes(needed_bytes)} of host memory, "
-        f"{format_bytes(max(0, host_free))} are free for it",
+        f"{format_bytes(max(0, host_free))} are free for it"
     )
 
 
@@ -98,22 +91,13 @@ def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> 
     )
 
 
-def layer_copies_of(strategy: Strategy, job: Job, timing: Timing, forecast: Forecast) -> LayerCopies | None:
+def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:
     """What layer offloading moves and holds in a plan; None without."""
-    copies = timing.copies
-    if copies is None or not strategy.offload_target:
+    if timing.copies is None:
         return None
-    seconds = {
-        "forward_computing_s": copies.forward_computing_s, "forward_copying_s": copies.forward_copying_s,
-        "backward_computing_s": copies.backward_computing_s, "backward_copying_s": copies.backward_copying_s,
-        "waiting_s": copies.waiting_s,
-    } if knows_rates(job.card) else {}  # fmt: skip
-    return LayerCopies(
-        place=strategy.offload_target, layers=strategy.offloaded, of_layers=job.shape.layers,
-        weight_bytes=strategy.offloaded * job.shape.layer_bytes(strategy.base),
-        pinned_bytes=forecast.pinned_bytes, moved_bytes_per_step=copies.bytes_per_step, copied_bytes_per_s=copies.bytes_per_s,
-        **seconds,
-    )  # fmt: skip
+    copies = dataclasses.replace(timing.copies, pinned_bytes=forecast.pinned_bytes)
+    seconds: dict[str, Any] = {field.name: None for field in dataclasses.fields(copies) if field.default is None}
+    return copies if knows_rates(card) else dataclasses.replace(copies, **seconds)
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:

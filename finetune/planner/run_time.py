@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 #: Time of an evaluation's forward pass relative to a training step over the same tokens.
 EVALUATION_SHARE = 1 / 3
-_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]
 
 def cost_of(seconds: float | None, price_per_hour: float | None) -> float | None:
     """Return seconds times the price; None if one is unknown."""
-    return None if seconds is None or price_per_hour is None else seconds / _HOUR_S * price_per_hour
+    return None if seconds is None or price_per_hour is None else seconds / 3600 * price_per_hour
 
 
 def seconds_spent(events: Sequence[Event]) -> float:

@@ -42,7 +42,7 @@ def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[Evaluate
     context = (job.card.context_bytes or 0) + job.card.context_uncertainty_bytes
     share = (forecast.peak_high_bytes - context) / max(1, *forecast.peaks.values())
     alike = (strategy.base, strategy.offloaded) == (nearest.strategy.base, nearest.strategy.offloaded)
-    load = forecast.peaks.get("load", 0) if alike else 0
+    load = forecast.peaks["load"] if alike else 0
     return round(max(load, sum(_parts(strategy, width, nearest, job).values())) * share + context)
 
 
@@ -72,16 +72,19 @@ def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
 def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job) -> dict[str, float]:
     parts = {name: float(count) for name, count in nearest.forecast.parts.items()}
     shape, reference, growth = job.shape, nearest.strategy, strategy.micro * width / (nearest.strategy.micro * nearest.width)
-    parts["weights"] = parts.get("weights", 0.0) + _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
+    parts["weights"] += _weight_bytes(strategy, shape) - _weight_bytes(reference, shape)
     for name in ("adapters", "gradients", "optimizer"):
-        parts[name] = parts.get(name, 0.0) * job.rank / nearest.rank
+        parts[name] = parts[name] * job.rank / nearest.rank
     more_bytes = OPTIMIZERS[strategy.optim].state_bytes - OPTIMIZERS[reference.optim].state_bytes
     parts["optimizer"] = max(0.0, parts["optimizer"] + more_bytes * job.rank * shape.adapter_per_rank)
-    parts["loss"] = parts.get("loss", 0.0) * max(1.0, growth)
-    activation_bytes = (parts.pop("activations", 0.0) + parts.pop("recomputed", 0.0)) * growth
+    parts["loss"] *= max(1.0, growth)
+    activation_bytes = (parts.pop("activations") + parts.pop("recomputed")) * growth
     tokens = job.micro_batch_tokens(strategy, width)
     ratio = saved_bytes(strategy.base, job.lean) / saved_bytes(reference.base, job.lean)
-    layer = _layer_bytes(reference, activation_bytes, tokens, shape) * ratio
+    recomputed = reference.recomputed_layers(shape.layers)
+    whole = shape.layers - recomputed + (1 if recomputed else 0)
+    fixed = _activation_bytes(reference, 0.0, tokens, shape)
+    layer = max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens) * ratio  # that one layer saves
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
 
@@ -93,14 +96,6 @@ def _activation_bytes(strategy: Strategy, layer: float, tokens: float, shape: Mo
     if strategy.checkpointing == "selective":
         kept_input += 2 * shape.attention_width * tokens
     return (shape.layers - recomputed) * layer + recomputed * kept_input + (layer if recomputed else 0)
-
-
-def _layer_bytes(reference: Strategy, activation_bytes: float, tokens: float, shape: ModelShape) -> float:
-    """Inverse of `_activation_bytes`: bytes one layer saves, from the bytes `kept` by all layers."""
-    recomputed = reference.recomputed_layers(shape.layers)
-    whole = shape.layers - recomputed + (1 if recomputed else 0)
-    fixed = _activation_bytes(reference, 0.0, tokens, shape)
-    return max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens)
 
 
 def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> tuple:
@@ -147,12 +142,9 @@ class Search:
             fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
             if not fitting:
                 return None
-            best = min(fitting, key=self._rank)
-            candidate = self.lookup(best)
-            if candidate is not None:
-                return candidate
-            self.forecast(best)
-        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self._fits(candidate)]
+            if known := self.forecast(min(fitting, key=self._rank)):
+                return known
+        evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self.fits(candidate)]
         return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
 
     def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
@@ -171,10 +163,8 @@ class Search:
     def _smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
         for _ in range(MOST_FORECASTS):
             least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
-            candidate = self.lookup(least)
-            if candidate is not None:
-                return candidate
-            self.forecast(least)
+            if known := self.forecast(least):
+                return known
         evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in choices]
         return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
 
@@ -182,29 +172,30 @@ class Search:
         """Strategies whose weights and CUDA context alone are within the budget."""
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
-    def could_fit(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether some strategy's estimate is so close to the budget that only a forecast can decide."""
-        return any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies)
+    def fitting_after_all(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
+        """The smallest strategy if its forecast fits, where some estimate is so close to the budget that a forecast decides."""
+        if not any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies):
+            return None
+        smallest = self.smallest(strategies)
+        return smallest if self.fits(smallest) else None
 
-    def forecast(self, strategy: Strategy) -> EvaluatedStrategy:
-        """The strategy with its forecast, which is computed once."""
-        candidate = self.lookup(strategy)
-        if candidate is None:
-            candidate = EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy))
-            self.evaluated.append(candidate)
-        return candidate
+    def forecast(self, strategy: Strategy) -> EvaluatedStrategy | None:
+        """Forecast the strategy, once. Returns an earlier forecast; None for a new one."""
+        known = self.lookup(strategy)
+        if known is None:
+            self.evaluated.append(EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy)))
+        return known
 
-    def lookup(self, strategy: Strategy, width: int | None = None) -> EvaluatedStrategy | None:
-        """This strategy with its earlier forecast, at `width` or the job's own; None when there is none."""
-        wanted = (strategy, width or self.width, self.job.rank)
-        return next((row for row in self.evaluated if (row.strategy, row.width, row.rank) == wanted), None)
+    def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
+        """This strategy with its earlier forecast; None when there is none."""
+        return next((candidate for candidate in self._of_this_job() if candidate.strategy == strategy), None)
 
-    def high_bytes(self, strategy: Strategy, width: int | None = None) -> int:
+    def high_bytes(self, strategy: Strategy) -> int:
         """Upper end of the peak: the forecast if there is one, else scaled from the nearest one."""
-        candidate = self.lookup(strategy, width)
+        candidate = self.lookup(strategy)
         if candidate is not None:
             return candidate.forecast.peak_high_bytes
-        return estimate_high_bytes(strategy, width or self.width, self.evaluated, self.job)
+        return estimate_high_bytes(strategy, self.width, self.evaluated, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
         """The speed model's step time for this strategy."""
@@ -215,7 +206,8 @@ class Search:
     def _of_this_job(self) -> list[EvaluatedStrategy]:
         return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
 
-    def _fits(self, candidate: EvaluatedStrategy) -> bool:
+    def fits(self, candidate: EvaluatedStrategy) -> bool:
+        """Whether the forecast's upper end is within the budget."""
         return candidate.forecast.peak_high_bytes <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import AUTO, Recipe, plainest, resolved
+from finetune.settings import AUTO, Recipe, Settings, plainest, resolved
 from finetune.settings.base_formats import BaseFormat
 
 #: Names of the number of experts of a token in configurations.
@@ -87,12 +87,25 @@ class ModelShape:
         return round(quantised * base.weight_bytes + (parameters - quantised) * base.other_bytes)
 
 
+def unquantised(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's values without the format that the weights are stored in."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def bare(recipe: Recipe) -> Settings:
+    """Plain settings with adapters of rank 1, to count a model's parameters and work."""
+    return plainest(
+        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
+        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
+    )  # fmt: skip
+
+
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     """The shape of the model that a config.json describes. Raises RecipeError when it can't be built.
 
     Cached on disk, so that a repeated plan does not import torch.
     """
-    values = {name: value for name, value in config.items() if name != "quantization_config"}
+    values = unquantised(config)
     counts = [field.name for field in fields(ModelShape)]
     key = cache.key_of(
         kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code,
@@ -113,51 +126,45 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     from finetune.compat.imports import import_libraries
 
     import_libraries()
-    from finetune.layers.experts import adapts_experts, fused_experts, packable_experts
+    from finetune.layers.experts import EXPERT_COUNTS, adapts_experts, fused_experts, packable_experts
+    from finetune.layers.host_embedding import input_table
     from finetune.model.adapters import attach_adapters, trainable_parameters
     from finetune.model.build import build_on_meta
     from finetune.model.language_model import text_config
     from finetune.model.transformers_config import config_from
 
     config = config_from(values, recipe)
+    text: Any = text_config(config)
     model = build_on_meta(config, None, dtype=torch.bfloat16, attention=None, remote_code=recipe.trust_remote_code)
-    head = model.get_output_embeddings()
+    model.requires_grad_(False)
+    head, table = model.get_output_embeddings(), input_table(model)
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
     base = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "linear": sum(part.weight.numel() for part in linears),
-        "expert": sum(weight.numel() for weight in fused_experts(model, text_config(config))),
+        "expert": sum(weight.numel() for weight in fused_experts(model, text)),
         "expert_4bit": sum(module.get_parameter(name).numel() for _, module, name in packable_experts(model)),
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
-        "table": _table(model),
+        "table": table.weight.numel() if table is not None else 0,
     }
-    plain = plainest(
-        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
-        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
-    )  # fmt: skip
+    plain = bare(recipe)
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules
     if recipe.target_modules == AUTO and adapts_experts(adapted) and (attention := _attention_layers(adapted.unload())):
         targets = attention
         adapted = attach_adapters(adapted.unload(), resolved(plain, target_modules=targets))
     adapters = [parameter for _, parameter in trainable_parameters(adapted)]
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    experts = max(_first(layer, EXPERT_COUNTS) for layer in layers)
     return ModelShape(
-        family=config.model_type,
-        adapter_per_rank=sum(parameter.numel() for parameter in adapters),
-        adapters=len(adapters) // 2,
-        targets=targets,
-        **base,
-        **_widths(text_config(config)),
-    )
-
-
-def _table(model: Any) -> int:
-    from finetune.layers.host_embedding import input_table
-
-    model.requires_grad_(False)
-    table = input_table(model)
-    return table.weight.numel() if table is not None else 0
+        family=config.model_type, adapter_per_rank=sum(parameter.numel() for parameter in adapters),
+        adapters=len(adapters) // 2, targets=targets, **base,
+        layers=text.num_hidden_layers, hidden=layers[0].hidden_size,
+        attention_width=max(map(_attention_width, layers)), heads=max(map(_heads, layers)),
+        experts=experts, experts_used=max(_first(layer, _USED) for layer in layers) if experts else 0,
+        max_positions=getattr(layers[0], "max_position_embeddings", None),
+    )  # fmt: skip
 
 
 def _attention_layers(model: Any) -> list[str]:
@@ -165,20 +172,6 @@ def _attention_layers(model: Any) -> list[str]:
 
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return sorted({name.rpartition(".")[2] for name in names if re.search(r"attn|attention", name.rpartition(".")[0])})
-
-
-def _widths(text: Any) -> dict[str, Any]:
-    from finetune.layers.experts import EXPERT_COUNTS
-
-    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    experts = max(_first(layer, EXPERT_COUNTS) for layer in layers)
-    used = max(_first(layer, _USED) for layer in layers) if experts else 0
-    return {
-        "layers": text.num_hidden_layers, "hidden": layers[0].hidden_size,
-        "attention_width": max(map(_attention_width, layers)), "heads": max(map(_heads, layers)),
-        "experts": experts, "experts_used": used,
-        "max_positions": getattr(layers[0], "max_position_embeddings", None),
-    }  # fmt: skip
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from finetune.planner.plan import DataStatistics, LayerCopies
 from finetune.settings.base_formats import BaseFormat
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.methods import METHODS, Method
@@ -18,7 +19,6 @@ from finetune.settings.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from finetune.card.card import Card
-    from finetune.planner.plan import DataStatistics
     from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
     from finetune.planner.vision_work import VisionWork
@@ -172,37 +172,13 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """What layer offloading does in an optimizer step: bytes copied to the card at `bytes_per_s`, and the seconds of arithmetic
-    and of copies of its forward and backward passes. They take place at the same time: the longer ones count."""
-
-    bytes_per_step: int
-    bytes_per_s: float
-    forward_computing_s: float
-    forward_copying_s: float
-    backward_computing_s: float
-    backward_copying_s: float
-
-    @property
-    def computing_s(self) -> float:
-        """Seconds of arithmetic."""
-        return self.forward_computing_s + self.backward_computing_s
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds in which the card waits for copies."""
-        forward = max(0.0, self.forward_copying_s - self.forward_computing_s)
-        return forward + max(0.0, self.backward_copying_s - self.backward_computing_s)
-
-
-@dataclass(frozen=True)
 class Timing:
     """Seconds of an optimizer step, in all and by part, and its copies of offloaded layers. `tokens_per_s`: without padding."""
 
     step_s: float
     tokens_per_s: float
     parts: dict[str, float]
-    copies: Copies | None = None
+    copies: LayerCopies | None = None
 
 
 def knows_rates(card: Card) -> bool:
@@ -228,17 +204,20 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
     references = job.method.reference_passes  # forward passes without gradients
     passes = 2 + recomputed_share + references
+    repeated = recomputed_share + references  # forward passes beyond the first
     used = shape.used_share(tokens)
+    eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.layers * shape.heads * (tokens * width)
+    dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
     micro = {
         "matmul": max(
             _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, job) / flops,
             passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
-        "elementwise": _elementwise_bytes(shape, strategy, tokens, recomputed_share + references) * overhead / bandwidth,
-        "scores": _score_bytes(job, tokens * width, recomputed_share + references) * overhead / bandwidth,
-        "routing": _routed_bytes(shape, tokens, recomputed_share + references) * overhead / bandwidth,
-        "dequantisation": passes * _dequantised(shape, strategy.base, used) * strategy.base.dequantise_bytes / bandwidth,
+        "elementwise": _elementwise_bytes(shape, strategy, tokens, repeated) * overhead / bandwidth,
+        "scores": eager_bytes * overhead / bandwidth if job.attention == "eager" else 0.0,
+        "routing": _routed_bytes(shape, tokens, repeated) * overhead / bandwidth,
+        "dequantisation": passes * dequantised * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
     }
     if strategy.host_table:
@@ -254,8 +233,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
     parts = {name: seconds * steps for name, seconds in micro.items()}
-    if copies:
-        parts["transfer"] += copies.waiting_s
+    parts["transfer"] += copies and copies.waiting_s or 0.0
     parts["optimizer"] = _optimizer_s(strategy.optim, job.shape, rank, bandwidth, pcie)
     step_s = sum(parts.values())
     return Timing(step_s, job.batch * job.method.sequences * batches.tokens_per_row / step_s, parts, copies)
@@ -283,13 +261,13 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: fl
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
     recomputed_attention = 0.0 if strategy.checkpointing == "selective" else recomputed_share
     references = job.method.reference_passes
-    frozen = (4 + 2 * recomputed_share + 2 * references) * shape.computed
-    weights = frozen + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
+    frozen = 4 + 2 * recomputed_share + 2 * references
+    weights = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
     attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention + references)
     empty = (
         shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2 * shape.layers * 3 * shape.hidden * shape.expert_inner
     )
-    return (weights + attention) * tokens + (4 + 2 * recomputed_share + 2 * references) * empty
+    return (weights + attention) * tokens + frozen * empty
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:
@@ -299,35 +277,26 @@ def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> f
     return shape.layers * tokens * (of_a_row * shape.experts_used * shape.hidden + scores)
 
 
-def _dequantised(shape: ModelShape, base: BaseFormat, used: float) -> float:
-    """Parameters that a pass dequantises: of a mixture's experts those that get rows."""
-    return shape.quantisable(base) - (1 - used) * (shape.expert_4bit if base.experts else 0)
-
-
-def _score_bytes(job: Job, scores: float, repeated_passes: float) -> float:
-    """Bytes that eager attention moves for `scores` elements of a head; `repeated_passes`: forward passes beyond the first."""
-    if job.attention != "eager":
-        return 0.0
-    return (SCORE_BYTES * (1 + repeated_passes) + SCORE_BACKWARD_BYTES) * job.shape.layers * job.shape.heads * scores
-
-
 def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> float:
     """Transfers take place beside the computation, out in the forward pass and back in the rest: what is longer than these."""
     forward_s = computing_s / passes
     return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - (computing_s - forward_s))
 
 
-def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> Copies:
+def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> LayerCopies:
     """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
 
     Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
     """
     fetched = max(0, strategy.offloaded - BUFFERS)
-    moved = steps * fetched * job.shape.layer_bytes(strategy.base)
-    link = job.card.pcie_bytes_s or ASSUMED_PCIE
+    layer_bytes, link = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
     rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
     computing = steps * layers_s * fetched / strategy.offloaded
-    return Copies(2 * moved, rate, computing / passes, moved / rate, computing * (1 - 1 / passes), moved / rate)
+    return LayerCopies(
+        str(strategy.offload_target), strategy.offloaded, job.shape.layers, strategy.offloaded * layer_bytes, 0,
+        2 * steps * fetched * layer_bytes, rate,
+        forward_computing_s=computing / passes, backward_computing_s=computing * (1 - 1 / passes),
+    ).at(rate)  # fmt: skip
 
 
 def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, recomputed_share: float) -> float:

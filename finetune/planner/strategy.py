@@ -12,16 +12,7 @@ from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.planner.choices import Choices
 from finetune.settings import AUTO
-from finetune.settings.base_formats import (
-    BITS_16,
-    BITS_32,
-    QUANTISED,
-    BaseFormat,
-    is_open,
-    requested_formats,
-    smallest,
-    switches,
-)
+from finetune.settings.base_formats import BITS_16, BITS_32, QUANTISED, BaseFormat, is_open, requested_formats, switches
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
@@ -88,37 +79,28 @@ class Strategy:
         }[self.checkpointing]  # fmt: skip
 
 
-def strategies(choices: Choices, card: Card, stored: tuple[BaseFormat, ...] = (), has_table: bool = False) -> list[Strategy]:
+def strategies(
+    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored: tuple[BaseFormat, ...], has_table: bool
+) -> list[Strategy]:
     """Every strategy that the recipe leaves open on this card. `stored`: all that a quantised checkpoint allows.
-    `has_table`: the model's input embedding can be in host memory."""
-    micros, tables = list(_micro_batches(choices)), _host_tables(choices, card, has_table)
-    return [
-        Strategy(base, checkpointing, every_n, optim, micro, host_table)
-        for base, (checkpointing, every_n), optim, micro, host_table in itertools.product(
-            _formats(choices, card, stored), _checkpointing(choices, card), _optimizers(choices, card), micros, tables
-        )
-        if checkpointing == "offload" or not host_table or len(tables) == 1
-    ]
+    `has_table`: the model's input embedding can be in host memory.
 
-
-def offloading_strategies(
-    choices: Choices, card: Card, layers: int, target: OffloadTarget, stored: tuple[BaseFormat, ...] = (),
-    has_table: bool = False,
-) -> list[Strategy]:  # fmt: skip
-    """The same with the weights of some or all decoder layers in `target`, where the recipe allows that: the smallest
-    format, as they are moved in every step, and every layer recomputed."""
-    if layer_offloading_conflict(choices.recipe):
-        return []
-    base = smallest(base for base in _formats(choices, card, stored) if not base.not_offloaded)
-    kinds = [kind for kind in _checkpointing(choices, card) if kind[0] is not False and kind[1] == 1]
-    combinations = itertools.product(
-        kinds, _optimizers(choices, card), _micro_batches(choices), _host_tables(choices, card, has_table),
-        _counts(choices, layers),
-    )  # fmt: skip
+    With a `target` the weights of some or all decoder layers are there: in the smallest format, as they are moved in every
+    step, and every layer is recomputed.
+    """
+    bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
+    tables = _host_tables(choices, card, has_table)
+    if target:
+        if layer_offloading_conflict(choices.recipe):
+            return []
+        bases = sorted((base for base in bases if not base.not_offloaded), key=lambda base: base.weight_bytes)[:1]
+        kinds = tuple(kind for kind in kinds if kind[0] is not False and kind[1] == 1)
+        counts = _counts(choices, layers)
+    combinations = itertools.product(bases, kinds, _optimizers(choices, card), _micro_batches(choices), tables, counts)
     return [
         Strategy(base, checkpointing, every_n, optim, micro, host_table, count, target)
-        for (checkpointing, every_n), optim, micro, host_table, count in combinations
-        if base
+        for base, (checkpointing, every_n), optim, micro, host_table, count in combinations
+        if target or checkpointing == "offload" or not host_table or len(tables) == 1
     ]
 
 

@@ -1,14 +1,14 @@
-"""When nothing fits: the shortfall and its largest part, changes that save memory, and the largest model that fits."""
+"""When nothing fits: changes that save memory, and the largest model that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
-from finetune.planner.plan import DataStatistics, Shortfall, Suggestion
+from finetune.planner.plan import DataStatistics, Suggestion
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
@@ -24,74 +24,58 @@ _FAMILIES = (
 )  # fmt: skip
 
 
-def shortfall_of(forecast: Forecast, budget_bytes: int, largest_model: str | None) -> Shortfall:
-    """The shortfall at the forecast's upper end, with its largest part."""
-    part = max(forecast.parts, key=lambda name: forecast.parts[name])
-    return Shortfall(forecast.peak_high_bytes - budget_bytes, part, forecast.parts[part], largest_model)
-
-
 def suggest(
     recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
 ) -> tuple[Suggestion, ...]:
     """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
     rows = []
-    for override, changes, cost in _changes(recipe, settings, data):
-        if "layer_offloading" in changes:
-            changes = {**changes, "offloaded_layers": forecast.layers}
+    for changes, cost in _changes(recipe, settings, data):
+        count = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
         try:
-            changed = resolved(settings, **changes)
+            changed = resolved(settings, **changes, **count)
         except ValueError:  # excluded by another setting of the recipe, such as an optimizer that can't be sharded
             continue
         lower = forecasts(changed)
         saved = forecast.peak_high_bytes - lower.peak_high_bytes
         if saved > 0:
+            override = " ".join(f"{name}={str(value).lower()}" for name, value in changes.items())
             rows.append(Suggestion(override, saved, lower.peak_high_bytes, cost))
     return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
 
 
-def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> list[tuple[str, dict[str, Any], str]]:
-    offers: list[tuple[str, dict[str, Any], str]] = []
-
-    def offer(changes: dict[str, Any], cost: str) -> None:
-        offers.append((" ".join(f"{name}={str(value).lower()}" for name, value in changes.items()), changes, cost))
-
+def _changes(recipe: Recipe, settings: Settings, data: DataStatistics | None) -> Iterator[tuple[dict[str, Any], str]]:
     base = base_format_of(settings)
     if base not in QUANTISED and not is_open(recipe, NF4):
-        offer({NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time")
+        yield {NF4.setting: True}, "NF4 weights: dequantisation takes a few percent of time"
     elif base in QUANTISED and base.bits > NF4.bits:
-        offer({base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}")
+        yield {base.setting: False, NF4.setting: True}, f"NF4 weights instead of {base.label}"
     if recipe.per_device_train_batch_size != AUTO and settings.per_device_train_batch_size > 1:
         steps = settings.gradient_accumulation_steps * settings.per_device_train_batch_size
-        offer(
-            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps},
-            "same effective batch, smaller micro-batches: slower on short rows",
-        )
+        change = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+        yield change, "same effective batch, smaller micro-batches: slower on short rows"
     asked = recipe.activation_checkpointing != AUTO or recipe.activation_checkpointing_every_n_layers != AUTO
     if asked and (settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1):
         every = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
-        offer(every, "forward pass runs twice: up to 45 % more time")
+        yield every, "forward pass runs twice: up to 45 % more time"
     if recipe.optim != AUTO and OPTIMIZERS[settings.optim].state_bytes > OPTIMIZERS[EIGHT_BIT].state_bytes:
-        offer({"optim": EIGHT_BIT}, "8-bit optimizer states")
+        yield {"optim": EIGHT_BIT}, "8-bit optimizer states"
     drop = {"excess_length": "drop"} if settings.excess_length == "raise" else {}
     least = 256 + (sum(data.picture_tokens) if data else 0)
     for length in (settings.max_length // 2, settings.max_length // 4):
         if length >= least:
-            offer({"max_length": length, **drop}, _length_cost(length, data))
-    if recipe.layer_offloading is False and settings.vision is not True:
+            yield {"max_length": length, **drop}, _length_cost(length, data)
+    if recipe.layer_offloading is False and not settings.vision:
         every = {} if settings.activation_checkpointing else {"activation_checkpointing": True}
-        offer(
-            {"layer_offloading": "cpu", **every},
-            "the layers' weights in host memory, copied to the card beside the computation",
-        )
+        cost = "the layers' weights in host memory, copied to the card beside the computation"
+        yield {"layer_offloading": "cpu", **every}, cost
     if settings.lora_r > 8:
-        offer({"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data")
+        yield {"lora_r": max(8, settings.lora_r // 4)}, "a smaller adapter learns less from the data"
     if settings.dtype == "bfloat16" and settings.adapter_dtype == "float32":
-        offer({"adapter_dtype": "bfloat16"}, "adapters are rounded to bf16 after each update, as in TRL with 4-bit weights")
+        yield {"adapter_dtype": "bfloat16"}, "adapters are rounded to bf16 after each update, as in TRL with 4-bit weights"
     if settings.lora_dropout > 0:
-        offer({"lora_dropout": 0.0}, "no dropout")
+        yield {"lora_dropout": 0.0}, "no dropout"
     if settings.use_dora:
-        offer({"use_dora": False}, "plain LoRA")
-    return offers
+        yield {"use_dora": False}, "plain LoRA"
 
 
 def _length_cost(length: int, data: DataStatistics | None) -> str:
@@ -106,19 +90,16 @@ def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
 ) -> str | None:
     """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
-    models = [item for item in entries().items() if item[1].first and item[0].startswith(_FAMILIES)]
-    ranked = sorted(models, key=lambda item: -item[1].parameters)
-    if settings.vision is True:
-        ranked = [item for item in ranked if "vision_config" in item[1].config]
-    else:
-        ranked = [item for item in ranked if "text_config" not in item[1].config]
     tried = 0
-    for name, entry in ranked:
+    for name, entry in sorted(entries().items(), key=lambda item: -item[1].parameters):
         values = entry.config
+        is_kind = "vision_config" in values if settings.vision else "text_config" not in values
+        if not (entry.first and is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
+            continue
+        if 0.5 * entry.parameters > budget_bytes:
+            continue
         own_code = {"model_revision": None, "trust_remote_code": False}
         other = resolved(settings, model_name_or_path=name, **own_code, **switches(NF4))
-        if 0.5 * entry.parameters > budget_bytes or name == recipe.model_name_or_path:
-            continue
         try:
             shape = shape_of(values, other)
             if shape.weight_bytes(NF4) > 0.95 * budget_bytes:

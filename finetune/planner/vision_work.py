@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.memory import cache
-from finetune.settings import Recipe, plainest
+from finetune.planner.shape import bare, unquantised
+from finetune.settings import Recipe
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[in
     from finetune.data.tokenizer import ModelPictures
 
     key = cache.key_of(
-        kind="vision work", config={name: value for name, value in config.items() if name != "quantization_config"},
-        model=recipe.model_name_or_path, revision=recipe.model_revision, processor=ModelPictures(recipe).identity,
+        kind="vision work", config=unquantised(config), model=recipe.model_name_or_path, revision=recipe.model_revision,
+        processor=ModelPictures(recipe).identity,
         targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
     )  # fmt: skip
     cached = cache.read(key)
@@ -82,19 +83,16 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
     from finetune.model.build import build_on_meta
     from finetune.model.transformers_config import config_from
 
-    settings = plainest(
-        recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
-        layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
-    )  # fmt: skip
-    full = config_from({name: value for name, value in config.items() if name != "quantization_config"}, recipe)
+    settings, full = bare(recipe), config_from(unquantised(config), recipe)
     model = attach_adapters(build_on_meta(full, None, dtype=torch.bfloat16, attention="sdpa"), settings).to(torch.bfloat16)
     base: Any = base_of(model)
     decoder = base.get_submodule(base.decoder_path)
     text = {*decoder.modules(), base.get_output_embeddings()}
-    counts = _LinearCounts()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module not in text:
-            counts.watch(name, module)
+    layers = [
+        _Linear(module, ".lora_" in name)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module not in text
+    ]
     forward, gradients = flop_counter(), flop_counter()
     reached: list[Any] = []
 
@@ -115,39 +113,26 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
         with gradients:
             if trained:
                 backward(torch.stack(trained).sum())
-    return counts.work(forward.get_total_flops(), gradients.get_total_flops())
-
-
-class _LinearCounts:
-    """The linear layers of a vision part, with their weights and their rows of pictures. `adapters` are those of rank 1."""
-
-    def __init__(self) -> None:
-        self._base: list[_Linear] = []
-        self._adapters: list[_Linear] = []
-
-    def watch(self, name: str, module: Any) -> None:
-        (self._adapters if ".lora_" in name else self._base).append(_Linear(module))
-
-    def work(self, forward_flops: int, gradient_flops: int) -> VisionWork:
-        """The work, where all operators have so many FLOPs forward and backward, those of the adapters with them."""
-        base, adapters = self._base, self._adapters
-        adapter_products = sum(layer.rows * layer.weights for layer in adapters)
-        adapter_gradients = sum((layer.trained_rows + layer.gradient_rows) * layer.weights for layer in adapters)
-        return VisionWork(
-            forward_flops=forward_flops - 2 * adapter_products, backward_flops=gradient_flops - 2 * adapter_gradients,
-            adapter_flops=2 * (adapter_products + adapter_gradients),
-            forward_elements=sum(layer.rows * layer.width for layer in base),
-            backward_elements=sum(layer.gradient_rows * layer.width for layer in base),
-            weights=sum(layer.weights for layer in base), width=sum(layer.width for layer in base),
-            adapter_per_rank=sum(layer.weights for layer in adapters),
-        )  # fmt: skip
+    base_layers, adapters = ([layer for layer in layers if layer.is_adapter == kind] for kind in (False, True))
+    adapter_products = sum(layer.rows * layer.weights for layer in adapters)
+    adapter_gradients = sum((layer.trained_rows + layer.gradient_rows) * layer.weights for layer in adapters)
+    return VisionWork(
+        forward_flops=forward.get_total_flops() - 2 * adapter_products,
+        backward_flops=gradients.get_total_flops() - 2 * adapter_gradients,
+        adapter_flops=2 * (adapter_products + adapter_gradients),
+        forward_elements=sum(layer.rows * layer.width for layer in base_layers),
+        backward_elements=sum(layer.gradient_rows * layer.width for layer in base_layers),
+        weights=sum(layer.weights for layer in base_layers), width=sum(layer.width for layer in base_layers),
+        adapter_per_rank=sum(layer.weights for layer in adapters),
+    )  # fmt: skip
 
 
 class _Linear:
-    """A linear layer. `trained_rows`: of its rows those of its weight's gradient; `gradient_rows`: those of its inputs'
-    gradient; `width`: inputs and outputs."""
+    """A linear layer, `is_adapter` one of rank 1. `trained_rows`: of its rows those of its weight's gradient; `gradient_rows`:
+    those of its inputs' gradient; `width`: inputs and outputs."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, is_adapter: bool) -> None:
+        self.is_adapter = is_adapter
         self.weights, self.width = module.weight.numel(), sum(module.weight.shape)
         self.rows = self.trained_rows = self.gradient_rows = 0
         module.register_forward_pre_hook(self._add)

@@ -22,10 +22,9 @@ PLAINEST: dict[str, Any] = {
     "lora_r": 1, "lora_alpha": 1.0,
     "target_modules": "all-linear", "learning_rate": 1e-4, "optim": "adamw_torch", "activation_checkpointing": False,
     "activation_checkpointing_every_n_layers": 1, "lean_layers": False, "mlp_tile_tokens": 0, "offload_embeddings": False,
-    "precompute_ref_log_probs": False,
-    "layer_offloading": False, "offloaded_layers": 0,
+    "precompute_ref_log_probs": False, "layer_offloading": False,
     "gpu": "any", "memory_budget": "1GiB", "output_dir": "runs/unnamed",
-    "eval_steps": 0, "save_steps": 0, "sample_answers": 0, "per_device_eval_batch_size": 1,
+    "eval_steps": 0, "save_steps": 0, "sample_answers": 0,
 }  # fmt: skip
 
 
@@ -49,11 +48,9 @@ def plainest(recipe: Recipe, **choices: Any) -> Settings:
     """`recipe` with a value of PLAINEST for every `auto`, overridden by `choices`."""
     auto_names = unresolved(recipe)
     least = min_rows(recipe)
-    values = {name: value for name, value in PLAINEST.items() if name in auto_names}
-    if "per_device_eval_batch_size" in values:
-        values["per_device_eval_batch_size"] = least
-    if recipe.layer_offloading not in ("auto", False) and "offloaded_layers" in auto_names:
-        values["offloaded_layers"] = 1
+    layers = 0 if recipe.layer_offloading in (AUTO, False) else 1
+    every = {**PLAINEST, "per_device_eval_batch_size": least, "offloaded_layers": layers}
+    values = {name: value for name, value in every.items() if name in auto_names}
     micro_batch, steps = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     batch, world_size = recipe.effective_batch_size, recipe.launch.num_processes
     if "effective_batch_size" in auto_names:

@@ -5,7 +5,6 @@ finetune/model/quantisation.py has how a format is loaded, finetune/memory/rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,8 +88,3 @@ def base_format_of(recipe: Recipe) -> BaseFormat:
 def is_open(recipe: Recipe, base_format: BaseFormat) -> bool:
     """Whether the recipe leaves this quantised format to the planner."""
     return getattr(recipe, base_format.setting) == "auto"
-
-
-def smallest(formats: Iterable[BaseFormat]) -> BaseFormat | None:
-    """The format with the fewest bytes, for weights that are moved in every step; None of none."""
-    return min(formats, key=lambda base_format: base_format.weight_bytes, default=None)

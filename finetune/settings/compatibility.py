@@ -54,7 +54,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
     """Combinations that fail on any machine, one line each."""
     rules = (
         _method, _adapter_dtype, _new_tokens, _quantisation, _batch, _checkpointing, _lean, _layer_offloading, _sharding,
-        _processes, _offload, _evaluation, _names, vision_problems,
+        _launch, _run, vision_problems,
     )  # fmt: skip
     for rule in rules:
         yield from rule(recipe)
@@ -183,9 +183,10 @@ def lean_layers_conflict(recipe: Recipe) -> str:
 
 
 def _lean(recipe: Recipe) -> Iterator[str]:
-    if recipe.lean_layers is True and (reason := lean_layers_conflict(recipe)):
+    reason = lean_layers_conflict(recipe)
+    if reason and recipe.lean_layers is True:
         yield f"lean_layers does not work with {reason}; set lean_layers to auto or false"
-    if recipe.mlp_tile_tokens not in (AUTO, 0) and (reason := lean_layers_conflict(recipe)):
+    if reason and recipe.mlp_tile_tokens not in (AUTO, 0):
         yield f"mlp_tile_tokens needs lean layers, which do not work with {reason}; set mlp_tile_tokens to auto or 0"
 
 
@@ -213,15 +214,16 @@ def layer_offloading_conflict(recipe: Recipe) -> str:
 
 
 def _layer_offloading(recipe: Recipe) -> Iterator[str]:
-    if recipe.layer_offloading not in (AUTO, False) and (reason := layer_offloading_conflict(recipe)):
-        yield f"layer_offloading {recipe.layer_offloading} does not work with {reason}"
-    if recipe.layer_offloading in (AUTO, False) and recipe.offloaded_layers not in (AUTO, 0):
-        yield (
-            f"offloaded_layers is {recipe.offloaded_layers}, but layer_offloading is "
-            f"{str(recipe.layer_offloading).lower()}; set layer_offloading=cpu, or offloaded_layers=0"
-        )
-    if recipe.layer_offloading not in (AUTO, False) and recipe.offloaded_layers == 0:
-        yield f"offloaded_layers is 0, but layer_offloading is {recipe.layer_offloading}; set it to how many are offloaded"
+    target, count = recipe.layer_offloading, recipe.offloaded_layers
+    if target in (AUTO, False):
+        if count not in (AUTO, 0):
+            advice = "set layer_offloading=cpu, or offloaded_layers=0"
+            yield f"offloaded_layers is {count}, but layer_offloading is {str(target).lower()}; {advice}"
+        return
+    if reason := layer_offloading_conflict(recipe):
+        yield f"layer_offloading {target} does not work with {reason}"
+    if count == 0:
+        yield f"offloaded_layers is 0, but layer_offloading is {target}; set it to how many are offloaded"
 
 
 def _sharding(recipe: Recipe) -> Iterator[str]:
@@ -238,7 +240,7 @@ def _sharding(recipe: Recipe) -> Iterator[str]:
         yield f"optim {recipe.optim} does not work on parameters sharded by {strategy}; use adamw_torch"
 
 
-def _processes(recipe: Recipe) -> Iterator[str]:
+def _launch(recipe: Recipe) -> Iterator[str]:
     launch = recipe.launch
     processes, machines = launch.num_processes, launch.num_machines
     if processes % machines:
@@ -247,10 +249,6 @@ def _processes(recipe: Recipe) -> Iterator[str]:
         yield f"launch.machine_rank is {launch.machine_rank}; with {machines} machine(s) it must be below {machines}"
     if launch.strategy == "fsdp" and processes == 1:
         yield "launch.strategy fsdp shards the weights over several processes; launch.num_processes is 1"
-
-
-def _offload(recipe: Recipe) -> Iterator[str]:
-    launch = recipe.launch
     if launch.offload != "none" and not is_sharded(launch):
         yield f"launch.offload {launch.offload} needs fsdp or deepspeed; launch.strategy is ddp"
     if launch.offload == "nvme" and not is_zero3(launch):
@@ -261,12 +259,9 @@ def _offload(recipe: Recipe) -> Iterator[str]:
         yield f"launch.nvme_path is set, but launch.offload is {launch.offload}"
 
 
-def _evaluation(recipe: Recipe) -> Iterator[str]:
+def _run(recipe: Recipe) -> Iterator[str]:
     if recipe.early_stopping_patience and recipe.eval_steps == 0:
         yield "early_stopping_patience counts evaluations, and eval_steps is 0; leave one of them out"
-
-
-def _names(recipe: Recipe) -> Iterator[str]:
     if recipe.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", recipe.model_revision or ""):
         yield "trust_remote_code runs code from the hub: pin it with model_revision set to a full 40-character commit"
     if any(len(name.encode("utf-8", "replace")) > 255 for name in recipe.output_dir.split("/")):
@@ -278,10 +273,3 @@ def _names(recipe: Recipe) -> Iterator[str]:
                 parse_bytes(size)
             except ValueError as error:
                 yield f"{name}: {error}"
-
-
-def address_problems(launch: LaunchRecipe) -> list[str]:
-    """Problems of the main process's address in a run on several machines. A job file sets the address itself."""
-    if launch.num_machines > 1 and launch.main_process_ip == "127.0.0.1":
-        return ["launch.main_process_ip is 127.0.0.1, which another machine can't reach; set the address of machine 0"]
-    return []

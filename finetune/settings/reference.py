@@ -49,17 +49,17 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 
 def type_name(annotation: Any, auto: bool = False) -> str:
     """A type for readers: `whole number | auto`, `text | list`."""
-    names = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping"}
+    names = {
+        str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping",
+        list: "list",
+    }  # fmt: skip
+    kind = get_origin(annotation) or annotation
     if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
         name = f"list of {type_name(get_args(annotation)[0])}"
     elif choices(annotation):
         name = " | ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices(annotation))
-    elif get_origin(annotation) is list:
-        name = "list"
-    elif annotation in names:
-        name = names[annotation]
-    elif get_origin(annotation) is dict:
-        name = "mapping"
+    elif kind in names:
+        name = names[kind]
     else:
         name = " | ".join(type_name(argument) for argument in get_args(annotation) if not _is_metadata(argument)) or "value"
     return f"{name} | auto" if auto else name
@@ -67,18 +67,17 @@ def type_name(annotation: Any, auto: bool = False) -> str:
 
 def choices(annotation: Any) -> list[Any]:
     """The allowed values if the type enumerates them, else an empty list: also for a list, which has several."""
-    if get_origin(annotation) is list:
+    if get_origin(annotation) in (list, dict):
         return []
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     values: list[Any] = []
-    parts = [part for part in get_args(annotation) if not _is_metadata(part)] if get_origin(annotation) is not dict else []
-    for part in parts:
+    for part in get_args(annotation):
         if part is bool:
             values += [False, True]
         elif get_origin(part) is Literal:
             values += choices(part)
-        elif part is not type(None):
+        elif part is not type(None) and not _is_metadata(part):
             return []
     return values
 

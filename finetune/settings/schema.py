@@ -129,9 +129,8 @@ class Decides(Flag):
     EXACTNESS = auto()
 
 
-NOTHING, TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = (
-    Decides.NOTHING, Decides.TOKENS, Decides.PARAMETERS, Decides.BYTES, Decides.SPEED, Decides.RESULT, Decides.EXACTNESS,
-)  # fmt: skip
+NOTHING = Decides.NOTHING
+TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = list(Decides)
 COST = BYTES | SPEED
 #: Titles of the groups of settings, in the order shown.
 GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Several GPUs or machines")

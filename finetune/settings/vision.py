@@ -24,8 +24,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "trained_embedding_rows": ([], "rows of the embedding are not trained beside a vision tower yet"),
     "trust_remote_code": (False, "pictures go through transformers' own processors only"),
 }
-#: Settings of `_ONLY` that a recipe leaves to the planner.
-_OPEN = ("packing", "layer_offloading", "offload_embeddings", "load_in_8bit", "precompute_ref_log_probs")
 
 
 def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
@@ -46,8 +44,8 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
             f"{setting}, and no row with a picture was read, so that what pictures need is not known",
             "Give rows with pictures that are on this machine, and the model's own processor beside its config.json.",
         )
-    open_settings = [name for name in _OPEN if getattr(recipe, name) == _AUTO]
-    values: dict[str, Any] = {name: _ONLY[name][0] for name in open_settings}
+    reasons = {name: reason for name, (_, reason) in _ONLY.items() if getattr(recipe, name) == _AUTO}
+    values: dict[str, Any] = {name: _ONLY[name][0] for name in reasons}
     if recipe.offloaded_layers == _AUTO:
         values["offloaded_layers"] = 0
     try:
@@ -55,7 +53,6 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
     except ValueError as error:
         lines = [line.strip() for line in str(error).splitlines() if "with pictures" in line or "with rows" in line]
         raise RecipeError(lines or [str(error)], "Leave these settings out, or leave the pictures out.") from None
-    reasons = {name: _ONLY[name][1] for name in open_settings}
     return changed, reasons | ({"vision": "the rows have pictures"} if recipe.vision == _AUTO else {})
 
 
@@ -71,8 +68,8 @@ def vision_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.vision is not True:
         return
     for name, (value, reason) in _ONLY.items():
-        if getattr(recipe, name) not in (value, _AUTO):
-            yield f"{name} {str(getattr(recipe, name)).lower()} does not work with pictures: {reason}"
+        if (own := getattr(recipe, name)) not in (value, _AUTO):
+            yield f"{name} {str(own).lower()} does not work with pictures: {reason}"
     if recipe.method not in ("sft", _AUTO):
         yield f"method {recipe.method} does not work with pictures yet; use sft"
     if recipe.excess_length in ("truncate", "chunk"):

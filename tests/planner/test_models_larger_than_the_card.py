@@ -61,15 +61,15 @@ def test_a_step_moves_every_layer_twice_but_those_whose_buffers_are_there():
     """Research notes: 70B in NF4 moves 1,102 GB a step of 16 micro-batches, and 551 GB of 8."""
     for micro, gigabytes in ((1, 1102), (2, 551)):
         copies = time_step(JOB, dataclasses.replace(ALL, micro=micro)).copies
-        assert copies.bytes_per_step == 16 // micro * 2 * (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
-        assert copies.bytes_per_step / 1e9 == pytest.approx(gigabytes, rel=0.01)
+        assert copies.moved_bytes_per_step == 16 // micro * 2 * (80 - BUFFERS) * LLAMA.layer_bytes(NF4)
+        assert copies.moved_bytes_per_step / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apart():
     hidden, resident = time_step(JOB, ALL), time_step(JOB, dataclasses.replace(ALL, offloaded=0, offload_target=False))
     assert hidden.copies.waiting_s == 0 and hidden.step_s == resident.step_s
     slow = dataclasses.replace(JOB, card=dataclasses.replace(JOB.card, pcie_bytes_s=12.6e9))
-    one_way = hidden.copies.bytes_per_step / 2 / 12.6e9
+    one_way = hidden.copies.moved_bytes_per_step / 2 / 12.6e9
     forward = hidden.copies.forward_computing_s
     assert forward < one_way < hidden.copies.backward_computing_s
     assert time_step(slow, ALL).step_s == pytest.approx(resident.step_s + one_way - forward)
@@ -78,7 +78,7 @@ def test_of_copies_and_arithmetic_the_longer_ones_count_forward_and_backward_apa
 def test_a_drive_slower_than_the_link_sets_the_pace():
     drive = dataclasses.replace(JOB, drive_bytes_s=1e9)
     file = dataclasses.replace(ALL, offload_target="nvme")
-    assert [time_step(drive, strategy).copies.bytes_per_s for strategy in (file, ALL)] == [1e9, JOB.card.pcie_bytes_s]
+    assert [time_step(drive, strategy).copies.copied_bytes_per_s for strategy in (file, ALL)] == [1e9, JOB.card.pcie_bytes_s]
     assert time_step(drive, file).step_s > 5 * time_step(drive, ALL).step_s
 
 
