@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.planner.choices import AS_SET, Choices
 from finetune.planner.plan import Alternative, Verdict, verdict_of
-from finetune.planner.resources import layer_copies_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import Strategy
 from finetune.settings import AUTO, Recipe
@@ -33,6 +32,8 @@ class Comparison:
     """The chosen strategy against others with one setting changed."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
+        from finetune.planner.resources import layer_copies_of  # here: imports stay at most ten deep
+
         self.search, self.chosen = search, chosen
         self.strategy = chosen.strategy
         self.copies = layer_copies_of(search.timing(self.strategy), chosen.forecast, search.job.card)

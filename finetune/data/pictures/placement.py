@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.checks import BadRow, is_blank
-from finetune.data.conversation import Message
-from finetune.data.example import Example
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
+
+if TYPE_CHECKING:
+    from finetune.data.conversation import Message
+    from finetune.data.example import Example
 
 #: What other tools write in a text for a picture of the row.
 IMAGE_TAG = "<image>"
