@@ -41,7 +41,7 @@ def served(tmp_path_factory):
     os.chdir(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
     from playwright.sync_api import sync_playwright
 
