@@ -53,11 +53,11 @@ def suggestions(typed: str, most: int = 4) -> list[str]:
     """Return ids with a similar name, best first; none for the name of a model that is known not to be in the catalogue."""
     if why_unknown(typed):
         return []
-    if begun := _begun(typed):
+    begun = _begun(typed)
+    if len(begun) > 1:
         return begun[:most]
-    plain = {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
-    name = re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
-    return [plain[other] for other in difflib.get_close_matches(name, plain, n=most)]
+    similar = difflib.get_close_matches(_hyphenated(typed), _last_parts(), n=most)
+    return list(dict.fromkeys([*begun, *(_last_parts()[name] for name in similar)]))[:most]
 
 
 def _named(typed: str) -> list[str]:
@@ -72,13 +72,20 @@ def _named(typed: str) -> list[str]:
 
 
 def _begun(typed: str) -> list[str]:
-    """Return ids whose family and size are what was typed: both kinds of gemma-3-4b."""
-    account, _, name = _cleaned(typed).rpartition("/")
-    stem = _key(name).partition("+")[0]
-    if account or not stem:
-        return []
-    matching = (key for key in _ids() if key.startswith(stem) and not re.match(r"[\d.b:]", key[len(stem) :]))
-    return [hub_id for key in matching for hub_id in _ids()[key]]
+    """Return ids whose names go on where `typed` ends: both kinds of gemma-3-4b."""
+    name = _hyphenated(typed)
+    return (
+        [hub_id for last, hub_id in _last_parts().items() if name and last.startswith(f"{name}-")] if "/" not in typed else []
+    )
+
+
+def _hyphenated(typed: str) -> str:
+    return re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
+
+
+@cache
+def _last_parts() -> dict[str, str]:
+    return {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
 
 
 def _cleaned(typed: str) -> str:

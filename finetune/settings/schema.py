@@ -401,7 +401,9 @@ class Recipe(_Strict):
         NOTHING,
         "When the loss is this many times its recent median: back to the last checkpoint, half the learning rate.",
     )
-    record_memory_history: bool = _run(False, NOTHING, "Record the CUDA allocator's history for `finetune runs show --memory`.")
+    record_memory_history: bool = _run(
+        False, NOTHING, "Record the CUDA allocator's history, to look at in torch's memory viewer."
+    )
     save_total_limit: Positive = _run(2, NOTHING, "Newest checkpoints kept; the best one is kept beside them.")
     per_device_eval_batch_size: AutoOr[Positive] = _run(AUTO, BYTES | EXACTNESS, "Micro-batch of evaluation.")
     dataloader_num_workers: int = _run(0, SPEED, "Processes that load batches.", ge=0, le=64)

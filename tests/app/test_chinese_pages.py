@@ -181,6 +181,6 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
 def test_each_price_of_the_planner_has_the_pages_words():
     """A sentence of the planner that the page doesn't know would be English in Chinese."""
     tree = ast.parse(Path(finetune.planner.suggest.__file__).read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "offer"]
-    prices = {call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)}
+    offers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple)]
+    prices = {offer.elts[1].value for offer in offers if isinstance(offer.elts[1], ast.Constant)}
     assert prices and prices <= fit._PRICES.keys()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRYPOINT = ROOT / "docker" / "entrypoint.sh"
 FINETUNE = """#!/bin/sh
 echo "$@" >> calls
-[ "$1" = stop ] && { [ -e run.pid ] && kill -USR1 "$(cat run.pid)"; exit 0; }
+[ "$1" = pause ] && { [ -e run.pid ] && kill -USR1 "$(cat run.pid)"; exit 0; }
 [ "$1" = echo ] && { cat; exit 7; }
 trap 'echo asked >> calls; exit 143' USR1
 trap 'echo term >> calls; exit 0' TERM
@@ -68,7 +68,7 @@ def test_a_stop_signal_stops_the_runs_first_and_the_run_decides_the_exit_status(
     wait_until_ready(tmp_path)
     process.send_signal(number)
     assert process.wait() == 143
-    assert (tmp_path / "calls").read_text().splitlines()[:3] == ["run tiny-cpu", "stop --all", "asked"]
+    assert (tmp_path / "calls").read_text().splitlines()[:3] == ["run tiny-cpu", "pause --all", "asked"]
 
 
 def test_the_page_is_ended_after_the_runs_have_stopped(container, tmp_path):
@@ -76,7 +76,7 @@ def test_the_page_is_ended_after_the_runs_have_stopped(container, tmp_path):
     wait_until_ready(tmp_path)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
-    assert (tmp_path / "calls").read_text().splitlines() == ["ui --host 0.0.0.0", "stop --all", "term"]
+    assert (tmp_path / "calls").read_text().splitlines() == ["ui --host 0.0.0.0", "pause --all", "term"]
 
 
 def test_input_and_exit_status_pass_through(container):

@@ -230,7 +230,7 @@ def waiting_pictures_apart(tracker: RealTracker):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PictureCollator, "__call__", on_host(PictureCollator.__call__))
-        patch.setattr(RunTrainer, "_pixel_values", on_host(RunTrainer._pixel_values))
+        patch.setattr(RunTrainer, "_get_train_sampler", on_host(RunTrainer._get_train_sampler))
         patch.setattr(RunTrainer, "compute_loss", arriving)
         yield
 

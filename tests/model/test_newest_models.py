@@ -35,7 +35,7 @@ PLANNED = {
 REFUSED = {
     "kimi linear 48b a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "nemotron 3.5 lightning": "is not in the offline",
     "mistral small 4": "has more than a hundred billion parameters",
-    "qwen3.6": "Qwen/Qwen3.6-27B or Qwen/Qwen3.6-35B-A3B", "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "qwen3.6": "Qwen/Qwen3.6-35B-A3B or Qwen/Qwen3.6-27B", "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "qwen3.8-max": "has more than a hundred billion parameters", "kimi-k2.5": "has more than a hundred billion parameters",
     "zai-org/GLM-5.2": "has more than a hundred billion parameters", "hunyuan 7b": "tencent/Hunyuan-7B-Instruct",
     "zai-org/GLM-5.3-Flash": "its memory can't be forecast", "google/gemma-3n-E4B-it": "timm",
