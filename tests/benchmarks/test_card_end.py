@@ -1,15 +1,12 @@
 """The ends of a forecast and smaller GPUs: which cases there are, how they must end, and what the page says of them."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from blocks.measured import stand_in_end
 
-from benchmarks.card_edge import CATALOGUE, GIB, GPU
-from benchmarks.card_end import MIB, all_cases, budget_at, is_right, read_results, smaller_machine, write_results
-from standin_gpu.machine import Machine, describe
+from benchmarks.card_end import MIB, all_cases, budget_at, is_right, write_results
 
 
 def line_of(case, outcome, changes="", base_format="NF4"):
@@ -24,15 +21,6 @@ def test_each_format_has_budgets_around_each_end_and_smaller_gpus():
 def test_a_budget_is_so_many_bytes_beside_an_end():
     forecast = SimpleNamespace(peak_low_bytes=1000 * MIB, peak_bytes=1100 * MIB, peak_high_bytes=1200 * MIB)
     assert budget_at(forecast, "lower end", -2 * MIB) == 998 * MIB and budget_at(forecast, "likely peak", 0) == 1100 * MIB
-
-
-def test_a_smaller_gpu_leaves_the_whole_one_as_it_is(tmp_path):
-    whole = Machine(tmp_path, tmp_path, describe([GPU], CATALOGUE))
-    before, smaller_folder = Path(whole.environment["STAND_IN_MACHINE"]).read_text(), tmp_path / "smaller"
-    smaller_folder.mkdir()
-    smaller = smaller_machine(smaller_folder, 5 * GIB)
-    assert Path(whole.environment["STAND_IN_MACHINE"]).read_text() == before
-    assert Path(smaller.environment["STAND_IN_MACHINE"]).read_text() != before
 
 
 @pytest.mark.parametrize(
@@ -50,11 +38,6 @@ def test_a_smaller_gpu_leaves_the_whole_one_as_it_is(tmp_path):
 )
 def test_the_lower_end_is_out_of_memory_the_others_and_smaller_gpus_finish(case, outcome, right):
     assert is_right(line_of(case, outcome)) == right
-
-
-def test_results_are_read_by_format_and_case(tmp_path):
-    write_results(tmp_path / "end.csv", {"any": line_of("upper end +0 MiB", "finished")})
-    assert list(read_results(tmp_path / "end.csv")) == ["NF4 | upper end +0 MiB"]
 
 
 def test_the_page_counts_outcomes_by_end_and_names_what_a_retry_changed(tmp_path):

@@ -5,8 +5,8 @@ import torch
 from blocks.measured import card_peers as page_of_peers
 
 from benchmarks import card_peers
-from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, is_out_of_memory, lengthened, longest_row
-from benchmarks.card_peers import Cell, all_cells, cell_values, key_of, line_of, read_lines, write_lines
+from benchmarks.card_peer_run import GRAIN_SHARE, GRAIN_TOKENS, lengthened, longest_row
+from benchmarks.card_peers import Cell, key_of, line_of, write_lines
 
 GIB = 2**30
 CELL = Cell("peak", "trl", card_peers.LLAMA, "rtx-4090", "defaults", 2, 2048)
@@ -32,10 +32,6 @@ def test_the_longest_row_is_found_to_the_grain_in_few_steps(weights, bytes_of_to
     assert len(tried) == len(set(tried)) <= 20
 
 
-def test_no_row_fits_where_the_weights_alone_do_not():
-    assert longest_row(lambda tokens: None, GIB, 1024, 131_072)[0] == 0
-
-
 def test_a_batch_is_made_longer_in_all_that_has_a_value_for_each_token():
     row = torch.arange(1, 5)[None]
     batch = {"input_ids": row, "position_ids": row - 1, "packed_seq_lengths": torch.tensor([4]), "other": "text"}
@@ -57,24 +53,6 @@ def test_a_batch_is_made_longer_in_all_that_has_a_value_for_each_token():
 def test_a_failed_run_has_a_reason_and_no_bytes(figures, failed):
     line = line_of(CELL, figures)
     assert line["failed"] == failed and (line["allocated_bytes"] == "") == bool(failed)
-
-
-def test_memory_errors_of_all_libraries_are_recognised():
-    assert is_out_of_memory("OutOfMemoryError: CUDA out of memory") and is_out_of_memory(
-        "RuntimeError: CUDA error: out of memory"
-    )
-    assert not is_out_of_memory("RuntimeError: shapes differ")
-
-
-def test_lines_are_written_in_the_order_of_the_cells(tmp_path):
-    lines = {key_of(line): line for line in (line_of(cell, FIGURES) for cell in reversed(list(all_cells(["peak", "longest"]))))}
-    write_lines(tmp_path / "results.csv", lines)
-    read = read_lines(tmp_path / "results.csv")
-    assert list(read) == [key_of(cell_values(cell)) for cell in all_cells(["peak", "longest"])]
-
-
-def test_a_cell_without_an_environment_says_so(tmp_path):
-    assert card_peers.run_cell(CELL, None, tmp_path)["failed"] == "not run: no environment was given"
 
 
 def test_the_page_has_steps_longest_rows_and_largest_models_apart(tmp_path):

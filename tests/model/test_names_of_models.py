@@ -1,9 +1,13 @@
 """Names as people type them lead to the model that is meant, or to suggestions, and never to another model."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
+from finetune.model import names
 from finetune.model.configuration import named_model, read_config
 from finetune.model.names import resolve, suggestions
 from finetune.model.unknown_names import why_unknown
@@ -14,31 +18,14 @@ TYPED = {
     "qwen2.5-7b-instruct": Q, "qwen 2.5 7b instruct": Q, "Qwen2.5 7B Chat": Q, "qwen/qwen2.5-7b-instruct": Q,
     "unsloth/Qwen2.5-7B-Instruct-bnb-4bit": Q, "bartowski/Qwen2.5-7B-Instruct-GGUF": Q, "Qwen/Qwen2.5-7B-Instruct-AWQ": Q,
     "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": Q, "qwen2.5:7b": Q, "qwen2.5:7b-instruct-q4_K_M": Q, "Qwen2.5-7B": "Qwen/Qwen2.5-7B",
-    "qwen2.5-coder:7b": "Qwen/Qwen2.5-Coder-7B-Instruct",
-    "qwen2.5-coder-7b": "Qwen/Qwen2.5-Coder-7B", "qwen2.5 math 7b it": "Qwen/Qwen2.5-Math-7B-Instruct",
-    "llama3.1:8b": L, "llama-3.1-8b-instruct": L, "Llama 3.1 8B it": L, "meta-llama/Meta-Llama-3.1-8B-Instruct": L,
-    "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": L, "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": L,
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama3.2:3b": "meta-llama/Llama-3.2-3B-Instruct", "llama 3.2 1b chat": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.1:8b": L, "Llama 3.1 8B it": L, "meta-llama/Meta-Llama-3.1-8B-Instruct": L, "meta/llama-3.1-8b-instruct": L,
+    "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": L, "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "hf.co/unsloth/Llama-3.2-1B-Instruct-GGUF:Q4_K_M": "meta-llama/Llama-3.2-1B-Instruct",
-    "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct", "llama2:7b": "meta-llama/Llama-2-7b-chat-hf",
-    "meta-llama/Llama-2-7b": "meta-llama/Llama-2-7b-hf", "TheBloke/Llama-2-7B-Chat-GPTQ": "meta-llama/Llama-2-7b-chat-hf",
-    "mistral-7b-instruct-v0.3": M, "Mistral 7B v0.3 Instruct": M, "mistral 7b 0.1": "mistralai/Mistral-7B-v0.1",
-    "mistral-nemo-instruct": "mistralai/Mistral-Nemo-Instruct-2407",
-    "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1", "zephyr-7b-beta": "HuggingFaceH4/zephyr-7b-beta",
-    "qwen3:4b": "Qwen/Qwen3-4B", "qwen3-8b": "Qwen/Qwen3-8B",
+    "llama2:7b": "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "mistral-7b-instruct-v0.3": M, "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "bartowski/Qwen_Qwen3-8B-GGUF": "Qwen/Qwen3-8B", "unsloth/Qwen3-8B-unsloth-bnb-4bit": "Qwen/Qwen3-8B",
-    "Qwen3-8B-Instruct": "Qwen/Qwen3-8B",
-    "qwen3 0.6b base": "Qwen/Qwen3-0.6B-Base", "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "Qwen3-4B-Instruct-2507-FP8": "Qwen/Qwen3-4B-Instruct-2507", "https://huggingface.co/Qwen/Qwen3-14B": "Qwen/Qwen3-14B",
-    "gemma2:2b": "google/gemma-2-2b-it", "gemma-2-9b-instruct": "google/gemma-2-9b-it", "gemma-2-9b": "google/gemma-2-9b",
-    "gemma3:4b": "google/gemma-3-4b-it", "gemma-3-1b-it-GGUF": "google/gemma-3-1b-it", "phi4": "microsoft/phi-4",
-    "phi-4-instruct": "microsoft/phi-4", "phi4-mini": "microsoft/Phi-4-mini-instruct",
-    "phi-3.5-mini": "microsoft/Phi-3.5-mini-instruct", "smollm2-1.7b-chat": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "gpt-oss:20b": "openai/gpt-oss-20b",
-    "deepseek-r1-distill-llama-8b-gguf": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    "olmo-2-7b-instruct": "allenai/OLMo-2-1124-7B-Instruct", "falcon3 7b instruct": "tiiuae/Falcon3-7B-Instruct",
-    "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024", "hermes-3-llama-3.1-8b": "NousResearch/Hermes-3-Llama-3.1-8B",
+    "Qwen3-8B-Instruct": "Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-14B": "Qwen/Qwen3-14B",
+    "gemma-3-1b-it-GGUF": "google/gemma-3-1b-it", "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
 }  # fmt: skip
 #: Not one model of the catalogue; the first suggestion where there is a sensible one.
 AMBIGUOUS_OR_UNKNOWN = {
@@ -60,6 +47,11 @@ AMBIGUOUS_OR_UNKNOWN = {
 def test_a_name_typed_carelessly_is_the_model_that_is_meant(typed, meant):
     match = resolve(typed)
     assert match and match.name == meant and match.note.startswith(f"{typed} -> {meant}")
+
+
+def test_each_short_name_of_the_table_leads_to_a_model_of_the_catalogue():
+    table = json.loads(Path(names.__file__).with_name("names.json").read_text(encoding="utf-8"))
+    assert {short: name for short, name in table["names"].items() if resolve(short).name != name} == {}
 
 
 @pytest.mark.parametrize(("typed", "first"), AMBIGUOUS_OR_UNKNOWN.items())
@@ -90,16 +82,14 @@ def test_names_of_several_models_suggest_each_of_them():
     assert "Qwen/Qwen3-4B-Instruct-2507" in suggestions("qwen3-4b-instruct")
 
 
-def test_quantised_weights_lead_to_the_original_with_a_sentence():
-    match = resolve("bartowski/Qwen2.5-7B-Instruct-GGUF")
-    assert match and "GGUF weights are packed for inference; LoRA trains the original" in match.note
-
-
 def test_a_recipe_gets_the_hub_id_and_an_ambiguous_name_is_an_error_that_names_both(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     recipe, note = named_model(recipe_from({"model_name_or_path": "llama3.1:8b", "dataset": "d", "lora_r": 8}))
     assert (recipe.model_name_or_path, recipe.lora_r, note) == (L, 8, f"llama3.1:8b -> {L}")
     assert named_model(recipe) == (recipe, "")
+    assert (
+        "GGUF weights are packed for inference; LoRA trains the original" in resolve("bartowski/Qwen2.5-7B-Instruct-GGUF").note
+    )
     unclear, note = named_model(recipe_from({"model_name_or_path": "gemma-3-4b", "dataset": "d"}))
     assert (unclear.model_name_or_path, note) == ("gemma-3-4b", "")
     with pytest.raises(RecipeError) as caught:
