@@ -137,8 +137,8 @@ def main() -> int:
         note = " ABOVE" if name in worse and name not in FLOORS else " BELOW" if name in worse else ""
         print(f"{name:40} {value:>9,}  {'at least' if name in FLOORS else 'at most':8} {bounds.get(name, value):>9,}{note}")
     if "--store" in sys.argv:
-        kept = {name: value if name in better else bounds[name] for name, value in figures.items()}
-        CEILINGS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        ceilings = {name: value if name in better else bounds[name] for name, value in figures.items()}
+        CEILINGS.write_text(json.dumps(ceilings, indent=1) + "\n", encoding="utf-8")
     elif better:
         print("Store what is better than its bound: make size-store")
     if worse:

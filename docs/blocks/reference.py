@@ -51,7 +51,7 @@ def other_tools() -> str:
             else:
                 by_value.append(f"`{key}`")
         counts = {
-            outcome: sum(found == outcome for found, _ in tool.reasons.values())
+            outcome: sum(actual == outcome for actual, _ in tool.reasons.values())
             for outcome in ("not carried over", "no effect")
         }
         rows = [

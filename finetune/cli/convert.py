@@ -22,22 +22,22 @@ def convert_file(
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
     recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))
     text, tool = write_recipe(recipe), read.tool.name
-    carried, lost = read.with_outcome("carried over"), read.with_outcome("not carried over")
+    carried, not_carried = read.with_outcome("carried over"), read.with_outcome("not carried over")
     unneeded = read.with_outcome("no effect")
     if output is not None:
         write_output(Path(output), text, new=True)
     if as_json:
-        keys = [asdict(key) for key in (*carried, *lost, *unneeded)]
+        keys = [asdict(key) for key in (*carried, *not_carried, *unneeded)]
         print_json({"tool": tool, "recipe": text, "keys": keys, "assumed": read.assumed, "notes": read.notes})
         return
-    counts = f"{len(carried)} keys carried over, {len(lost)} not, {len(unneeded)} without effect here"
+    counts = f"{len(carried)} keys carried over, {len(not_carried)} not, {len(unneeded)} without effect here"
     err.print(f"[bold]{escape(source)}[/] is {tool}'s: {counts}", soft_wrap=True)
     defaults = ", ".join(f"{setting}: {short(value)}" for setting, value in read.assumed.items())
     lines = [
         *(f"[green]{escape(key.key)}[/]  {escape(key.text)}" for key in carried),
         f"[green]{tool}'s defaults[/]  {escape(defaults)}",
         *(f"[dim]{names}[/]  {reason}" for reason, names in _by_reason(unneeded)),
-        *(f"[yellow]{names}[/]  not carried over: {reason}" for reason, names in _by_reason(lost, with_values=True)),
+        *(f"[yellow]{names}[/]  not carried over: {reason}" for reason, names in _by_reason(not_carried, with_values=True)),
         *(f"[yellow]{escape(note)}[/]" for note in read.notes),
     ]
     for line in lines:

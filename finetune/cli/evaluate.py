@@ -93,10 +93,10 @@ def show_scores(
     _print_warnings(result, no_call, gap)
     _print_table(result, names)
     _print_differences(result, gap)
-    lost = [group.summary() for group in losses] + ([no_call.summary()] if no_call else [])
+    forgotten = [group.summary() for group in losses] + ([no_call.summary()] if no_call else [])
     if losses:
         out.print("\nforgetting:")
-    for line in lost:
+    for line in forgotten:
         out.print(f"  {escape(line)}")
     _print_rows(result, names, show, examples)
 

@@ -39,8 +39,8 @@ def show_memory(source: str, *, as_json: bool) -> None:
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
-    known = plan.forecast if plan else None
-    forecasts = {phase: known.of_phase(phase) if known else PhaseForecast() for phase in peaks}
+    planned = plan.forecast if plan else None
+    forecasts = {phase: planned.of_phase(phase) if planned else PhaseForecast() for phase in peaks}
     failure = newest(OutOfMemory, events)
     histories = {moment: str(path) for moment, path in run.snapshots.items()}
     if as_json:

@@ -36,7 +36,7 @@ class SpecialTokenEscaper:
         patterns = []
         for index, name in enumerate(self._special_tokens):
             left_spaces, right_spaces = (
-                r"\s*" if getattr(added_tokens.get(name), side, False) else "" for side in ("lstrip", "rstrip")
+                r"\s*" if getattr(added_tokens.get(name), strip_side, False) else "" for strip_side in ("lstrip", "rstrip")
             )
             patterns.append(f"{left_spaces}(?P<t{index}>{re.escape(name)}){right_spaces}")
         self._token_pattern = re.compile("|".join(patterns) or "(?!)")

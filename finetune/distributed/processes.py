@@ -86,8 +86,8 @@ class Launcher:
             emit(State(state="failed", exit_code=FAILED, message=message))
         elif cause["exit_code"] == FAILED and self.plan.settings.launch.num_machines > 1:
             # any process on any machine may have failed first: the others only report a lost connection
-            lost = f"a process ended, or its machine could not be reached ({cause['event'].get('message', '')[:200]})"
-            message = f"{lost}, see log.txt on each machine; resume on every machine with: finetune resume {self.run}"
+            reason = f"a process ended, or its machine could not be reached ({cause['event'].get('message', '')[:200]})"
+            message = f"{reason}, see log.txt on each machine; resume on every machine with: finetune resume {self.run}"
             emit(State(state="failed", exit_code=FAILED, message=message))
         else:
             emit(event_from(cause["event"]))

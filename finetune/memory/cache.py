@@ -46,11 +46,11 @@ def write(key: str, values: dict[str, Any]) -> None:
 
 def cached(key: str, make: Callable[[], Any]) -> Any:
     """What `make` returns, JSON values, read from disk after the first call."""
-    kept = read(key)
-    if kept is None:
-        kept = {"made": make()}
-        write(key, kept)
-    return kept["made"]
+    stored = read(key)
+    if stored is None:
+        stored = {"made": make()}
+        write(key, stored)
+    return stored["made"]
 
 
 def _path(key: str) -> Path:

@@ -22,15 +22,15 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
     TRL's in-place Triton tiles, int8 matmuls, autocast) have the other corrections."""
     import torch.nn.attention.varlen  # noqa: F401  # registers its operators
 
-    aten = torch.ops.aten
-    return {
-        **rules_for_cpu(),
-        aten._softmax_backward_data.default: _softmax_backward,
-        aten._softmax.default: _softmax,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: functools.partial(_attention_backward, capability),
-        torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
-        torch.ops.bitsandbytes.gemm_4bit.default: _dequantised_matmul,
+    rules: dict[str, Rule] = {
+        "aten._softmax_backward_data": _softmax_backward,
+        "aten._softmax": _softmax,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(_attention_backward, capability),
+        "torch_attn._varlen_attn_backward": _varlen_backward,
+        "bitsandbytes.gemm_4bit": _dequantised_matmul,
     }
+    operators = {name: functools.reduce(getattr, name.split("."), torch.ops).default for name in rules}
+    return {**rules_for_cpu(), **{operators[name]: rule for name, rule in rules.items()}}
 
 
 def rules_for_cpu() -> dict[Any, Rule]:

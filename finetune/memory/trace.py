@@ -255,7 +255,8 @@ class _Deepening:
         is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
         source = self._depth.shallow_index(layer)
-        return key._replace(layer=layer, nth=key.nth if source == key.layer else self._counterpart(key, source))
+        nth = key.nth if source == key.layer else self._counterpart(key, source)
+        return _AllocationKey(key.section, layer, key.run, nth)
 
     def _counterpart(self, key: _AllocationKey, source: int) -> int:
         """The number of the same allocation in another layer, which may have one more or fewer allocations at one point."""
@@ -287,4 +288,5 @@ class _Deepening:
         key = self._keys[number]
         times = self._depth.times + 1 if key.layer in self._middle else 1
         for time in range(times):
-            yield self._numbers_by_key[key._replace(layer=self._depth.full_index(key.layer) + time * self._depth.period)]
+            layer = self._depth.full_index(key.layer) + time * self._depth.period
+            yield self._numbers_by_key[_AllocationKey(key.section, layer, key.run, key.nth)]

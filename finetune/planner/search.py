@@ -142,8 +142,8 @@ class Search:
             fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
             if not fitting:
                 return None
-            if known := self.forecast(min(fitting, key=self._rank)):
-                return known
+            if fastest_forecast := self.forecast(min(fitting, key=self._rank)):
+                return fastest_forecast
         evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self.fits(candidate)]
         return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
 
@@ -163,8 +163,8 @@ class Search:
     def _smallest(self, choices: list[Strategy]) -> EvaluatedStrategy:
         for _ in range(MOST_FORECASTS):
             least = min(choices, key=lambda strategy: (self.high_bytes(strategy), self._rank(strategy)))
-            if known := self.forecast(least):
-                return known
+            if least_forecast := self.forecast(least):
+                return least_forecast
         evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in choices]
         return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
 
@@ -181,10 +181,10 @@ class Search:
 
     def forecast(self, strategy: Strategy) -> EvaluatedStrategy | None:
         """Forecast the strategy, once. Returns an earlier forecast; None for a new one."""
-        known = self.lookup(strategy)
-        if known is None:
+        cached = self.lookup(strategy)
+        if cached is None:
             self.evaluated.append(EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy)))
-        return known
+        return cached
 
     def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
         """This strategy with its earlier forecast; None when there is none."""

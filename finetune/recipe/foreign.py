@@ -288,8 +288,8 @@ def _add_defaults(conversion: Conversion, values: dict[str, Any], method: str, n
         if isinstance(default, dict):
             of = values.get(default["of"])
             default = default["times"] * (of if isinstance(of, int) else tool.defaults[default["of"]])
-        outcome, reason, found = tool.meaning(key, default)
-        new = {setting: value for setting, value in found.items() if setting != "method"}
+        outcome, reason, target = tool.meaning(key, default)
+        new = {setting: value for setting, value in target.items() if setting != "method"}
         is_set = values.get(key) is not None or not settings.keys().isdisjoint(new)
         if is_set or key in tool.table["batch"] or ("warmup_ratio" in new and "warmup_steps" in settings):
             continue

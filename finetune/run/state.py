@@ -92,8 +92,8 @@ def is_record(record: dict[str, Any]) -> bool:
 def process_record(pid: int) -> dict[str, float]:
     """Id and start of a process (ids alone are reused): by the wall clock, and on Linux in clock ticks since boot."""
     ticks = _ticks(pid)
-    known = {} if ticks is None else {"started_ticks": ticks}
-    return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **known}
+    start_facts = {} if ticks is None else {"started_ticks": ticks}
+    return {"pid": pid, "started_s": psutil.Process(pid).create_time(), **start_facts}
 
 
 def is_recorded_process(record: dict[str, float]) -> bool:

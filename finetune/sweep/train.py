@@ -118,7 +118,7 @@ def drive(sweep: Sweep, log: Callable[[str], object]) -> None:
             log(f"{label(arm.params)}: training  ({run.path})")
             (control.start if read_state(run).state == "queued" else control.resume)(run)
         try:
-            outcome = _follow(sweep, Trial(sweep.study, arm._trial_id), run)  # Optuna's only way to a trial in its storage
+            outcome = _follow(sweep, Trial(sweep.study, arm.number), run)  # the ids of a journal's only study
         finally:  # it was dropped, or the sweep stops
             control.stop(run)
             control.wait(run, _STOP_DEADLINE_S)

@@ -42,7 +42,7 @@ def test_turns_have_the_answers_as_far_as_they_are(chats_with):
         question("c", "three?"), answer("c", "base", "b3"), answer("unasked", "base", "x"),
     )  # fmt: skip
     turns = chats.turns(run)
-    answers = [{model: given.text for model, given in turn.answers.items()} for turn in turns]
+    answers = [{model: sample.text for model, sample in turn.answers.items()} for turn in turns]
     assert answers == [{"base": "b1", "tuned": "t1"}, {}, {"base": "b3"}]
     assert [turn.done and turn.done.error for turn in turns] == ["", "no memory", None]
 
@@ -141,7 +141,7 @@ def test_both_answer_from_one_seed_and_a_stop_keeps_their_text_so_far(tmp_path, 
             chats.ask(run, "Where is my parcel?", 40, **how)
         first, second = wait(lambda turns: len(turns) == 2 and turns[1].done)
         texts = [{model: answer.text for model, answer in turn.answers.items()} for turn in (first, second)]
-        assert [set(each) for each in texts] == [{"base", "tuned"}] * 2
+        assert [set(models) for models in texts] == [{"base", "tuned"}] * 2
         assert first.answers["base"].tokens_per_s and first.done.error == ""
         chats.ask(run, "Tell me everything.", 100_000, models=["tuned"], temperature=5.0)
         wait(lambda turns: len(turns) == 3 and turns[2].partial.get("tuned"))

@@ -423,7 +423,8 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
         if language == "zh-CN":
-            assert set(english) & catalogue("zh").keys() == set(), name
+            also_a_reason = {"nothing recomputed"}  # of the planner, whose sentences stay English
+            assert (set(english) & catalogue("zh").keys()) - also_a_reason == set(), name
         else:
             assert len(english) > 10, name
     assert page.get_attribute("html", "lang").startswith(language[:2])

@@ -57,9 +57,9 @@ def test_no_machine_is_left_out():
 @pytest.mark.parametrize("name", TRAINS)
 def test_the_doctor_names_driver_and_cards_and_the_budget_is_what_is_free_on_the_planned_one(machine, name):
     machine(name)
-    uuid, free_mib, words = TRAINS[name]
+    uuid, free_mib, message = TRAINS[name]
     lines = [finding.what for finding in check_cards()]
-    assert [text for text, line in zip(words, lines, strict=True) if text not in line] == []
+    assert [text for text, line in zip(message, lines, strict=True) if text not in line] == []
     assert check_driver().state == "ok" and (check_spill().state == "warn") == (name == "wsl")
     card = find_card("auto")
     assert card.uuid.startswith(uuid) and card.supports_bf16 == (name != "t4")

@@ -22,10 +22,8 @@ TYPED = {
     "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": L, "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "hf.co/unsloth/Llama-3.2-1B-Instruct-GGUF:Q4_K_M": "meta-llama/Llama-3.2-1B-Instruct",
     "llama2:7b": "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b": "meta-llama/Llama-2-7b-hf",
-    "mistral-7b-instruct-v0.3": M, "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "bartowski/Qwen_Qwen3-8B-GGUF": "Qwen/Qwen3-8B", "unsloth/Qwen3-8B-unsloth-bnb-4bit": "Qwen/Qwen3-8B",
     "Qwen3-8B-Instruct": "Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-14B": "Qwen/Qwen3-14B",
-    "gemma-3-1b-it-GGUF": "google/gemma-3-1b-it", "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
 }  # fmt: skip
 #: Not one model of the catalogue; the first suggestion where there is a sensible one.
 AMBIGUOUS_OR_UNKNOWN = {

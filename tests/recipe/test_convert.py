@@ -140,15 +140,15 @@ def test_every_key_is_listed_with_a_reason(tool):
 
 
 def test_keys_that_may_change_the_result_are_listed_with_what_to_type():
-    lost = reports(LEAST["LLaMA-Factory"] | {"template": "qwen", "neftune_noise_alpha": 5, "what": 1, "pissa_init": False})
-    assert lost["dataset"][0] == lost["template"][0] == lost["neftune_noise_alpha"][0] == "not carried over"
-    assert "dataset.path=" in lost["dataset"][1] and lost["what"][1] == "finetune does not know this key"
-    assert lost["pissa_init"] == ("no effect", "is off or empty")
+    dropped = reports(LEAST["LLaMA-Factory"] | {"template": "qwen", "neftune_noise_alpha": 5, "what": 1, "pissa_init": False})
+    assert dropped["dataset"][0] == dropped["template"][0] == dropped["neftune_noise_alpha"][0] == "not carried over"
+    assert "dataset.path=" in dropped["dataset"][1] and dropped["what"][1] == "finetune does not know this key"
+    assert dropped["pissa_init"] == ("no effect", "is off or empty")
 
 
 def test_one_dataset_is_carried_over_and_several_are_listed():
-    one = LEAST["Axolotl"] | {"datasets": [{"path": "x/z", "split": "train", "type": "alpaca"}]}
-    assert convert(one)[0].dataset.path == "x/z" and reports(one)["datasets.type"][0] == "not carried over"
+    single = LEAST["Axolotl"] | {"datasets": [{"path": "x/z", "split": "train", "type": "alpaca"}]}
+    assert convert(single)[0].dataset.path == "x/z" and reports(single)["datasets.type"][0] == "not carried over"
     recipe, read = convert(LEAST["Axolotl"] | {"datasets": [{"path": "x/z"}, {"path": "x/y"}]})
     assert recipe.dataset.path == "none" and "dataset.path='[A, B]'" in read.keys["datasets"].text
     files = LEAST["Axolotl"] | {"datasets": [{"path": "json", "data_files": "rows.jsonl"}]}

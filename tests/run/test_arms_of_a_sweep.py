@@ -11,9 +11,9 @@ def test_an_arm_keeps_the_loss_of_each_held_out_row(make_run, train):
     arm = make_run("eval_steps=4", "sample_answers=0", "per_device_eval_batch_size=1")
     arm.arm.touch()
     assert train(arm) == 0
-    kept = row_losses_of(arm)
+    row_losses = row_losses_of(arm)
     evaluations = [event for event in read_events(arm.events) if isinstance(event, Evaluation)]
-    assert [losses.step for losses in kept] == [event.step for event in evaluations] == [4, 8]
-    assert len(kept[0].losses) == 8 and min(kept[0].tokens) > 0
-    assert kept[0].mean == pytest.approx(evaluations[0].eval_loss)
-    assert sum(kept[0].losses) / 8 == pytest.approx(kept[0].mean, abs=1e-5)
+    assert [losses.step for losses in row_losses] == [event.step for event in evaluations] == [4, 8]
+    assert len(row_losses[0].losses) == 8 and min(row_losses[0].tokens) > 0
+    assert row_losses[0].mean == pytest.approx(evaluations[0].eval_loss)
+    assert sum(row_losses[0].losses) / 8 == pytest.approx(row_losses[0].mean, abs=1e-5)
