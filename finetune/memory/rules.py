@@ -29,8 +29,9 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
         "torch_attn._varlen_attn_backward": _varlen_backward,
         "bitsandbytes.gemm_4bit": _dequantised_matmul,
     }
+    cpu_rules = rules_for_cpu()  # registers bitsandbytes' operators
     operators = {name: functools.reduce(getattr, name.split("."), torch.ops).default for name in rules}
-    return {**rules_for_cpu(), **{operators[name]: rule for name, rule in rules.items()}}
+    return {**cpu_rules, **{operators[name]: rule for name, rule in rules.items()}}
 
 
 def rules_for_cpu() -> dict[Any, Rule]:
