@@ -12,7 +12,7 @@ _USUAL = gc.get_threshold()
 
 
 def raise_gc_thresholds() -> None:
-    """Raise the thresholds. Call it first in a process: what it registers for the exit has to run last."""
+    """Raise the thresholds. Call this first in a process, so that its exit handler runs last."""
     gc.set_threshold(50_000, 20, 20)
     atexit.register(_hide_leak_report)
 

@@ -46,7 +46,7 @@ def from_json(cls: type[T], values: Any) -> T:
 
 
 def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
-    """The `cls` that this program wrote to a JSON file, whole or as the value of `key`; None without one that can be read."""
+    """Read a `cls` from a JSON file of this program, whole or as the value of `key`; None if the file is missing or damaged."""
     from finetune.files import read_object  # here: events and all above them need this module, and no files
 
     values = read_object(path)

@@ -47,7 +47,7 @@ class Piece(Event, kind="piece"):
 
 
 class Answer(Event, kind="answer"):
-    """The whole answer of a model to the question of that id, with its calls of tools."""
+    """The whole answer of a model to question `id`, with its tool calls."""
 
     id: str
     model: Model

@@ -112,7 +112,7 @@ class Conversation:
         return Answerer(self._run)
 
     def answer(self, request: dict[str, Any], question: Question, writer: EventWriter, stopped: Callable[[], bool]) -> None:
-        """Write the models' answers as they are made, each from the same seed; once stopped, the rest is left out."""
+        """Stream the models' answers, each from the same seed, until the user stops."""
         for model in question.models:
             if not stopped():
                 writer.emit(self._answer(model, request, question, _Pieces(writer, question.id, model), stopped))

@@ -36,7 +36,7 @@ _SESSIONS = 64
 
 
 def page_token() -> str:
-    """FINETUNE_UI_TOKEN, or a new random one. Raises CommandError for a short one, or one that a header or link can't have."""
+    """Return FINETUNE_UI_TOKEN or a new random token. Raises CommandError if it is short or can't be in a header or link."""
     token = os.environ.get("FINETUNE_UI_TOKEN")
     if token is None:
         return secrets.token_urlsafe(32)

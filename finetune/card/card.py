@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
-    `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less what a
-    desktop usually takes). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops` and
+    `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less the usual
+    use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops` and
     `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share` (in large matrix products: 140 of 165
     TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
     card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.

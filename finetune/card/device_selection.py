@@ -31,10 +31,10 @@ def cards_here() -> list[tuple[str, str]]:
 
 
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
-    """The card to plan for, of those that this process may use; `wanted`: of those that it accepts.
+    """Return the GPU to plan for: visible to this process, and accepted by `wanted`.
 
-    The fastest of the cards with about the most free memory; with several `processes`, which take the first cards, the one of
-    these with the least. Raises RecipeError, which names `gpu`, when there is none.
+    It is the fastest GPU among the ones with about the most free memory. Several `processes` use the first GPUs; the plan is
+    then for the GPU with the least free memory. Raises RecipeError, which names `gpu`, without a usable GPU.
     """
     try:
         devices, lost_cards = nvidia.read_devices()

@@ -99,7 +99,7 @@ LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | gr
 
 
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-    """Every GPU that can be used, and the others."""
+    """Return every usable GPU, and every unusable GPU with the reason."""
     devices: list[Device] = []
     lost_cards: list[LostCard] = []
     with _session():

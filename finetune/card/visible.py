@@ -38,9 +38,9 @@ def environment_with_gpus() -> dict[str, str]:
 
 
 def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; its numbers are the indexes of nvidia-smi.
+    """Return the devices in CUDA_VISIBLE_DEVICES, in its order; numbers are nvidia-smi's indexes.
 
-    As in CUDA, an entry that names no device, or one that was named already, hides all entries after it.
+    As in CUDA, an unknown or repeated entry hides all entries after it.
     """
     setting = visible_devices()
     if setting is None:

@@ -78,7 +78,7 @@ def read_tools_file(path: str | None) -> Tools:
 
 
 def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
-    """The run's models, after a person has read what they need to know before the first question."""
+    """Load the run's models; warnings are printed before the first question."""
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
         restrict_visible_devices(run)

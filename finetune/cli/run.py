@@ -130,7 +130,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
 
 
 def finish_run(source: str, *, as_json: bool) -> None:
-    """End a run after its step with its best step as the result, and wait for it. Raises CommandError."""
+    """End a run after the current step, keep its best step, and wait for the end. Raises CommandError."""
     run = open_run(source)
     state = read_state(run)
     if state.state == "queued":

@@ -154,7 +154,7 @@ def _start(sweep: Sweep, log: Path) -> None:
 
 
 def main() -> int:
-    """Entry point of that process."""
+    """Entry point of the detached process."""
     keep_private()
     ignore_hangup()
     from finetune.sweep.sweep import JOURNAL, LOCK, open_sweep

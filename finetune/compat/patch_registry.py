@@ -17,7 +17,7 @@ class PrivateName:
     kind: a patch replaces it, an override defines it in a subclass, an attribute is set or read on objects.
     used_by: the library's function that looks it up.
     parameters: its parameters, without a `**` one.
-    needs: what the tests lack to see the library use it.
+    needs: package or device without which no test can see the library use the name.
     """
 
     name: str

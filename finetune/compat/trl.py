@@ -64,7 +64,7 @@ class _Distributions:
 
 
 def import_without_listing_packages() -> None:
-    """Import TRL, before anything else does, without listing all packages, of which it asks for a few: 0.2 s of each start."""
+    """Import TRL, before anything else does, without listing all installed packages: 0.2 s of each start."""
     if "trl" in sys.modules:
         return
     list_all = importlib.metadata.packages_distributions

@@ -30,7 +30,7 @@ _LISTED_FILES = 8
 
 
 def expanded(path_text: str) -> Path:
-    """The path with the home folder in place of `~`; that of an unknown user stays."""
+    """Return the path with `~` expanded, or unchanged if the user is unknown."""
     return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
 

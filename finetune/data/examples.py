@@ -93,7 +93,7 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
 class SourceReader:
     """Reads one source in batches. Raises DataError when it can't be read at all.
 
-    `unused`: what the rows have that isn't read. If it stops the run, `finish` will raise, and later rows need no tokens.
+    `unused`: unread columns. If they stop the run, `finish` raises, and later rows need no tokens.
     """
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:

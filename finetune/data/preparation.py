@@ -284,7 +284,7 @@ class _RowCounter:
         self._progress, self.finished_rows, self._reported = progress, 0, -1
 
     def __call__(self, rows: int) -> None:
-        """Report the rows of all finished sources, and so many of the next one."""
+        """Report the rows of all finished sources plus the rows read from the current source."""
         count = self.finished_rows + rows
         if self._progress is not None and count != self._reported:
             self._reported = count

@@ -183,7 +183,7 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
 
 @dataclass(frozen=True)
 class Shard:
-    """One batch: its rows as tokens, those that can't be read, and what they have that isn't read."""
+    """One batch: its rows as tokens, its unreadable rows, and its unread columns."""
 
     table: pa.Table
     refused: list[Refused]

@@ -1,6 +1,6 @@
 """Measure what quantising the base costs on held-out rows, for `plan --measure`, `run --measure` and `eval --quantisation`.
 
-One model at a time, in a process of its own: `python -m finetune.evaluate.quantisation JOB.json` prints its progress as lines;
+One model at a time, in a child process: `python -m finetune.evaluate.quantisation JOB.json` prints its progress as lines;
 the last one is the result as JSON.
 """
 
@@ -85,8 +85,8 @@ def measure_recipe(recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead
 def measure_run(run: RunDirectory, adapter: Path, progress: Progress) -> tuple[dict[str, QuantisationCost], int | None]:
     """Costs for a run's base and tuned model on its held-out rows, and the steps that won the base's cost back.
 
-    The steps are those after which the held-out loss had fallen by what the run's format costs; None where it never had, or
-    that is not known. Raises CommandError without held-out rows.
+    A step wins the cost back when the held-out loss has fallen by the cost of the run's format; None if no step did, or the
+    cost is unknown. Raises CommandError without held-out rows.
     """
     plan, held_out = read_plan(run.plan), stored_sequences(run.data / "eval")
     costs = {name: measure_plan(plan, held_out, progress, folder) for name, folder in (("base", None), ("tuned", adapter))}
@@ -115,7 +115,7 @@ def steps_to_win_back(cost: float, curve: list[tuple[int, float]]) -> int | None
 def measure_plan(
     plan: Plan, held_out: Callable[[], Sequences] | None, progress: Progress, adapter: Path | None = None
 ) -> QuantisationCost:
-    """The losses of a plan's base model, or with an adapter, measured in a process of their own.
+    """Measure the losses of a plan's base model, or of base and adapter, in a child process.
 
     Raises CommandError without held-out rows, and the errors of the process.
     """

@@ -56,7 +56,7 @@ def span_of(name: str, *scores: Sequence[float]) -> float:
 
 
 def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> Scorer:
-    """The score called `name`, or the function that file.py:name names. Raises CommandError for what can't be used."""
+    """The score called `name`, or the function that file.py:name names. Raises CommandError for an unusable score."""
     if ":" in name:
         return Scorer(name.rpartition(":")[2], _by_function(name))
     if name not in SCORES:

@@ -133,7 +133,7 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn the hub's errors and those of the network into a FinetuneError."""
+    """Turn errors of the hub and of the network into a FinetuneError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:

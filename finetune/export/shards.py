@@ -94,7 +94,7 @@ def with_adapter(base: Any, adapter: Path) -> Any:
 
 
 def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of a checkpoint, those that an adapter changes merged as PEFT would when they are read.
+    """Return the tensors of a checkpoint; a tensor with an adapter is merged as PEFT does, when it is read.
 
     `model`: from `with_adapter`. Its base was loaded from this checkpoint, so that transformers can revert how it renamed and
     converted the tensors. A value that is not finite raises CommandError when it is read. Raises StoredOtherwiseError.
@@ -217,7 +217,7 @@ def write_tensors(
 ) -> None:
     """Write tensors to the folder `target`: to their files, or to files of at most `max_bytes`.
 
-    A tensor that is larger has a file of its own. Raises OSError when the disk is full.
+    A larger tensor gets a separate file. Raises OSError when the disk is full.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 

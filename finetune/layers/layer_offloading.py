@@ -106,7 +106,7 @@ class HostStorage:
 
     def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
         """Store a layer's bytes, which `fill` writes. `like`: a tensor of the layer, for the device. Raises RecipeError
-        where so much memory can't be pinned."""
+        if the memory can't be pinned."""
         self._storage[index] = host_memory.host_buffer(size, like)
         fill(self._storage[index])
 

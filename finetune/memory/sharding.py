@@ -30,9 +30,9 @@ NVME_BUFFERS = 5 * 10**8
 
 
 def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
-    """The dry run of a single card, changed to what one rank of `launch.num_processes` allocates under FSDP or DeepSpeed.
+    """Change the dry run of one GPU to the allocations of one of `launch.num_processes` ranks under FSDP or DeepSpeed.
 
-    `host_bytes` becomes that of all local ranks of a machine.
+    `host_bytes` becomes the sum over all local ranks of a machine.
     """
     sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
     return _apply(run, units, sharded, settings)

@@ -35,7 +35,7 @@ class Match:
 
 
 def resolve(typed: str) -> Match | None:
-    """Return the catalogue's id for `typed`; None if there is none, or more than one."""
+    """Return the catalogue's id for `typed`; None if no id or several ids match."""
     names = _named(typed)
     if len(names) != 1:
         return None

@@ -124,7 +124,7 @@ def find_largest(
 ) -> Largest:  # fmt: skip
     """Return the largest value of `setting` that fits, by bisection: a larger value never takes less memory.
 
-    `max_length` is planned for rows of that many tokens, with the pictures of `data`.
+    `max_length` is planned for rows of `max_length` tokens, with the pictures of `data`.
 
     Raises RecipeError for another setting, and when the recipe can't be planned.
     """

@@ -229,7 +229,7 @@ class _Planner:
                 search.forecast(strategy)
 
     def method_price(self, attempt: _Attempt) -> str:
-        """What a method with rows of its own costs beside SFT on as many rows; empty for others."""
+        """Return the price of a method beside SFT on the same number of rows; empty for methods on SFT's rows."""
         chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
@@ -327,8 +327,8 @@ class _Planner:
         return choices.settings(**choices.open({**values, **more}))
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        """Where segments can't expand, steps of uneven rows decide the upper end, so each strategy has them from the start;
-        one that is only compared with `reference` is scaled from it, as they take time."""
+        """If segments can't expand, steps of uneven rows decide the upper end, so each strategy simulates them. They take time:
+        a strategy that is only compared is scaled from `reference`."""
         rows = self._rows(settings, width)
         in_segments = self.replays_rows and not self.card.is_cpu and not expandable_segments()
         if in_segments and reference is not None:

@@ -187,7 +187,7 @@ class Search:
         return cached
 
     def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
-        """This strategy with its earlier forecast; None when there is none."""
+        """Return this strategy with its earlier forecast, or None."""
         return next((candidate for candidate in self._of_this_job() if candidate.strategy == strategy), None)
 
     def high_bytes(self, strategy: Strategy) -> int:

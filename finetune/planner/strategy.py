@@ -85,8 +85,8 @@ def strategies(
     """Every strategy that the recipe leaves open on this card. `stored`: all that a quantised checkpoint allows.
     `has_table`: the model's input embedding can be in host memory.
 
-    With a `target` the weights of some or all decoder layers are there: in the smallest format, as they are moved in every
-    step, and every layer is recomputed.
+    With a `target` it holds the weights of some or all decoder layers: in the smallest format, because every step moves them,
+    and every layer is recomputed.
     """
     bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
     tables = _host_tables(choices, card, has_table)

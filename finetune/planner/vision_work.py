@@ -128,8 +128,8 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, in
 
 
 class _Linear:
-    """A linear layer, `is_adapter` one of rank 1. `trained_rows`: of its rows those of its weight's gradient; `gradient_rows`:
-    those of its inputs' gradient; `width`: inputs and outputs."""
+    """A linear layer, `is_adapter` one of rank 1. `trained_rows`: rows of its weight's gradient; `gradient_rows`: rows
+    of its inputs' gradient; `width`: inputs and outputs."""
 
     def __init__(self, module: Any, is_adapter: bool) -> None:
         self.is_adapter = is_adapter

@@ -265,7 +265,7 @@ def _read_batch(conversion: Conversion, values: dict[str, Any], processes: int) 
 
 
 def _read_method(conversion: Conversion, values: dict[str, Any], chosen: str | None) -> str:
-    """The method, by the tool's key for it, else by keys that only one method has; settings of other methods are left out."""
+    """Return the method, by the tool's own key, else by keys that only one method has; leave out settings of other methods."""
     table, settings = conversion.tool.table, conversion.settings
     by_key = (name for name, row in table["methods"].items() if not values.keys().isdisjoint(row.get("keys", "").split()))
     method = chosen or settings.get("method") or next(by_key, "sft")
@@ -280,7 +280,7 @@ def _read_method(conversion: Conversion, values: dict[str, Any], chosen: str | N
 
 
 def _add_defaults(conversion: Conversion, values: dict[str, Any], method: str, name: str) -> None:
-    """What the tool does where keys are absent, and settings that it always has; and what to say of both."""
+    """Add the tool's defaults for absent keys and its fixed settings, each with a note."""
     tool, settings = conversion.tool, conversion.settings
     row = tool.table["methods"].get(method, {})
     notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]

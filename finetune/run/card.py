@@ -24,10 +24,10 @@ _ERROR_FIX = "Try the parts that a run needs: finetune doctor"
 
 
 def cards_of(plan: Plan) -> tuple[str, ...]:
-    """UUIDs of the cards that the run uses on this machine, of those that CUDA_VISIBLE_DEVICES leaves.
+    """Return UUIDs of the visible GPUs that the run uses on this machine.
 
-    One process: the planned card; when it is gone another one of its name, else the first. Several: the first ones, of which
-    the plan is for the fullest. Empty on a CPU, and for a plan without a UUID.
+    One process uses the planned GPU; if it is gone, a GPU of the same name, else the first GPU. Several processes use the first
+    GPUs, and the plan is for the fullest GPU. Empty on a CPU, and for a plan without a UUID.
     """
     wanted = plan.card
     if wanted.is_cpu or wanted.uuid is None:

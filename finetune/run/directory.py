@@ -93,7 +93,7 @@ class RunDirectory:
 
     @property
     def snapshots(self) -> dict[str, Path]:
-        """Those that were written, by their moment, the newest last."""
+        """The memory histories on disk by moment, the newest last."""
         written = sorted(self.path.glob("memory_snapshot-*.pickle"), key=lambda path: path.stat().st_mtime_ns)
         return {path.stem.removeprefix("memory_snapshot-"): path for path in written}
 

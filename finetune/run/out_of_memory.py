@@ -1,7 +1,7 @@
-"""Explains an out-of-memory error: what was asked for, what held the memory, and whether fragmentation is the cause.
+"""Explain an out-of-memory error: the requested bytes, the holders of the memory, and whether fragmentation is the cause.
 
 A snapshot is what `torch.cuda.memory._snapshot` returns, empty on a CPU; its format is in that function's docstring. It is
-taken after the error was raised: tensors of the failing operator, and those that the backward pass held, may be free again.
+taken after the error was raised: tensors of the failing operator and of the backward pass may be free again.
 """
 
 from __future__ import annotations

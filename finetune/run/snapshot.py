@@ -22,10 +22,10 @@ _POLL_S = 0.2
 
 class MemoryHistory:
     """Records the allocations of a run with their stacks, for `record_memory_history`, and writes the newest of them: after the
-    step with the highest peak, when `finetune runs show --memory` asks for it, after out of memory, and at the end.
+    step with the highest peak, on request of `finetune runs show --memory`, after out of memory, and at the end.
 
-    Costs some host memory and a few per cent of time. `records`: otherwise every method does nothing. `warn` gets what a full
-    disk says.
+    Costs some host memory and a few per cent of time. `records`: otherwise every method does nothing. `warn` is called if the
+    disk is full.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None], *, records: bool) -> None:

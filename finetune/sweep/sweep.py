@@ -75,7 +75,7 @@ class Sweep:
         return sorted(results, key=lambda entry: (entry.dropped_at is not None, math.inf if entry.loss is None else entry.loss))
 
     def sentence(self, named: Callable[[dict[str, Any]], str] | None = None) -> str:
-        """The winner in words, and the arms that can't be told from it; `named`: formats an arm's values."""
+        """Return the winner in words, and the arms that may be as good; `named` formats an arm's values."""
         named = named or label
         results = [entry for entry in self.results() if entry.loss is not None]
         if not results:
