@@ -98,7 +98,7 @@ class Phase(Event, Memory, kind="phase"):
 class Start(Event, kind="start"):
     """Training starts, from the beginning or a checkpoint. Every attempt has one."""
 
-    version: Annotated[WholeOrNone, "version of these lines; null in files from before there was one"] = None
+    version: Annotated[WholeOrNone, "version of these lines"] = None
     resumed_from: Annotated[str | None, "name of the checkpoint; null for a new run"] = None
     step: Annotated[Whole, "optimizer steps done already"] = 0
     total_steps: Annotated[WholeOrNone, "optimizer steps of the whole run"] = None

@@ -40,7 +40,7 @@ def environment_with_gpus() -> dict[str, str]:
 def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the devices in CUDA_VISIBLE_DEVICES, in its order; numbers are nvidia-smi's indexes.
 
-    As in CUDA, an unknown or repeated entry hides all entries after it.
+    As in CUDA, an unknown entry hides all entries after it, and a repeated entry hides every device.
     """
     setting = visible_devices()
     if setting is None:
@@ -48,8 +48,10 @@ def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
     shown: list[Device] = []
     for entry in map(str.strip, setting.lower().split(",")):
         named = [device for device in devices if entry and (entry == device.index or device.uuid.lower().startswith(entry))]
-        if len(named) != 1 or named[0] in shown:
+        if len(named) != 1:
             break
+        if named[0] in shown:
+            return ()
         shown += named
     return tuple(shown)
 

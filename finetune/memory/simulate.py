@@ -390,19 +390,19 @@ def _fake_tensors(
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Inside, automatic garbage collection is off: the libraries' cycles hold tensors, which would vary the peaks.
+    """Pause automatic garbage collection: the libraries' cycles hold tensors, which would vary the peaks.
 
-    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own.
+    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own. May be nested.
     """
-    was_on = gc.isenabled()
+    is_outer = gc.isenabled()
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
         gc.collect()  # the dry run's own cycles, before the other objects are unfrozen
-        gc.unfreeze()
-        if was_on:
+        if is_outer:
+            gc.unfreeze()
             gc.enable()
 
 

@@ -94,13 +94,14 @@ def _cleaned(typed: str) -> str:
 
 
 def _squeezed(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "", name.lower())
+    hyphenated = re.sub(r"[^a-z0-9.]+", "-", name.lower())
+    return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)  # between numbers it stays: gemma-2-2b is not gemma-22b
 
 
 def _key(name: str) -> str:
     """Return the name without packing and punctuation; `+chat` or `+base` in place of a last word that says so."""
     family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
-    if tag:
+    if tag not in ("", "latest"):
         return f"{_squeezed(family)}:{_CHAT.sub('', _squeezed(tag))}"
     return re.sub(r"(base|pt)$", "+base", _CHAT.sub("+chat", _squeezed(family).removesuffix("hf")))
 

@@ -144,7 +144,11 @@ def read_cost(settings: Settings, sequences: Callable[[], Sequences], *, on_cpu:
     folder, prefix = _folder_and_prefix(settings)
     if not any(folder.glob(f"{prefix}*.json")):  # without it no weights are hashed
         return None
-    return read_own(cost_path(settings, sequences(), on_cpu=on_cpu), QuantisationCost, "cost")
+    try:
+        path = cost_path(settings, sequences(), on_cpu=on_cpu)
+    except (OSError, ValueError):  # rows or weights are gone: the plan only lacks the quote
+        return None
+    return read_own(path, QuantisationCost, "cost")
 
 
 def cost_path(settings: Settings, sequences: Sequences, *, on_cpu: bool, adapter: Sequence[str] = ()) -> Path:

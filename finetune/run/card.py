@@ -65,7 +65,7 @@ def lost_card(plan: Plan, run: Path) -> CardError | None:
         return None
     return CardError(
         f"{plan.card.name} does not answer any more ({', '.join(sorted({device.why for device in lost_devices}))})",
-        f"{nvidia.LOST_FIX} Then: finetune resume {run}",
+        f"{lost_devices[0].fix} Then: finetune resume {run}",
     )
 
 

@@ -174,7 +174,7 @@ def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
         try:
             entry = parse_checked(line)
             path = Path(entry["run"]) if entry["from"] == here else None
-        except ValueError:  # a line that was cut off
+        except (ValueError, TypeError, KeyError):  # a line that was cut off, or is none of ours
             continue
         if path is not None and path not in by_path and (path / "plan.json").is_file():
             by_path[path] = RunDirectory(path.relative_to(here) if path.is_relative_to(here) else path)

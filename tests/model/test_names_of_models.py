@@ -21,6 +21,7 @@ TYPED = {
     "llama3.1:8b": L, "Llama 3.1 8B it": L, "meta-llama/Meta-Llama-3.1-8B-Instruct": L, "meta/llama-3.1-8b-instruct": L,
     "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": L, "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "hf.co/unsloth/Llama-3.2-1B-Instruct-GGUF:Q4_K_M": "meta-llama/Llama-3.2-1B-Instruct",
+    "hf.co/unsloth/Qwen3-8B-GGUF:latest": "Qwen/Qwen3-8B",
     "llama2:7b": "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "bartowski/Qwen_Qwen3-8B-GGUF": "Qwen/Qwen3-8B", "unsloth/Qwen3-8B-unsloth-bnb-4bit": "Qwen/Qwen3-8B",
     "Qwen3-8B-Instruct": "Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-14B": "Qwen/Qwen3-14B",
@@ -36,7 +37,7 @@ AMBIGUOUS_OR_UNKNOWN = {
     "google/Qwen2.5-7B-Instruct": Q, "qwen2.5-omni-7b-instruct": Q, "my-llama-3.1-8b-finetune": L,
     "dolphin-2.9-llama3-8b": None, "starcoder2-7b-instruct": None,
     "llama-3.1-405b": "meta-llama/Llama-3.1-70B", "llama3": None,
-    "Qwen1.5-7B-Chat": None,
+    "Qwen1.5-7B-Chat": None, "gemma-22b": None, "Qwen 38B": None, "Llama-38B": None,
     "phi-5": None, "gpt2": None, "bert-base-uncased": None, "unsloth": None, "--": None, "": None,
 }  # fmt: skip
 
