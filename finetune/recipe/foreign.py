@@ -30,12 +30,13 @@ from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
 TABLES = Path(__file__).parent / "tools"
 Outcome = Literal["carried over", "no effect", "not carried over", "refused"]
-#: Tools that `finetune convert` does not read, each with keys that only their files have; dots are nesting.
+#: Tools that `finetune convert` does not read, each with the keys of their files; a dot is nesting, `+` needs both keys.
 _UNREAD = {
     "LLaMA-Factory v1": "peft_config dist_config", "torchtune": "dataset._component_ tokenizer._component_ model._component_",
     "Unsloth Studio": "training.max_seq_length lora.lora_r", "mlx-lm": "fine_tune_type lora_parameters",
-    "LitGPT": "train.max_seq_length train.global_batch_size", "Oumi": "model.model_name", "AutoTrain": "project_name",
-    "ms-swift": "tuner_type rlhf_type", "SkyPilot": "resources", "DeepSpeed": "zero_optimization",
+    "LitGPT": "train.max_seq_length train.global_batch_size", "Oumi": "model.model_name",
+    "AutoTrain": "task+base_model+project_name task+base_model+params", "ms-swift": "tuner_type+model rlhf_type+model",
+    "SkyPilot": "resources+run resources+setup", "DeepSpeed": "zero_optimization",
 }  # fmt: skip
 
 
@@ -158,7 +159,8 @@ def tool_of(values: dict[str, Any]) -> Tool | None:
 def unread_tool(values: dict[str, Any]) -> str | None:
     """The name of the tool whose file this is, if `finetune convert` does not read it."""
     nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
-    return next((name for name, markers in _UNREAD.items() if not (values.keys() | nested).isdisjoint(markers.split())), None)
+    keys = values.keys() | nested
+    return next((name for name, marks in _UNREAD.items() if any(keys >= {*mark.split("+")} for mark in marks.split())), None)
 
 
 def hint_for_key(key: str) -> str | None:
@@ -167,7 +169,10 @@ def hint_for_key(key: str) -> str | None:
         row = tool.keys.get(key)
         if setting := row.get("else") if isinstance(row, dict) else row:
             return f"that is {tool.name}'s name for '{setting}'"
-        if key in tool.reasons:
+        settings = [(value or {}).items() for value in row.values()] if isinstance(row, dict) else []
+        if wanted := dict.fromkeys(f"{name}: {short(value)}" for items in settings for name, value in items if value):
+            return f"{tool.name}'s; use {' or '.join(wanted)}"
+        if key in tool.reasons and tool.reasons[key][0] != "refused":
             return f"{tool.name}'s: {tool.reasons[key][1]}"
     return None
 
@@ -203,9 +208,10 @@ def convert_text(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
         line = document.lines.get(key, document.lines.get(key.partition(".")[0]))
         conversion.keys[key] = KeyReport(key, short(value), line, "no effect", "")
     requirements = _read_keys(conversion, values)
-    processes = chosen.get("launch", {}).get("num_processes", 1)
+    launch, wanted = chosen.get("launch"), chosen.get("method")
+    processes = launch.get("num_processes", 1) if isinstance(launch, dict) else 1
     _read_batch(conversion, values, processes if type(processes) is int else 1)
-    method = _read_method(conversion, values, chosen.get("method"))
+    method = _read_method(conversion, values, wanted if isinstance(wanted, str) else None)
     _add_defaults(conversion, values, method, name)
     for key, setting in requirements.items():
         if chosen.get(setting, conversion.settings.get(setting)) is not True:

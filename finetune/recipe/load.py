@@ -224,7 +224,7 @@ def _with_canonical_names(
 def secret_in(key: str, value: Any) -> str | None:
     """The dotted name of a setting that holds a secret, at any depth. Its value is never repeated."""
     is_secret = _SECRET_NAME.search(key) and not _TOKENIZER_TOKEN.search(key)
-    if isinstance(value, str) and (is_secret or SECRET.search(value)):
+    if (is_secret and value is not None and not isinstance(value, bool)) or (isinstance(value, str) and SECRET.search(value)):
         return key
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     nested_secrets = (secret_in(str(name), item) for name, item in items)
