@@ -193,8 +193,8 @@ def _data(run: RunDirectory) -> str:
 
 def _data_line(part: dict[str, Any]) -> str:
     files = ", ".join(map(str, part.get("files") or []))
-    account = part["account"]
-    return f"{account}; {part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained; {files}"
+    counts = f"{part.get('total_tokens', 0):,} tokens, {part.get('trained_tokens', 0):,} trained"
+    return f"{part.get('account', 'not counted')}; {counts}; {files}"
 
 
 def _versions(digest: Any) -> str:

@@ -103,8 +103,6 @@ def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
     variants = {"ordinary": Variant(False), "lean": Variant(), "lean, the model's own RoPE": Variant(True, off)}
     if options.dtype != "float32":
         variants["lean, adapters cast once"] = Variant(True, {"lean_functions._cast": cached_casts()})
-    if options.device == "cuda":
-        variants["lean, fused norm"] = Variant(True, {"lean_functions.FUSED_NORM": True})
     return variants
 
 

@@ -155,6 +155,7 @@ LEFT_OUT = ("llama",)
 #: Markers of tests that need a program: its name, whether it is here, and how to get it.
 PROGRAMS = {
     "browser": ("Chromium", lambda: shutil.which("chromium") or shutil.which("chromium-browser"), "apt-get install chromium"),
+    "sandbox": ("bubblewrap", lambda: shutil.which("bwrap"), "apt-get install bubblewrap"),
     "npm": ("npm", lambda: shutil.which("npm"), "apt-get install npm"),
     "llama": ("llama.cpp", has_llama, "pip install '.[gguf]' and FINETUNE_LLAMA_CPP=CHECKOUT of llama.cpp"),
     "compiler": ("C++ compiler with Python's headers", has_compiler, "apt-get install g++ python3-dev"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -336,7 +337,7 @@ def _exported(task: Task) -> str:
 
 
 def _serving(run: RunDirectory) -> str:
-    return note(tr("Type {command}.", command=f"finetune serve {run.path.name}"))
+    return note(tr("Type {command}.", command=f"finetune serve {shlex.quote(run.path.name)}"))
 
 
 def _named(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -102,7 +102,7 @@ class _View:
         """What a button of the page's head asks for."""
         run = self.context.workspace.run(name)
         deeds = {
-            "pause": self._pause, "kill": self._kill, "finish": self._finish,
+            "pause": self._stop, "kill": lambda run: self._stop(run, now=True), "finish": self._finish,
             "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
         }  # fmt: skip
         try:
@@ -116,15 +116,13 @@ class _View:
         except FinetuneError as error:
             return problem(error.title, error.problems, error.fix)
 
-    def _pause(self, run: RunDirectory) -> str:
-        return "" if control.stop(run) else note(tr("This run is not running."))
+    def _stop(self, run: RunDirectory, now: bool = False) -> str:
+        return "" if control.stop(run, now=now) else note(tr("This run is not running."))
 
     def _finish(self, run: RunDirectory) -> str:
-        is_running = control.finish(run)
-        return note(tr("It ends after this step; its best step is the result." if is_running else "This run is not running."))
-
-    def _kill(self, run: RunDirectory) -> str:
-        return "" if control.stop(run, now=True) else note(tr("This run is not running."))
+        if control.finish(run):
+            return note(tr("It ends after this step; its best step is the result."))
+        return note(tr("This run is not running."))
 
     def _resume(self, run: RunDirectory) -> str:
         self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)

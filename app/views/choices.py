@@ -48,10 +48,10 @@ def other_plans(plan: Plan, *, complete: bool) -> str:
     if len(plan.alternatives) < 2:
         return note(tr("There is no other way to fit these settings." if complete else "being planned …"))
     budget = plan.usable_bytes
-    rows = [
-        [_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, _at_most(row, budget)]
-        for row in plan.alternatives
-    ]
+    rows = []
+    for row in plan.alternatives:
+        size = f'<span class="ft-size {"bad" if row.peak_high_bytes > budget else ""}">{gib(row.peak_high_bytes)}</span>'
+        rows.append([_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, Safe(size)])
     return _scatter(plan.alternatives, budget) + table(
         [tr("plan"), f">{tr('tokens/s')}", f">{tr('at most')}"], rows, tr("Other plans"), hidden_caption=True
     )
@@ -65,11 +65,6 @@ def _choice(row: Alternative, plan: Plan) -> Safe:
     if row.verdict == Verdict.NO_FIT:
         return Safe(f"{change}<br><small>{tr('too big')}</small>")
     return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
-
-
-def _at_most(row: Alternative, budget: int) -> Safe:
-    css = "bad" if row.peak_high_bytes > budget else ""
-    return Safe(f'<span class="ft-size {css}">{gib(row.peak_high_bytes)}</span>')
 
 
 def _scatter(rows: Sequence[Alternative], budget: int) -> str:

@@ -50,7 +50,7 @@ def measure_of(outcomes: Sequence[Outcome]) -> Measure:
 def compared(outcome: Outcome, now: Outcome) -> str:
     """The way a plan fits and what it costs against the plan that is shown."""
     if outcome.problem:
-        return tr(outcome.problem)
+        return tr(outcome.problem.rstrip(":"))
     if not outcome.is_made:
         return tr("not planned yet")
     parts = [outcome.summaries.get(current(), "")]

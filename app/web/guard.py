@@ -28,7 +28,7 @@ OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
 #: Routes that the page needs; all others, also those that a new Gradio may add, answer 404.
 READ = re.compile(
-    r"/(?:|model|data|fit|run|runs|models|settings|try|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
+    r"/(?:|model|data|fit|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
     r"|/ft/series/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"

@@ -154,7 +154,8 @@ def serve(host: str, port: int, runs: Path, allowed: tuple[str, ...] = ()) -> in
     port = bound.getsockname()[1]
     workspace = Workspace(Path.cwd(), runs.absolute())
     application, context = build(workspace, make_access(host, port, token, allowed))
-    threading.Thread(target=_announce, args=(_host_in_url(host), port, token, workspace), daemon=True).start()
+    in_link = "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
+    threading.Thread(target=_announce, args=(in_link, port, token, workspace), daemon=True).start()
     try:
         _serve_until_interrupted(application, bound)
     finally:
@@ -170,11 +171,6 @@ def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
             print(f"Runs: {workspace.runs}   Ctrl-C ends the page; runs continue.", flush=True)  # noqa: T201
             return
         time.sleep(0.05)
-
-
-def _host_in_url(host: str) -> str:
-    """The host of a listening address as links on this machine write it."""
-    return "127.0.0.1" if host in ANY_HOST else f"[{host}]" if ":" in host else host
 
 
 def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:

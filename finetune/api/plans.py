@@ -82,7 +82,7 @@ def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **setting
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file that `finetune plan --out` or a run has written. Raises a FinetuneError."""
+    """The plan in a file that `finetune plan --json > FILE` or a run has written. Raises a FinetuneError."""
     return _with_trl(plans.read_plan(Path(path)))
 
 

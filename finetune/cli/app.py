@@ -280,12 +280,12 @@ COMMANDS = (
         [*RUN, output("File to write; default RUN/report.html.")], "It opens offline and prints.", ("report latest",),
     ),
     Command(
-        RESULT, "serve", "serve.serve_run", "Serve a run with vLLM, llama.cpp or transformers.",
+        RESULT, "serve", "serve.serve_run", "Serve a run with vLLM or llama.cpp, with a key.",
         [
             *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
             flag("only_commands", "Only print the commands.", "--commands"),
         ],
-        "Starts the first that is installed; prints their commands if none is.", ("serve latest",),
+        "Starts the server if it is installed; else prints the commands.", ("serve latest",),
     ),
     Command(
         MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",

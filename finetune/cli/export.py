@@ -101,10 +101,8 @@ def push_run(
     yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """List the files with their sizes, and send them when that is confirmed."""
-    if adapter and (merged or gguf):
-        raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Give one of them.")
-    if merged and gguf:
-        raise CommandError("--merged and --gguf are two kinds of model", "Push them to two repositories.")
+    if adapter + merged + bool(gguf) > 1:
+        raise CommandError("--adapter, --merged and --gguf are three kinds of model", "Push each to a repository of its own.")
     if not (dry_run or yes) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
         raise CommandError("nobody is there to confirm the push", "See the files with --dry-run, then add --yes.")
     from finetune.export.push import files_to_send, push

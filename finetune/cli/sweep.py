@@ -199,8 +199,7 @@ def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
             signal.signal(number, handler)
     if sweep.is_finished:
         return _print_result(sweep, as_json)
-    _print_state(sweep, as_json)
-    return STOPPED[0] if interrupts else 1
+    return _print_state(sweep, as_json) or (STOPPED[0] if interrupts else FAILED)
 
 
 def _print_new_lines(log: Path, offset: int) -> int:
@@ -220,8 +219,7 @@ def _stop(sweep: Sweep, as_json: bool) -> int:
         (sweep.path / STOP).touch()
         while sweep.is_running:
             time.sleep(_POLL_S)
-    _print_state(sweep, as_json)
-    return FINISHED
+    return _print_state(sweep, as_json)
 
 
 def _print_arms(sweep: Sweep, as_json: bool) -> None:

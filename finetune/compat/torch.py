@@ -57,8 +57,6 @@ PRIVATE_NAMES = (
     _private("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
     _private("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
     _private("torch.ops.aten._unsafe_view", "a result that autograd takes for no view: Gemma 3n changes it in place"),
-    _private("torch._fused_rms_norm", "RMSNorm in one kernel on CUDA"),
-    _private("torch.ops.aten._fused_rms_norm_backward", "its backward in one kernel"),
     _private("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
     _private("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
     _private("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),

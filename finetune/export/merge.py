@@ -98,7 +98,7 @@ def write_merged(
     try:
         tensors = _merged_one_by_one(settings, config, adapter, stored, progress)
     except StoredOtherwiseError:
-        tensors, is_streamed = _merged_in_memory(settings, config, adapter, stored, progress), False
+        tensors, is_streamed = _merged_in_memory(settings, config, adapter, folder, stored, progress), False
         max_shard_bytes = max_shard_bytes or _FILE_BYTES  # the base's files have other tensors
     require_disk(sum(tensor.size for tensor in tensors), folder)
     folder.mkdir(parents=True)
@@ -144,7 +144,7 @@ def _merged_one_by_one(
 
 
 def _merged_in_memory(
-    settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Callable[[str], None]
+    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Callable[[str], None]
 ) -> list[Tensor]:
     """Load the whole model in 16 bit and merge it: for checkpoints that store weights in another form."""
     from peft import PeftModel
@@ -160,6 +160,7 @@ def _merged_in_memory(
     model = build_on_meta(config, None, dtype=model_dtype(settings), attention=None)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     _check_memory(weight_bytes, "the whole model, whose weights are stored in another form,")
+    require_disk(weight_bytes, folder)  # before minutes of loading
     progress("loading the base model in 16 bit")
     base = build_base(settings, config, device="cpu", weights=True)
     grow_vocabulary(base, settings, None)

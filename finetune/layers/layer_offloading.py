@@ -201,7 +201,6 @@ class LayerOffloading:
         self._buffered_layers: list[int | None] = []  # the index of the layer that a buffer holds or is about to hold
         self._arriving: dict[int, Any] = {}  # the copy into a buffer, until it was waited for
         self._running: int | None = None
-        self.moved_bytes = 0
 
     def on_parameter_loaded(self, module: torch.nn.Module, name: str) -> None:
         """Offload the layer of a parameter that was loaded, when it was the last one of the layer."""
@@ -274,7 +273,6 @@ class LayerOffloading:
         with _disable_current_modes():  # selective checkpointing's mode expects the forward pass's operators, without copies
             self._arriving[buffer_index] = self._storage.fetch(index, self.buffers[buffer_index], self._copies)
         self._buffered_layers[buffer_index] = index
-        self.moved_bytes += layout_bytes(self._layouts[index])
 
     def _wait_for_copy(self, buffer_index: int) -> None:
         if buffer_index not in self._arriving:

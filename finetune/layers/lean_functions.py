@@ -18,9 +18,6 @@ from torch.autograd.function import once_differentiable
 
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
-#: Whether RMSNorm is torch's fused kernel on CUDA. Off until benchmarks/layer_kernels.py has shown a gain on a card; a torch
-#: without CUDA forecasts its forward as the operators that it consists of, with fp32 copies.
-FUSED_NORM = False
 
 ReadInput = Callable[[], torch.Tensor]
 #: a and b in the dtype of computation.
@@ -231,9 +228,6 @@ class RmsNorm(torch.autograd.Function):
         """Gradient of x. It runs after the backward of all readers of the output, so the output is freed here."""
         x, rstd, weight = ctx.norm_inputs or ctx.saved_tensors
         ctx.norm_inputs = ctx.output = None
-        if _is_fused(x, weight, ctx.form):
-            grad_x, _ = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd, weight, [True, False])
-            return grad_x, None, None, None
         weight32 = _weight32(weight, ctx.form)
 
         def tile_backward(x: torch.Tensor, rstd: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -247,15 +241,9 @@ class RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     """x normalised, and the reciprocal of its root mean square in fp32."""
-    if _is_fused(x, weight, form):
-        return torch._fused_rms_norm(x, [x.shape[-1]], weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return _normalised(x, rstd, weight, form), rstd
-
-
-def _is_fused(x: torch.Tensor, weight: torch.Tensor, form: NormForm) -> bool:
-    return FUSED_NORM and x.device.type == "cuda" and weight.dtype == x.dtype and not form.plus_one
 
 
 def norm_of(x: torch.Tensor) -> Any:
@@ -285,10 +273,7 @@ def _input_reader(norm: Any, x: torch.Tensor | None) -> ReadInput:
             return _flat(x)
         if norm.output is None:
             x_of_norm, rstd, weight = norm.norm_inputs = norm.saved_tensors
-            if _is_fused(x_of_norm, weight, norm.form):
-                norm.output, _ = torch._fused_rms_norm(x_of_norm, [x_of_norm.shape[-1]], weight, norm.eps)
-            else:
-                norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
+            norm.output = _normalised(x_of_norm, rstd, weight, norm.form)
         return _flat(norm.output)
 
     return read_input

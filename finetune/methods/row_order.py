@@ -71,12 +71,9 @@ class LongestEarly(Sampler[int]):
         for index, row in self._early_rows().items():
             other = order.index(row)
             order[index], order[other] = row, order[index]
-        starts = range(0, len(order), self._batch)
-        return iter([row for start in starts for row in self._sorted(order[start : start + self._batch], start)])
-
-    def _sorted(self, rows: list[int], start: int) -> list[int]:
-        """A step's rows by length: those of the first step from the longest down, others up."""
-        return sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
+        for start in range(0, len(order), self._batch):  # the first step's rows from the longest down, others up
+            rows = order[start : start + self._batch]
+            yield from sorted(rows, key=self._lengths.__getitem__, reverse=start == self._epoch == 0)
 
     def _early_rows(self) -> dict[int, int]:
         """Index in this epoch -> the row that stands there: the longest ones, and that with most pixel values."""

@@ -106,13 +106,9 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     if model_path(typed) or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
         return recipe, ""
     match = resolve(typed)
-    if match is None or (hub.HUB_ID.fullmatch(typed) and _exists(typed)):
+    if match is None or (hub.HUB_ID.fullmatch(typed) and (_cached_on_disk(typed, None) or _fetch(typed, "main")[0])):
         return recipe, ""
     return resolved(recipe, model_name_or_path=match.name), match.note
-
-
-def _exists(repo: str) -> bool:
-    return _cached_on_disk(repo, None) is not None or _fetch(repo, "main")[0] is not None
 
 
 def _did_you_mean(name: str) -> str:

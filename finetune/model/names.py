@@ -61,6 +61,8 @@ def suggestions(typed: str, most: int = 4) -> list[str]:
 
 
 def _named(typed: str) -> list[str]:
+    if exact := [hub_id for last, hub_id in _last_parts().items() if _cleaned(typed) in (last, hub_id.lower())]:
+        return exact
     account, _, name = _cleaned(typed).rpartition("/")
     account = _table()["accounts"].get(account, account)
     owner, underscore, own_name = name.partition("_")
@@ -73,10 +75,8 @@ def _named(typed: str) -> list[str]:
 
 def _begun(typed: str) -> list[str]:
     """Return ids whose names go on where `typed` ends: both kinds of gemma-3-4b."""
-    name = _hyphenated(typed)
-    return (
-        [hub_id for last, hub_id in _last_parts().items() if name and last.startswith(f"{name}-")] if "/" not in typed else []
-    )
+    name = "/" if "/" in typed else _hyphenated(typed)
+    return [hub_id for last, hub_id in _last_parts().items() if last.startswith(f"{name}-")]
 
 
 def _hyphenated(typed: str) -> str:

@@ -122,6 +122,8 @@ def open_sweep(path: Path) -> Sweep:
     try:
         study = optuna.load_study(study_name=None, storage=storage_in(path))
         # from half of the steps on: a high rate looks worse than it ends until the schedule lowers it
+        if len(study.trials) != study.user_attrs["arms"]:
+            raise ValueError("killed before every arm was written")
         study.pruner = optuna.pruners.MedianPruner(_FULL_ARMS, n_warmup_steps=study.user_attrs["steps"] // 2)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         problem = f"{path / JOURNAL} can't be read: {getattr(error, 'strerror', '') or 'it is damaged'}"

@@ -38,13 +38,15 @@ def create_sweep(
     Without swept settings the learning rate is swept around the planner's advice. Raises what `prepare` raises, and
     CommandError when fewer than two arms are left.
     """
-    from finetune.run.prepare import create_run, prepare
+    from finetune.run.prepare import prepare
 
     def prepared(values: dict[str, Any], **changes: str) -> Any:
         recipe = recipe_of(values)
         evaluations = {"eval_steps": AUTO} if recipe.eval_steps == 0 else {}
         return prepare(recipe.model_copy(update={**evaluations, **changes}))
 
+    if recipe_of({}).launch.num_processes > 1:
+        raise CommandError("a sweep trains each arm in one process", "Leave out launch.num_processes.")
     progress("planning")
     plain = prepared({}).plan
     if not (plain.data and plain.data.eval_rows):
@@ -76,13 +78,20 @@ def create_sweep(
     if len(steps) > 1:
         raise CommandError(f"the arms have different numbers of steps: {sorted(steps)}", "Set max_steps, the same for all.")
     progress("writing the arms")
+    facts = {
+        "arms": len(fitting), "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),
+        "budget_s": budget_s, "forecast_s": run_s and run_s * len(fitting),
+    }  # fmt: skip
+    return _write(path, fitting, facts)
+
+
+def _write(path: Path, fitting: list[tuple[Trial, Any]], facts: dict[str, Any]) -> Sweep:
+    """Create the run of each arm and then the study, whose number of trials `open_sweep` compares with the facts."""
+    from finetune.run.prepare import create_run
+
     for _, run in fitting:
         create_run(run).arm.touch()
     study = optuna.create_study(storage=storage_in(path), study_name=path.name)
-    facts = {
-        "recipe": write_recipe(recipe_of({})), "swept": swept, "left_out": left_out, "steps": steps.pop(),
-        "budget_s": budget_s, "forecast_s": run_s and run_s * len(fitting),
-    }  # fmt: skip
     for name, value in facts.items():
         study.set_user_attr(name, value)
     study.add_trials(arm.study.trials[arm.number] for arm, _ in fitting)

@@ -33,13 +33,6 @@ from finetune.units import GIB
 from tests.app.shown_texts import OPTION
 from tests.app.test_language import english_in, marked
 
-#: Commands and code, to their end, and options that no field of the page sets.
-COMMAND = re.compile(r"(?:\bdf\.|--revision ).*|\b(?:docker|finetune|git|hf|pip|uv pip|lm-eval) [a-z][^)）\n]*")
-IN_A_TERMINAL = re.compile(r"--(?:score \{|tasks|largest|images|update)\b|\bkey=value")
-#: Names beside those of every page: of this test's model, plan and files, and what has one name in every language.
-NAMES = re.compile(
-    r"tiny|rtx-4090|[a-z]+_\w+|\btorch\b|cosine|linear|adamw|usr|user|messages|ID|float32|sdpa|dtype|packing|gpu|cpu|optim|false|true|runs/finished|tickets|Qwen/\w+|a\.jsonl|\bchat\b|qwen|\bCSV\b"
-)
 CHANGES = {
     "load_in_4bit=true load_in_8bit=false": "NF4 weights: dequantisation takes a few percent of time",
     "max_length=512 excess_length=drop": "31 of 900 rows (12.5% of the tokens) are longer",

@@ -116,6 +116,23 @@ def test_every_route_that_is_not_on_the_list_is_not_there_even_with_the_token(ap
         assert send(app, method, path, {"Content-Type": "application/json"}, body)[0] == 404, (method, path)
 
 
+def test_the_list_has_no_file_proxy_api_or_admin_route():
+    api = (
+        "file=/etc/passwd",
+        "file/x",
+        "proxy=http://127.0.0.1/",
+        "stream/1/1/1/playlist.m3u8",
+        "info",
+        "openapi.json",
+        "vibe-code",
+    )
+    pages = "monitoring", "docs", "openapi.json", "logout", "gradio_api/deep_link", "gradio_api/dev/reload", "gradio_api/runs"
+    for path in (*(f"/gradio_api/{name}" for name in api), *(f"/{name}" for name in pages), "/gradio_api/custom_component/1/x"):
+        assert not READ.fullmatch(path), path
+    for name in ("run/another", "queue/join", "cancel", "api/x", "call/x", "component_server"):
+        assert not WRITE.fullmatch(f"/gradio_api/{name}") and not WRITE.fullmatch("/login"), name
+
+
 @pytest.mark.parametrize("host", ["evil.example:{port}", "127.0.0.1:1", "127.0.0.1.evil.example:{port}", "localhost", ""])
 def test_a_foreign_host_is_refused_also_with_the_token(app, host):
     status, _, body = send(app, "GET", "/config", host=host.format(port=app[0]) or " ")

@@ -47,7 +47,8 @@ def make_sweep(runs, name):
         for step, loss in losses.items():
             write_row_losses(run, step, loss, [(loss, 3)] * 4)
     study = optuna.create_study(storage=storage_in(runs / name), study_name=name)
-    for fact, value in {"swept": {"learning_rate": [1e-4, 4e-4]}, "steps": 20, "left_out": [], "forecast_s": None}.items():
+    facts = {"swept": {"learning_rate": [1e-4, 4e-4]}, "arms": 2, "steps": 20, "left_out": [], "forecast_s": None}
+    for fact, value in facts.items():
         study.set_user_attr(fact, value)
     rates = CategoricalDistribution([1e-4, 4e-4])
     study.add_trials(

@@ -104,11 +104,6 @@ def test_refused_rows_are_counted_by_reason_whatever_their_number():
     assert len(lines) <= 12
 
 
-SHARED_TEXT = " ".join(
-    f"The parcel number {n * n} with {n + 3} tents left the depot on day {7 * n} and comes by lorry." for n in range(12)
-)
-
-
 @pytest.mark.parametrize(
     ("kind", "rows", "settings"),
     [

@@ -18,7 +18,7 @@ def score(tmp_path, monkeypatch):
     """score(function, prompt, expected, answer), with the page's code in the working folder."""
     monkeypatch.chdir(tmp_path)
     (page,) = fences(ROOT / "docs" / "scores.md", "python")
-    (tmp_path / "scores.py").write_text(page.text.replace('"bwrap", ', "").replace("*SANDBOX, ", ""))
+    (tmp_path / "scores.py").write_text(page.text)
     return lambda name, *texts: scorer(f"scores.py:{name}").score_answer(*texts).score
 
 
@@ -31,10 +31,14 @@ def test_sql_compares_rows_and_writes_nothing(score):
     assert score("sql", "", expected, expected) == 1
 
 
-def test_code_passes_the_tests_of_its_prompt(score, tmp_path):
+@pytest.mark.sandbox
+def test_code_passes_the_tests_of_its_prompt_in_a_sandbox(score, tmp_path):
     (tmp_path / "tests.jsonl").write_text(json.dumps({"prompt": "double", "tests": "assert f(2) == 4"}))
     assert score("code", "double", "", "```python\ndef f(x):\n    return 2 * x\n```") == 1
     assert score("code", "double", "", "def f(x): return x") == score("code", "double", "", "def f(x:") == 0
+    reads, writes = f"open({str(tmp_path / 'tests.jsonl')!r})\n", f"open({str(tmp_path / 'new')!r}, 'w')\n"
+    for code in ("print('passed'); raise SystemExit", *(f"{reaches}def f(x): return 2 * x" for reaches in (reads, writes))):
+        assert score("code", "double", "", code) == 0, code
 
 
 def test_a_judge_grades(score, monkeypatch):

@@ -1,8 +1,8 @@
 """Calls are scored by name and JSON value; a tune that calls without need is worse, and the report says so first."""
 
-import calls_run  # noqa: E402
+import calls_run
 import pytest
-from calls_run import call  # noqa: E402
+from calls_run import call
 
 from finetune.bundled import NO_CALL_PROBE
 from finetune.data.call_syntax import Answer

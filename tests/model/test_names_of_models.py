@@ -8,6 +8,7 @@ import pytest
 from finetune.cli.source import recipe_of
 from finetune.errors import RecipeError
 from finetune.model import names
+from finetune.model.catalogue import entries
 from finetune.model.configuration import named_model, read_config
 from finetune.model.names import resolve, suggestions
 from finetune.model.unknown_names import why_unknown
@@ -48,7 +49,8 @@ def test_a_name_typed_carelessly_is_the_model_that_is_meant(typed, meant):
     assert match and match.name == meant and match.note.startswith(f"{typed} -> {meant}")
 
 
-def test_each_short_name_of_the_table_leads_to_a_model_of_the_catalogue():
+def test_each_id_of_the_catalogue_is_itself_and_each_short_name_of_the_table_leads_to_one():
+    assert [name for name in entries() if resolve(name.lower()).name != name] == []
     table = json.loads(Path(names.__file__).with_name("names.json").read_text(encoding="utf-8"))
     assert {short: name for short, name in table["names"].items() if resolve(short).name != name} == {}
 
@@ -105,7 +107,7 @@ def test_a_folder_a_revision_and_a_model_that_the_hub_has_keep_their_names(monke
     assert named_model(pinned) == (pinned, "")
     snapshot = tmp_path / "hub" / "models--unsloth--Qwen3-8B-bnb-4bit" / "snapshots" / "0000"
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0000")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -166,10 +166,14 @@ def test_of_two_keys_for_one_setting_the_other_is_listed():
     assert reports(values)["lora_target_modules"] == ("not carried over", "lora_target_linear counts")
 
 
-def test_warmup_steps_are_steps_or_a_share():
+def test_warmup_steps_are_steps_or_a_share_and_a_share_of_the_steps_between_evaluations_is_listed():
     for value, expected in ((0, (None, 0.0)), (0.1, (None, 0.1)), (20, (20, 0.03))):
         recipe = convert(LEAST["TRL"] | {"warmup_steps": value})[0]
         assert (recipe.warmup_steps, recipe.warmup_ratio) == expected
+    for none in ({"warmup_steps": 0}, {"warmup_ratio": 0}):
+        assert convert(LEAST["Axolotl"] | none)[0].warmup_ratio == 0
+    listed = reports(LEAST["TRL"] | {"eval_steps": 0.1, "save_steps": 50})
+    assert (listed["eval_steps"][0], listed["save_steps"][0]) == ("not carried over", "carried over")
 
 
 def test_no_limit_of_length_stays_none():
@@ -236,6 +240,9 @@ def test_qlora_in_4_bits_is_carried_over():
 def test_overrides_replace_settings_and_processes_multiply_the_batch():
     recipe = convert(LEAST["LLaMA-Factory"], "dataset.path=mine.jsonl", "lora_r=64", "launch.num_processes=4")[0]
     assert (recipe.dataset.path, recipe.lora_r, recipe.effective_batch_size) == ("mine.jsonl", 64, 8 * 4)
+    for override in ("launch=ddp", "method=[a]"):
+        with pytest.raises(RecipeError, match=override.partition("=")[0]):
+            convert(LEAST["LLaMA-Factory"], override)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +275,7 @@ def test_a_recipe_with_other_tools_keys_stays_a_recipe():
     [
         ("val_size", "dataset.test_split_size"), ("max_samples", "dataset.max_rows"), ("deepspeed", "launch.strategy"),
         ("logging_steps", "every step is logged"), ("lorar", "did you mean 'lora_r'"), ("bananas", "lists the settings"),
+        ("project_name", "lists the settings"),
     ],
 )  # fmt: skip
 def test_hints_are_right_or_absent(key, hint):
@@ -282,7 +290,7 @@ def test_a_token_of_the_vocabulary_is_no_secret(key):
         parse_recipe(f'model: x\ndataset: d\n{key}: "<|endoftext|>"\n')
     assert "secret" not in str(error.value) and key in str(error.value)
     with pytest.raises(RecipeError, match="secrets don't belong"):
-        parse_recipe("model: x\ndataset: d\nhub_token: abc\n")
+        parse_recipe("model: x\ndataset: d\nhub_token: 12345\n")
 
 
 # -- YAML 1.1 in their files

@@ -122,12 +122,15 @@ def test_an_arm_that_does_not_fit_is_named_and_has_no_run(tmp_path, monkeypatch)
 
 def test_a_journal_that_ends_in_half_a_line_is_read_and_a_damaged_one_is_an_error(tmp_path):
     study = optuna.create_study(storage=storage_in(tmp_path), study_name="sweep")
-    study.set_user_attr("steps", 8)
+    for fact, value in {"steps": 8, "arms": 0}.items():
+        study.set_user_attr(fact, value)
     journal = tmp_path / JOURNAL
     whole = journal.read_bytes()
     journal.write_bytes(whole + b'{"op_code": 4, "wor')
     assert open_sweep(tmp_path).study.user_attrs["steps"] == 8
-    for damaged in (b"", b"\0" * 100 + b"\n" + whole, whole[20:], b"[]\n", whole.replace(b"steps", b"stops")):
+    other_facts = [whole.replace(b"steps", b"stops"), whole.replace(b'"arms":0', b'"arms":2')]
+    assert whole not in other_facts
+    for damaged in (b"", b"\0" * 100 + b"\n" + whole, whole[20:], b"[]\n", *other_facts):
         journal.write_bytes(damaged)
         with pytest.raises(CommandError, match="is damaged"):
             open_sweep(tmp_path)

@@ -5,7 +5,7 @@ import pytest
 from finetune.cli.sweep import split_overrides
 from finetune.errors import CommandError, RecipeError
 from finetune.recipe import load_recipe
-from finetune.sweep.train import grid, rates_around
+from finetune.sweep.train import create_sweep, grid, rates_around
 
 
 def parse(overrides):
@@ -24,6 +24,11 @@ def test_a_wrong_value_and_too_many_are_refused():
         split_overrides(["lora_r=16,many"], parse)
     with pytest.raises(CommandError, match="65 combinations are more than 64"):
         split_overrides([f"lora_r={','.join(map(str, range(1, 66)))}"], parse)
+
+
+def test_arms_in_several_processes_are_refused_before_anything_is_planned():
+    with pytest.raises(CommandError, match="in one process"):
+        create_sweep(lambda values: parse(["launch.num_processes=2", "per_device_train_batch_size=4"]), {})
 
 
 def test_the_rates_around_the_advice_are_half_a_decade_apart():

@@ -2,17 +2,14 @@
 
 import copy
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lean_models import FAMILIES, adapter_gradients, cast, error, fill_adapters, gradients, model_of, tokens
 from peft import get_peft_model_state_dict
 from tiny_training import BASES, adapted, autocast, batch, forecast_saved_bytes, saved_bytes, settings_for
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.layers import lean_functions as functions
 from finetune.layers import rotary
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.lean_layers import gated_parts, lean_summary, make_lean, norm_form, undo_lean
@@ -57,35 +54,6 @@ def test_rope_is_lean_in_16_bit_wherever_the_summary_has_it(family, monkeypatch)
     gradients(model, tokens(), torch.bfloat16, lean=True)
     lean_layers = sum("1 RoPE" in lean_summary(layer) for layer in decoder_layers(model))
     assert len(calls) == 4 * lean_layers  # of q and k, forward and backward
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
-def test_the_fused_norm_gives_no_worse_gradients(family, monkeypatch):
-    definition = torch._decomp.decomposition_table[torch.ops.aten._fused_rms_norm_backward.default]  # no kernel on a processor
-    model = model_of(family)
-    rounded, reference = cast(model, torch.bfloat16), gradients(cast(model, torch.float64), tokens(), torch.float64)
-    separate = [gradients(*arguments, lean=True) for arguments in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
-    monkeypatch.setattr(functions, "_is_fused", lambda x, weight, form: weight.dtype == x.dtype and not form.plus_one)
-    monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm_backward", definition)
-    fused = [gradients(*arguments, lean=True) for arguments in ((model, tokens()), (rounded, tokens(), torch.bfloat16))]
-    assert 0 < error(fused[0], separate[0]) <= 1e-6
-    off = [error(arguments, reference) for arguments in (fused[1], separate[1])]
-    assert off[0] <= 1.05 * off[1]
-
-
-def test_on_a_card_torchs_norm_is_called_where_it_is_switched_on(monkeypatch):
-    def names(switched_on):
-        monkeypatch.setattr(functions, "FUSED_NORM", switched_on)
-        with FakeTensorMode(), Operators() as seen:
-            x, weight = (torch.ones(*shape, 64, device="cuda", dtype=torch.bfloat16) for shape in ((2, 8), ()))
-            context = SimpleNamespace(save_for_backward=lambda *tensors: setattr(context, "saved_tensors", tensors))
-            with torch.no_grad():  # without a card torch has no thread for its backward
-                functions.RmsNorm.forward(context, x, weight, 1e-6, functions.NormForm(False, False))
-                functions.RmsNorm.backward(context, torch.ones_like(x))
-        return [name for name in seen.names if "norm" in name]
-
-    assert names(False) == ["linalg_vector_norm"]
-    assert names(True)[-1] == "_fused_rms_norm_backward" and "linalg_vector_norm" not in names(True)
 
 
 class Operators(TorchDispatchMode):
