@@ -34,7 +34,7 @@ from finetune.card.card import Card  # noqa: E402
 from finetune.card.find import catalogue as gpus  # noqa: E402
 from finetune.model.catalogue import catalogue as models  # noqa: E402
 from finetune.planner.shape import shape_of  # noqa: E402
-from finetune.planner.speed import Batches, Job, Timing, time_step  # noqa: E402
+from finetune.planner.speed import FP32_SHARE, Batches, Job, Timing, time_step  # noqa: E402
 from finetune.planner.strategy import Strategy  # noqa: E402
 from finetune.recipe import recipe_from  # noqa: E402
 from finetune.settings.base_formats import BITS_16, NF4, BaseFormat  # noqa: E402
@@ -42,8 +42,6 @@ from finetune.settings.base_formats import BITS_16, NF4, BaseFormat  # noqa: E40
 REFERENCE = Path(__file__).resolve().parent / "reference"
 #: Published fp32 rates without tensor cores in FLOP/s: torch computes fp32 matrix products so unless TF32 is switched on.
 FP32_FLOPS = {"t4": 8.1e12, "a100-80gb": 19.5e12, "a100-40gb": 19.5e12}
-#: Share of it that large products reach, as a step's do.
-FP32_SHARE = 0.6
 #: Measurements that differ by less than this share have no order: repeated rows differ by as much.
 NOISE = 0.15
 

@@ -47,7 +47,18 @@ from blocks.plans import (
     plan_of,
     recipes,
 )  # fmt: skip
-from blocks.reference import cards, events, exits, families, model_types, other_tools, picture_types, plan_json, settings
+from blocks.reference import (
+    cards,
+    chat_formats,
+    events,
+    exits,
+    families,
+    model_types,
+    other_tools,
+    picture_types,
+    plan_json,
+    settings,
+)
 
 #: Columns of the terminal that the plans are printed for.
 WIDTH = 118
@@ -58,6 +69,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "other-tools": other_tools,
     "exit-codes": exits,
     "cards": cards,
+    "chat-formats": chat_formats,
     "events": events,
     "plan-json": plan_json,
     "families": families,

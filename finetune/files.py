@@ -33,20 +33,35 @@ MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 100
 #: Of a safetensors file: https://github.com/huggingface/safetensors#format
 MAX_HEADER_BYTES = 100_000_000
+#: What messages say of a file that can't be used, and what to do.
+IS_LFS_POINTER, LFS_FIX = "is a pointer of git-lfs, not the file", "git lfs pull"
+IS_GGUF = "is a GGUF file, which can't be trained"
+GGUF_FIX = "Give the model that it was made from, and make a GGUF file of the result: finetune export RUN --to gguf"
 
 
-def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
-    """The values of a JSON file that anybody may have written.
+def expanded(path_text: str) -> Path:
+    """Return the path with `~` expanded, or unchanged if the user is unknown."""
+    return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
-    Raises OSError, also for what is no regular file (a FIFO would wait), and ValueError for one that is too large, is no JSON,
-    has another checksum than its content (unless it `may_be_edited`), or has values of another `kind`.
-    """
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file. Raises OSError, also for other files (FIFOs wait), and ValueError if it is larger."""
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes:,} bytes")
+    return content
+
+
+def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
+    """The values of a JSON file that anybody may have written.
+
+    Raises what `read_limited` raises, and ValueError for one that is no JSON, has another checksum than its content (unless it
+    `may_be_edited`), or has values of another `kind`.
+    """
+    content = read_limited(path, max_bytes)
     values = parse_json(content) if may_be_edited else parse_checked(content)
     if not isinstance(values, kind):
         raise ValueError(f"{type(values).__name__}, not {kind.__name__}")  # noqa: TRY004 - a fault of the file
@@ -94,7 +109,7 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(8), "little")
     content = file.read(length) if length <= MAX_HEADER_BYTES else b""
     if not content or len(content) < length:
-        raise ValueError("no safetensors file, or cut off")
+        raise ValueError("truncated, or no safetensors file")
     header = parse_json(content)
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")  # noqa: TRY004 - a fault of the file
@@ -111,6 +126,14 @@ def _is_tensor(entry: Any) -> bool:
     if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         return False
     return all(type(size) is int and size >= 0 for size in (*shape, *offsets)) and offsets[0] <= offsets[1]
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the short text that git-lfs leaves in its place. Raises OSError."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(23) == b"version https://git-lfs"
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:

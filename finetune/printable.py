@@ -1,8 +1,12 @@
-"""Untrusted text as a terminal or a log may show it."""
+"""Text that is shown: messages about work that goes on, and untrusted text as a terminal or a log may show it."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+
+#: Shows a message about work that goes on.
+Progress = Callable[[str], None]
 
 
 def printable(text: str) -> str:

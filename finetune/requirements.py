@@ -38,13 +38,12 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def packages(requirements: list[str] | None = None, extra: str = "") -> list[Package]:
-    """Each requirement for this platform and `extra` with its installed version; by default finetune's own.
+def packages(extra: str = "") -> list[Package]:
+    """Each requirement of finetune for this platform and `extra` with its installed version.
 
     Raises importlib.metadata.PackageNotFoundError when finetune is run from its source and not installed.
     """
-    wanted = requirements if requirements is not None else metadata.requires(DISTRIBUTION) or []
-    parsed = [Requirement(text) for text in wanted]
+    parsed = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
     return [Package(item, installed_version(item.name)) for item in needed]
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -46,6 +47,19 @@ def exec_command(command: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, too, which ends in its own way
         return process.wait()
     return os.execv(command[0], command)
+
+
+@contextlib.contextmanager
+def caught_interrupts() -> Iterator[list[int]]:
+    """Yield the list of the SIGINTs and SIGTERMs so far, which have no other effect inside the block."""
+    numbers: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous_handlers = [signal.signal(number, lambda number, _: numbers.append(number)) for number in signals]
+    try:
+        yield numbers
+    finally:
+        for number, handler in zip(signals, previous_handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def ignore_hangup() -> None:

@@ -84,6 +84,27 @@ def home(request, tmp_path_factory, monkeypatch, forecasts):
         os.environ.update(environment)
 
 
+class Shown(str):
+    """What a command printed, as one line; `out` and `err` are as printed."""
+
+    out = err = ""
+
+
+@pytest.fixture
+def finetune(monkeypatch, capsys):
+    """finetune(*arguments) -> exit code and what was printed."""
+    from finetune.cli import main
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["finetune", *map(str, arguments)])
+        code, printed = main(), capsys.readouterr()
+        shown = Shown(" ".join("".join(printed).split()))
+        shown.out, shown.err = printed
+        return code, shown
+
+    return call
+
+
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
 LONGEST = (
     "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",

@@ -60,10 +60,11 @@ class Task:
     def end(self) -> bool:
         """Ask the running command to end; False when none is running."""
         status = self.status()
-        if status is None or status["state"] != "running" or status["process"]["pid"] == os.getpid():  # it is not there yet
+        if status is None or status["state"] != "running":
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(status["process"]["pid"]).children(recursive=True):
+            process = psutil.Process(status["process"]["pid"])
+            for child in process.children(recursive=True) or [process]:
                 child.terminate()
         return True
 
@@ -86,14 +87,17 @@ class Tasks:
         status = task.status()
         if status and status["state"] == "running":
             raise CommandError(f"finetune {verb} is already running on {run.path.name}")
+        self.begin(task, verb, str(run.path), *options, "--json")
+        return task
+
+    def begin(self, task: Task, *arguments: str) -> None:
+        """Start a command of `finetune` as this task."""
         task.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
-        arguments = [verb, str(run.path), *options, "--json"]
-        status = {"state": "running", "command": f"finetune {shell_join(arguments)}", "began_s": time.time()}
-        write_json(task.path / "status.json", {**status, "process": process_record(os.getpid())})
-        detach(self._workspace, ".background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
-        return task
+        status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
+        process = detach(self._workspace, ".background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
+        write_json(task.path / "status.json", {**status, "process": process_record(process)})
 
 
 def _read(path: Path, most: int = 2**26) -> str:

@@ -39,11 +39,12 @@ class Question(Event, kind="question"):
 
 
 class Piece(Event, kind="piece"):
-    """The next piece of an answer that is being generated."""
+    """The next piece of an answer that is being generated, and of its thought."""
 
     id: str
     model: Model
     text: str
+    thought: str = ""
 
 
 class Answer(Event, kind="answer"):
@@ -56,6 +57,7 @@ class Answer(Event, kind="answer"):
     tokens_per_s: float | None = None
     stopped: bool = False
     calls: tuple[dict[str, Any], ...] = ()
+    thought: str = ""
 
 
 class Done(Event, kind="done"):
@@ -70,17 +72,19 @@ KINDS: dict[str, type[Event]] = {event.kind: event for event in (Question, Piece
 
 @dataclass
 class Turn:
-    """A question with its answers so far. `partial`: text of answers that are being generated."""
+    """A question with its answers so far. `partial`: answers that are being generated."""
 
     question: Question
     answers: dict[Model, Answer] = field(default_factory=dict)
-    partial: dict[Model, str] = field(default_factory=dict)
+    partial: dict[Model, Piece] = field(default_factory=dict)
     done: Done | None = None
 
     def add(self, event: Piece | Answer | Done) -> None:
         match event:
             case Piece():
-                self.partial[event.model] = self.partial.get(event.model, "") + event.text
+                before = self.partial.get(event.model, Piece(id=event.id, model=event.model, text=""))
+                text, thought = before.text + event.text, before.thought + event.thought
+                self.partial[event.model] = Piece(id=event.id, model=event.model, text=text, thought=thought)
             case Answer():
                 self.answers[event.model] = event
                 self.partial.pop(event.model, None)

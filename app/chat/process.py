@@ -120,7 +120,7 @@ class Conversation:
     def _answer(
         self, model: Model, request: dict[str, Any], question: Question, pieces: _Pieces, stopped: Callable[[], bool]
     ) -> Answer:
-        from finetune.evaluate.call_stream import stream_answer
+        from finetune.evaluate.answer_stream import stream_answer
         from finetune.model.generate import Sampling
 
         added = kept_pictures(self._folder, question.pictures)
@@ -132,14 +132,15 @@ class Conversation:
             self._answerer.require_vision()
         with self._answerer.using(model):
             reply, answer = stream_answer(
-                self._answerer, [*system, *messages], pieces.add, reader=self._answerer.reader, pictures=pictures,
+                self._answerer, [*system, *messages], pieces.add, tools=(), pictures=pictures,
                 max_new_tokens=int(request["max_new_tokens"]), stopped=stopped,
                 sampling=Sampling(request.get("temperature", 0.0), request.get("top_p", 1.0), request.get("seed", 0)),
             )  # fmt: skip
-        self._messages[model], self._pictures[model] = [*messages, assistant_message(answer.text, answer.calls)], pictures
+        self._messages[model] = [*messages, assistant_message(answer.text, answer.calls, answer.thought)]
+        self._pictures[model] = pictures
         return Answer(
             id=question.id, model=model, text=answer.text, tokens=reply.tokens, tokens_per_s=reply.tokens_per_s,
-            stopped=reply.stopped, calls=tuple(answer.calls),
+            stopped=reply.stopped, calls=tuple(answer.calls), thought=answer.thought,
         )  # fmt: skip
 
     def _restore(self, path: Path) -> None:
@@ -150,7 +151,8 @@ class Conversation:
                 question = questions[event.id]
                 pictures = kept_pictures(self._folder, question.pictures)
                 self._messages[event.model] += [
-                    message_with_pictures(question.text, len(pictures)), assistant_message(event.text, event.calls)
+                    message_with_pictures(question.text, len(pictures)),
+                    assistant_message(event.text, event.calls, event.thought),
                 ]  # fmt: skip
                 self._pictures[event.model] += pictures
 
@@ -160,15 +162,16 @@ class _Pieces:
 
     def __init__(self, writer: EventWriter, identity: str, model: Model) -> None:
         self._writer, self._identity, self._model = writer, identity, model
-        self._waiting, self._written = "", time.monotonic()
+        self._waiting, self._written = ["", ""], time.monotonic()  # the answer's text, and its thought's
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, is_thought: bool) -> None:
         """Write the text with the pieces that wait, unless something was written just now."""
-        self._waiting += text
+        self._waiting[is_thought] += text
         now = time.monotonic()
         if now - self._written >= _PIECE_S:
-            self._writer.emit(Piece(id=self._identity, model=self._model, text=self._waiting))
-            self._waiting, self._written = "", now
+            answer, thought = self._waiting
+            self._writer.emit(Piece(id=self._identity, model=self._model, text=answer, thought=thought))
+            self._waiting, self._written = ["", ""], now
 
 
 if __name__ == "__main__":

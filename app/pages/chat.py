@@ -214,14 +214,17 @@ def _conversation(turns: list[Turn], pictures: Callable[[Sequence[str]], str] = 
 def _answer_column(turn: Turn, model: Model) -> str:
     answer = turn.answers.get(model)
     if answer is None:
-        so_far = inert(turn.partial.get(model, ""), 20_000)
+        piece = turn.partial.get(model)
+        thought, so_far = (piece.thought, inert(piece.text, 20_000)) if piece else ("", "")
         waiting = "" if so_far else f" {tr('waiting')}"
         text = (so_far or tr("no answer")) if turn.done else f'{so_far}<span class="ft-busy"></span>{waiting}'
         below = ""
     else:
+        thought = answer.thought
         text = inert(answer.text, 20_000) or ("" if answer.calls else f"<em>{tr('empty answer')}</em>")
         below = f'{"".join(map(_call, answer.calls))}<small class="ft-note">{_pace(answer)}</small>'
-    return f'<div class="ft-turn {model}"><b>{tr(model)}</b><p>{text}</p>{below}</div>'
+    thinking = f'<p class="ft-faint">{inert(thought, 20_000)}</p>' if thought else ""
+    return f'<div class="ft-turn {model}"><b>{tr(model)}</b>{thinking}<p>{text}</p>{below}</div>'
 
 
 def _pace(answer: Answer) -> str:

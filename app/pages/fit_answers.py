@@ -154,7 +154,7 @@ class FitAnswers:
         complete = write_recipe(edited.recipe) == self._compared
         parts = {
             "trouble": (plan_view.blocker_note(blocked) if blocked else "") + plan_view.data_note(plan),
-            "verdict": fit_view.verdict(plan, blocked=_is_fault(blocked)), "ledger": fit_view.memory(plan),
+            "verdict": fit_view.verdict(plan, blocked=bool(blocked and not blocked.elsewhere)), "ledger": fit_view.memory(plan),
             "facts": fit_view.facts(plan), "smaller": fit_view.smaller(plan), "reasons": choices_view.chosen(plan),
             "alternatives": choices_view.other_plans(plan, complete=complete),
             "ready": fit_view.ready(plan, _obstacle(blocked)),
@@ -183,7 +183,3 @@ def _obstacle(blocked: Blocker | None) -> str:
     if blocked is None:
         return ""
     return tr("Planned for another machine." if blocked.elsewhere else blocked.title)
-
-
-def _is_fault(blocked: Blocker | None) -> bool:
-    return blocked is not None and not blocked.elsewhere

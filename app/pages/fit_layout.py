@@ -57,21 +57,12 @@ class Largest:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """The button that measures what quantising costs, where the answer is shown, and the timer that follows it."""
-
-    button: Any
-    answer: Any
-    timer: Any
-
-
-@dataclass(frozen=True)
 class Layout:
     """Components with a handler, by what they are for."""
 
     card: Any
     largest: Largest
-    measure: Measure
+    measure: list[Any]
     force: Any
     start: Any
     progress: Any
@@ -125,7 +116,9 @@ def _middle() -> dict[str, Any]:
                         elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
                     _part(f"{identity}-bars")
-            largest, measure = _largest(), _measure()
+            largest = _largest()
+            button = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
+            measure = [button, show(elem_id="fit-measured"), gr.Timer(1.0, active=False)]
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show(lambda: _headed(mark("Other plans"), tr("The same settings, other ways to fit.")))
             _part("alternatives")
@@ -145,11 +138,6 @@ def _largest() -> Largest:
     with gr.Row(elem_classes="ft-largest"):
         buttons = {name: gr.Button(SETTING_NAMES[name], size="sm", elem_id=f"fit-largest-{name}") for name in LARGEST}
     return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
-
-
-def _measure() -> Measure:
-    button = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
-    return Measure(button, show(elem_id="fit-measured"), gr.Timer(1.0, active=False))
 
 
 def _bottom() -> dict[str, Any]:

@@ -272,7 +272,8 @@ class _View:
             _evaluations(run, tasks.of(run, "eval"), _ORDERS[order]),
             _reports(run, tasks.of(run, "report"), tasks.of(run, "compare")),
             _task("merge", tasks.of(run, "merge")), _pushed(tasks.of(run, "push")),
-            _exported(tasks.of(run, "export")), _serving(run),
+            _exported(tasks.of(run, "export")),
+            note(tr("Type {command}.", command=f"finetune serve {shlex.quote(run.path.name)}")),
         ]  # fmt: skip
 
 
@@ -334,10 +335,6 @@ def _exported(task: Task) -> str:
         n=f"{check['same_answers']:,}", rows=f"{check['rows']:,}",
     )  # fmt: skip
     return note(summary) + table([tr("name"), tr("value")], files, tr("Exported files"), hidden_caption=True)
-
-
-def _serving(run: RunDirectory) -> str:
-    return note(tr("Type {command}.", command=f"finetune serve {shlex.quote(run.path.name)}"))
 
 
 def _named(names: Iterable[str]) -> list[tuple[str, str]]:

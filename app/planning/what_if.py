@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,14 +124,12 @@ class Outcomes:
             if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
                 self._file, self._offset, self._known = (stat.st_dev, stat.st_ino), 0, {}
             file.seek(self._offset)
-            for line in _whole_lines(file.read()):
+            for line in file.read().splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break  # it is being written
                 self._offset += len(line)
                 values = json.loads(line)
                 self._known[values.pop("recipe")] = values
-
-
-def _whole_lines(text: bytes) -> Iterator[bytes]:
-    return (line for line in text.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
 def _key(recipe: Recipe) -> str:

@@ -101,17 +101,14 @@ def models_table(models: Sequence[ModelFile], root: Path) -> str:
     rows = [
         [
             Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, tr(model.kind),
-            format_bytes(model.bytes), model.score, _place(model.path, root),
+            format_bytes(model.bytes), model.score,
+            model.path.relative_to(root).as_posix() if model.path.is_relative_to(root) else str(model.path),
             Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=chat">{tr("Chat")}</a>'),
         ]
         for model in models
     ]  # fmt: skip
     columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", tr("Where"), tr("Try")]
     return f'{title}<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
-
-
-def _place(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
 def _size(paths: Iterable[Path]) -> int:

@@ -194,15 +194,14 @@ def next_steps(live: LiveRun, state: RunState) -> str:
 
 def failure(live: LiveRun, state: RunState) -> str:
     """One card instead of the figures: what happened, why, at which step, and what to press."""
-    resume = _resume_label(live)
-    if state.state == "diverged":
+    first = ""
+    if state.state == "diverged" and live.plan().settings.dtype != "float16":
         rate = live.plan().settings.learning_rate / 2
         label = tr("New run with half the rate, {rate}", rate=f"{rate:.2g}")
-        buttons = _button(label, "half", "primary") + _button(resume, "resume")
-    elif state.state == "failed" and OutOfMemory.kind in live.digest.newest:
-        buttons = _button(tr("New run with other settings"), "duplicate", "primary") + _button(resume, "resume")
-    else:
-        buttons = _button(resume, "resume", "primary")
+        first = _button(label, "half", "primary")
+    elif state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest):
+        first = _button(tr("New run with other settings"), "duplicate", "primary")
+    buttons = first + _button(_resume_label(live), "resume", "" if first else "primary")
     link = f'<a class="ft-button" href="{_address(live, "log")}" data-tab="log">{tr("Open the log")}</a>'
     return (
         f'<section class="ft-box ft-failure" role="alert">{explanation_of(live, state)}'
@@ -219,7 +218,7 @@ def explanation_of(live: LiveRun, state: RunState) -> str:
         heading = tr("Out of memory at step {step}" if step else "Out of memory in the first step", step=f"{step + 1:,}")
         heading = tr(_OUT_OF_MEMORY[event.phase]) if event.phase in _OUT_OF_MEMORY else heading
         why = " ".join(map(as_on_page, explanation_lines(event)))
-    if state.state == "diverged":
+    if state.state == "diverged" and live.plan().settings.dtype != "float16":
         why += f" {tr('A lower learning rate is the usual remedy.')}"
     return f"<h2>{inert(heading)}</h2><p>{inert(why)}</p>"
 

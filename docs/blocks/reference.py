@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import enum
+import re
 import textwrap
 import types
 import typing
+from pathlib import Path
 
 from blocks.page import GIB, ROOT, markdown
 
@@ -165,6 +167,48 @@ def cards() -> str:
         capability = ".".join(map(str, card.capability)) if card.capability else "unknown"
         rows.append([f"`{name}`", f"{card.total_bytes / GIB:.2f}", f"{card.free_bytes / GIB:.2f}", capability])
     return markdown(("card", ">memory, GiB", ">taken as free, GiB", ">compute capability"), rows)
+
+
+#: Special tokens in the text of a chat template.
+_MARK = re.compile(
+    r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<\|tool_response>"
+)
+
+
+def chat_formats() -> str:
+    """What each chat template that TRL ships writes around an answer and a thought, as it is learned from the template."""
+    import trl
+    from transformers import AutoTokenizer
+
+    from finetune.bundled import model_path
+    from finetune.data.checks import BadRow
+    from finetune.data.template import Template
+
+    files = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files if not file.stem.endswith("_training")}
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
+    marks = sorted({mark for text in texts.values() for mark in _MARK.findall(text)})
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": marks})
+    families: dict[tuple[str, ...], list[str]] = {}
+    for name, text in texts.items():
+        tokenizer.chat_template = text
+        template = Template(tokenizer)
+        form = template.format
+        try:
+            template.render([{"role": "user", "content": "a question"}])
+        except BadRow:
+            continue  # it takes lists of parts, such as pictures
+        thought = _code(f"{form.marks[0].opening}...{form.marks[0].closing}")
+        written = form.writes_thought
+        thoughts = thought if written[False] else f"before calls: {thought}" if written[True] else "not written"
+        calls = ", ".join(map(_code, form.call_openings)) or "not written"
+        families.setdefault((_code(form.before_answer), thoughts, calls), []).append(f"`{name}`")
+    rows = [(", ".join(names), *row) for row, names in families.items()]
+    return markdown(("template", "before an answer without a thought", "a thought", "a call begins with"), rows)
+
+
+def _code(text: str) -> str:
+    return f"`{text.strip()}`".replace("\n", "⏎") if text.strip() else "nothing"
 
 
 def model_types() -> str:

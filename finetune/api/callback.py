@@ -49,7 +49,7 @@ class MemoryCallback(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the explanation back."""
         vars(self._trainer).pop("training_step", None)
 

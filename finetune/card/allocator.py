@@ -29,14 +29,14 @@ class AllocatorSettings:
         return {"PYTORCH_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in values.items())} if values else {}
 
 
-def has_windows_driver(system: str = sys.platform) -> bool:
+def has_windows_driver() -> bool:
     """Native Windows or WSL: only there the driver falls back to host memory when the card is full."""
-    return system == "win32" or (system == sys.platform and "microsoft" in platform.release().lower())
+    return sys.platform == "win32" or "microsoft" in platform.release().lower()
 
 
-def expandable_segments(system: str = sys.platform) -> bool:
+def expandable_segments() -> bool:
     """Whether a run on this system gets expandable segments: not on native Windows, nor under WSL (pytorch#192330)."""
-    return not has_windows_driver(system)
+    return not has_windows_driver()
 
 
 def usual_settings() -> AllocatorSettings:

@@ -10,8 +10,8 @@ class Card:
     """Facts of one card. Bytes and FLOP per second; unknown is None.
 
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less the usual
-    use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops` and
-    `bandwidth_bytes_s` are published rates; of them training steps reach `flops_share` (in large matrix products: 140 of 165
+    use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops`, `fp32_flops` (cards without bf16)
+    and `bandwidth_bytes_s` are published rates; training steps reach `flops_share` (in large matrix products: 140 of 165
     TFLOP/s on a 4090) and `bandwidth_share`. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
     card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
     """
@@ -21,6 +21,7 @@ class Card:
     free_bytes: int
     capability: tuple[int, int] | None = None
     bf16_flops: float | None = None
+    fp32_flops: float | None = None
     bandwidth_bytes_s: float | None = None
     flops_share: float = 0.85
     bandwidth_share: float = 1.0

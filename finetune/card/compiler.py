@@ -18,13 +18,12 @@ def find_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def compiler_problem(include: str | None = None) -> str:
-    """Compile an extension; why that failed, or empty. `include`: where Python.h is."""
+def compiler_problem() -> str:
+    """Compile an extension; why that failed, or empty."""
     compiler = find_compiler()
     if compiler is None:
         return "no C compiler"
-    headers = include or sysconfig.get_paths()["include"]
-    name = Path(compiler).name
+    headers, name = sysconfig.get_path("include"), Path(compiler).name
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.c"
         source.write_text(_EXTENSION, encoding="utf-8")

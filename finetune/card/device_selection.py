@@ -30,7 +30,7 @@ def cards_here() -> list[tuple[str, str]]:
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
-def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, processes: int = 1) -> Choice:
+def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: int) -> Choice:
     """Return the GPU to plan for: visible to this process, and accepted by `wanted`.
 
     It is the fastest GPU among the ones with about the most free memory. Several `processes` use the first GPUs; the plan is
@@ -40,14 +40,28 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()
     except DriverError as error:
+        fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD}" if in_container() else _NO_CARD
         raise NoCard(
             f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({driver_message(error)})",
-            _driver_fix(error, nvidia.CONTAINER_FIX),
+            f"The driver was updated: restart the machine. {_NO_CARD}" if error.was_updated else fix,
         ) from None
     allowed = visible(devices)
     candidates = [device for device in allowed if wanted is None or wanted(device)]
+    if not devices and lost_cards:
+        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
+        raise NoCard(f"gpu: {gpu}, but no GPU can be used: {cards}", f"{lost_cards[0].fix} {_NO_CARD}")
+    if not devices:
+        raise NoCard(f"gpu: {gpu}, but the driver sees no card", _NO_CARD)
     if not candidates:
-        raise NoCard(*_no_card(gpu, devices, lost_cards, allowed, [device for device in devices if wanted and wanted(device)]))
+        described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
+        machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
+        hidden = [device for device in devices if wanted and wanted(device)]
+        if allowed and not hidden:
+            fix = "Set gpu=auto, or the number of one of these cards."
+            raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
+        hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
+        setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
+        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}.")
     least_free = SIMILAR * max(device.free_bytes for device in candidates)
     emptiest = [device for device in candidates if device.free_bytes >= least_free]
     fastest = max(device.speed for device in emptiest)
@@ -58,29 +72,6 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None = None, proc
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
-
-
-def _driver_fix(error: DriverError, container_fix: str) -> str:
-    if error.was_updated:
-        return f"The driver was updated: restart the machine. {_NO_CARD}"
-    return f"{container_fix} {_NO_CARD}" if in_container() else _NO_CARD
-
-
-def _no_card(
-    gpu: str, devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...], allowed: tuple[Device, ...], hidden: list[Device]
-) -> tuple[str, str]:
-    if not devices and lost_cards:
-        cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
-        return f"gpu: {gpu}, but no GPU can be used: {cards}", f"{lost_cards[0].fix} {_NO_CARD}"
-    if not devices:
-        return f"gpu: {gpu}, but the driver sees no card", _NO_CARD
-    described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
-    machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
-    setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
-    if not allowed or hidden:
-        hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
-        return f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}."
-    return f"gpu: {gpu}, but this machine has {machine_cards}", "Set gpu=auto, or the number of one of these cards."
 
 
 def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...]) -> str:
@@ -96,14 +87,9 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
     return reason + "".join(f"; card {card.index} can't be used ({card.why})" for card in lost_cards)
 
 
-def torch_build() -> Build:
-    """The torch that a run will import."""
-    import torch
-
-    return Build(torch.__version__, torch.version.cuda, torch.version.hip)
-
-
 def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:
     """Why the installed torch can't use this GPU with this driver, and the fix; else None."""
-    build = torch_build()
+    import torch
+
+    build = Build(torch.__version__, torch.version.cuda, torch.version.hip)
     return nvidia.build_problem(build, driver) or nvidia.capability_problem(build, name, capability)

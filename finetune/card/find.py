@@ -19,8 +19,8 @@ from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
-#: CUDA context and its uncertainty in bytes, for a card neither measured nor in the catalogue.
-ASSUMED_CONTEXT = (round(0.4 * GIB), round(0.25 * GIB))
+#: What is assumed of a card neither measured nor in the catalogue: the CUDA context and its uncertainty.
+UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_bytes=round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, or (the beginning of) its UUID.
@@ -44,17 +44,22 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
     if wanted == "cpu":
         card = host_card()
     elif wanted == "auto" or _DEVICE_ID.fullmatch(wanted):
-        accepts = None if wanted == "auto" else lambda device: _is_device(device, wanted)
+        accepts = None if wanted == "auto" else lambda device: wanted == device.index or device.uuid.lower().startswith(wanted)
         card = _measured_card(choose_device(gpu, accepts, processes))
     else:
         card = _catalogue_card(gpu)
         if here:
-            card = _on_this_machine(card, processes)
+            try:
+                choice = choose_device(card.name, lambda device: _entry_of(device) == card.name, processes)
+            except RecipeError as error:
+                plan = f"To plan for it without training: finetune plan RECIPE --gpu {card.name}"
+                raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
+            card = _measured_card(choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
     if free_bytes is None:
         return card
-    if free_bytes <= 0 or free_bytes > card.total_bytes:
+    if not 0 < free_bytes <= card.total_bytes:
         raise CommandError(
             f"{format_bytes(free_bytes)} free is not possible: {card.name} has {format_bytes(card.total_bytes)}",
             f"Give a size up to {format_bytes(card.total_bytes)}.",
@@ -69,7 +74,7 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 def catalogue() -> dict[str, Card]:
     """Name -> Card for every card of the catalogue; `reason` names the sources of its numbers."""
-    return {name: _from_entry(name, entry) for name, entry in _entries().items()}
+    return {name: _from_entry(name) for name in _entries()}
 
 
 def catalogue_sizes() -> dict[str, int]:
@@ -77,8 +82,9 @@ def catalogue_sizes() -> dict[str, int]:
     return {name: entry["box_gb"] for name, entry in _entries().items()}
 
 
-def _from_entry(name: str, entry: dict[str, Any]) -> Card:
+def _from_entry(name: str) -> Card:
     """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
+    entry = _entries()[name]
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
@@ -86,6 +92,7 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
     return Card(
         name=name, total_bytes=total, free_bytes=total - used, capability=tuple(entry["capability"]),
         bf16_flops=entry["bf16_tflops"] * 1e12, bandwidth_bytes_s=entry["bandwidth_gb_s"] * 1e9,
+        fp32_flops=entry.get("fp32_tflops", 0) * 1e12 or None,
         pcie_bytes_s=entry["pcie_gb_s"] * 1e9, context_bytes=context, context_uncertainty_bytes=spread, source="catalogue",
         reason=f"catalogue: {format_bytes(total)} as torch sees it{desktop}; {entry['source']}",
         **entry.get("sustained", {}),
@@ -95,54 +102,38 @@ def _from_entry(name: str, entry: dict[str, Any]) -> Card:
 def _measured_card(choice: Choice) -> Card:
     """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
     device = choice.device
-    entry_name = _entry_of(device)
-    entry = _from_entry(entry_name, _entries()[entry_name]) if entry_name else None
+    name = _entry_of(device)
+    listed = _from_entry(name) if name else UNLISTED
     measured = measured_context(device.name)
-    catalogue_context = (entry.context_bytes, entry.context_uncertainty_bytes) if entry else ASSUMED_CONTEXT
-    context, spread = measured or catalogue_context
-    used = device.total_bytes - device.free_bytes
+    context, spread = measured or (listed.context_bytes, listed.context_uncertainty_bytes)
     holders = f" by {', '.join(device.holders[:4])}" if device.holders else ""
-    context_source = "measured here" if measured else "from the catalogue" if entry else "assumed"
+    context_source = "measured here" if measured else "from the catalogue" if name else "assumed"
     problem, fix = choice.problem or ("", "")
-    return Card(
-        name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
-        bf16_flops=entry.bf16_flops if entry else None, bandwidth_bytes_s=entry.bandwidth_bytes_s if entry else None,
-        pcie_bytes_s=device.pcie_bytes_s or (entry.pcie_bytes_s if entry else None), context_bytes=context,
-        **(_entries()[entry_name].get("sustained", {}) if entry_name else {}),
-        context_uncertainty_bytes=spread, source="measured",
+    return dataclasses.replace(
+        listed, name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
+        pcie_bytes_s=device.pcie_bytes_s or listed.pcie_bytes_s, context_bytes=context, context_uncertainty_bytes=spread,
+        source="measured",
         reason=f"this machine's: {format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free now, "
-        f"{format_bytes(used)} in use{holders}; CUDA context {context_source}{choice.reason}",
+        f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{choice.reason}",
         uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
 
 
-def _is_device(device: Device, wanted: str) -> bool:
-    """Whether an index, or the beginning of a UUID, is this device's."""
-    return device.index == wanted or (len(wanted) > 4 and device.uuid.lower().startswith(wanted))
-
-
 def _entry_of(device: Device) -> str | None:
     """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
-    wanted = _plain(device.name)
-    same_name = [name for name, entry in _entries().items() if _plain(entry["device"]) == wanted]
-    distance = {name: abs(_entries()[name]["total_gib"] * GIB / device.total_bytes - 1) for name in same_name}
-    same_memory = [name for name in same_name if distance[name] <= MEMORY_TOLERANCE]
-    return min(same_memory, key=lambda name: distance[name], default=None)
-
-
-def _on_this_machine(wanted: Card, processes: int) -> Card:
-    """The named card in this machine. Raises RecipeError when it is not there."""
-    try:
-        return _measured_card(choose_device(wanted.name, lambda device: _entry_of(device) == wanted.name, processes))
-    except RecipeError as error:
-        plan = f"To plan for it without training: finetune plan RECIPE --gpu {wanted.name}"
-        raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
+    differences = {
+        name: abs(entry["total_gib"] * GIB / device.total_bytes - 1)
+        for name, entry in _entries().items()
+        if _plain(entry["device"]) == _plain(device.name)
+    }
+    closest = min(differences, key=differences.__getitem__, default="")
+    return closest if closest and differences[closest] <= MEMORY_TOLERANCE else None
 
 
 def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces and dashes. Raises RecipeError with the closest names."""
     if name := _catalogue_name(gpu):
-        return _from_entry(name, _entries()[name])
+        return _from_entry(name)
     count, single = _split_count(gpu)
     if count > 1 and (name := _catalogue_name(single)):
         raise NoCard(f"gpu: '{gpu}' is {count} cards", f"Name one and say how many: gpu={name} launch.num_processes={count}")

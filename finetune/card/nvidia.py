@@ -98,36 +98,55 @@ DRIVER_FIX = "Install NVIDIA's driver and restart; give a container the GPU (doc
 LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | grep -i xid), often power, heat or a loose card."
 
 
+@contextlib.contextmanager
+def _driver_errors() -> Iterator[None]:
+    """NVML's errors as DriverError."""
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise DriverError(str(error), was_updated=isinstance(error, pynvml.NVMLError_LibRmVersionMismatch)) from None
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[None]:
+    with _driver_errors():
+        pynvml.nvmlInit()
+        try:
+            yield
+        finally:
+            pynvml.nvmlShutdown()
+
+
+@_session()
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
     """Return every usable GPU, and every unusable GPU with the reason."""
     devices: list[Device] = []
     lost_cards: list[LostCard] = []
-    with _session():
-        for number in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                card = pynvml.nvmlDeviceGetHandleByIndex(number)
-                if _is_split(card):
-                    fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
-                    lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
-                else:
-                    devices.append(_read(card, str(number)))
-            except pynvml.NVMLError as error:
-                lost_cards.append(LostCard(str(number), driver_message(error), LOST_FIX))
+    for number in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            card = pynvml.nvmlDeviceGetHandleByIndex(number)
+            if _is_split(card):
+                fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
+                lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
+            else:
+                devices.append(_read(card, str(number)))
+        except pynvml.NVMLError as error:
+            lost_cards.append(LostCard(str(number), driver_message(error), LOST_FIX))
     return tuple(devices), tuple(lost_cards)
 
 
+@_session()
 def driver_versions() -> Driver:
     """The driver's version and the newest CUDA (major, minor) it runs."""
-    with _session():
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    return pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10)
 
 
+@_driver_errors()
 def open_device(uuid: str) -> OpenDevice:
     """A GPU; NVML stays open until the process ends."""
-    with _driver_errors():
-        pynvml.nvmlInit()
-        return OpenDevice(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    pynvml.nvmlInit()
+    return OpenDevice(pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None:
@@ -169,13 +188,8 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     """
     for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
         built = (int(number[:-1]), int(number[-1]))
-        if feature == "a":
-            fits = built == capability
-        elif kind == "sm" or feature == "f":
-            fits = built[0] == capability[0] and built <= capability
-        else:
-            fits = built <= capability
-        if fits:
+        in_family = built[0] == capability[0] or (kind == "compute" and feature != "f")
+        if built == capability or (feature != "a" and in_family and built <= capability):
             return True
     return False
 
@@ -186,40 +200,21 @@ class OpenDevice:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
+    @_driver_errors()
     def memory(self) -> tuple[int, int, int]:
-        with _driver_errors():
-            return read_memory(self._handle)
+        return read_memory(self._handle)
 
+    @_driver_errors()
     def memory_of_processes(self) -> dict[int, int | None] | None:
-        with _driver_errors():
-            return memory_of_processes(self._handle)
+        return memory_of_processes(self._handle)
 
+    @_driver_errors()
     def temperature_c(self) -> float:
-        with _driver_errors():
-            return pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)
+        return pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU)
 
+    @_driver_errors()
     def power_w(self) -> float:
-        with _driver_errors():
-            return pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-
-
-@contextlib.contextmanager
-def _driver_errors() -> Iterator[None]:
-    """NVML's errors as DriverError."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        raise DriverError(str(error), was_updated=isinstance(error, pynvml.NVMLError_LibRmVersionMismatch)) from None
-
-
-@contextlib.contextmanager
-def _session() -> Iterator[None]:
-    with _driver_errors():
-        pynvml.nvmlInit()
-        try:
-            yield
-        finally:
-            pynvml.nvmlShutdown()
+        return pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
 
 
 def read_memory(handle: Any) -> tuple[int, int, int]:
@@ -264,9 +259,9 @@ def _read(card: Any, index: str) -> Device:
     total, free, _ = read_memory(card)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
     return Device(
-        name=_text(pynvml.nvmlDeviceGetName(card)), total_bytes=total, free_bytes=free, capability=(major, minor),
+        name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
         pcie_bytes_s=_pcie(card), holders=_holders(card, total - free), index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(card)), speed=_speed(card),
+        uuid=pynvml.nvmlDeviceGetUUID(card), speed=_speed(card),
     )  # fmt: skip
 
 
@@ -302,10 +297,6 @@ def _process(pid: int) -> str:
         return f"{psutil.Process(pid).name()} (pid {pid})"
     except psutil.Error:
         return f"pid {pid}"
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def in_container() -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
 import typer
@@ -20,19 +19,34 @@ cli = typer.Typer(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Command:
-    """A row of the table. `function`: MODULE.NAME in finetune.cli; it gets the parameters by name."""
+def command(
+    group: str, name: str, function: str, summary: str, parameters: list[Parameter], details: str = "", *examples: str,
+    hidden_alias: str = "",
+) -> None:  # fmt: skip
+    """Register a command. `function`: MODULE.NAME in finetune.cli; it gets the parameters by name.
 
-    group: str
-    name: str
-    function: str
-    summary: str
-    parameters: list[Parameter]
-    details: str = ""
-    examples: tuple[str, ...] = ()
-    hidden_alias: str = ""
-    alone: bool = False  # give the function `alone`, too: whether this process runs nothing else
+    If it takes `alone`, it gets that, too: whether this process runs nothing else.
+    """
+
+    def call(context: typer.Context, **options: Any) -> Any:
+        module, attribute = function.split(".")
+        run = getattr(import_module(f"finetune.cli.{module}"), attribute)
+        taken = signature(run).parameters
+        if "alone" in taken:
+            options["alone"] = bool(context.obj)
+        if "base_folder" not in taken and (folder := options.pop("base_folder", None)):
+            from finetune.run import directory, fingerprint
+
+            fingerprint.find_base(directory.open_run(options["source"]), folder)
+        return run(**options)
+
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    call.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
+    text = "\n\n".join([summary, details, *(f"Example:  finetune {example}" for example in examples)])
+    epilog = "Exit codes of all commands:  finetune --help"
+    cli.command(name, help=text, rich_help_panel=group, epilog=epilog)(call)
+    if hidden_alias:
+        cli.command(hidden_alias, help=f"The same as {name}.", hidden=True, epilog=epilog)(call)
 
 
 def argument(name: str, metavar: str, text: str, default: Any = None, kind: Any = str) -> Parameter:
@@ -67,237 +81,232 @@ RECIPE = [
 ]  # fmt: skip
 RUN_TEXT = "Run directory, its name, or 'latest'."
 RUN = [argument("source", "RUN", RUN_TEXT, "latest"), JSON]
+BASE = option("base_folder", "Folder of the base model, if it has moved; the run remembers it.", flags=("--model",))
 
-COMMANDS = (
-    Command(
-        START, "run", "run.run_recipe", "Plan, check, train and watch a run.",
-        [
-            *RECIPE,
-            flag("force", "Start even if the forecast says it does not fit."),
-            DETACH,
-            flag("measure", "First measure what int8 and NF4 cost on the held-out rows."),
-        ],
-        "Says how long it takes: by earlier runs here, after ten steps by its own. Ctrl-C stops after the step, with a "
-        "checkpoint.",
-        ("run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl"),
-        hidden_alias="train",  # what other tools call it
-        alone=True,
-    ),
-    Command(
-        START, "plan", "plan.show_plan", "Forecast memory and find the fastest settings that fit.",
-        [
-            *RECIPE,
-            option("gpu", "Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090."),
-            option("free", "Free memory to assume on the card, e.g. 22.1GiB."),
-            option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
-            option("images", "Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three."),
-            flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4."),
-        ],
-        "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure.\n\n"
-        "Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.",
-        (
-            "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
-            "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
-            "plan tiny-cpu --measure",
-        ),
-        alone=True,
-    ),
-    Command(
-        START, "data", "data.show_data", "Show what is trained on: rows, lengths, a marked example.", RECIPE,
-        "Exit codes: 0, or 4 when a run would refuse the rows.", ("data tiny-cpu --data rows.jsonl",), alone=True,
-    ),
-    Command(
-        START, "sweep", "sweep.sweep_command", "Compare runs of a recipe that differ in a few settings.",
-        [
-            argument("source", "RECIPE", "Recipe file, name of a shipped recipe, a model's name, or a sweep's folder."),
-            argument("overrides", "key=value,...", "Values to try; with one value, of every arm.", [], list[str]),
-            MODEL, DATA, JSON,
-            option("budget", "Try only as many arms as fit in this time, e.g. 3h."),
-            DETACH,
-            flag("stop", "Stop a sweep after its arm's step, with a checkpoint."),
-            flag("show", "Show a sweep without going on with it."),
-        ],
-        "Without values it tries five learning rates around the advice. Arms that fall behind are stopped early. "
-        "Ctrl-C stops it; with its folder it goes on. Needs the extra `sweep`.",
-        (
-            "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
-            "sweep runs/tiny-1a2b3c4d-sweep",
-        ),
-        alone=True,
-    ),
-    Command(
-        START, "recipes", "recipes.show_recipes", "List, show or copy recipes; list all settings or known models.",
-        [
-            argument("verb", "VERB", "list, show NAME, copy NAME, keys, or models.", "list"),
-            argument("name", "NAME", "Name of a shipped recipe."),
-            JSON,
-        ],
-        "`keys` lists all settings, `models` the models planned without the hub.", ("recipes copy 7b-4090",),
-    ),
-    Command(
-        START, "convert", "convert.convert_file", "Turn another tool's configuration into a recipe.",
-        [
-            argument("source", "FILE", "Configuration of another tool.", ...), OVERRIDES, MODEL, DATA, JSON,
-            output("File to write; default standard output."),
-        ],
-        "LLaMA-Factory, Axolotl, TRL.", ("convert qwen3_lora_sft.yaml -o recipe.yaml",),
-    ),
-    Command(
-        START, "ui", "ui.start_page", "Start the web page and print its link.",
-        [
-            option("host", "Address to listen on; always needs the token.", "127.0.0.1"),
-            option("port", "Port, or the next free one; 0 is any.", 7860, int),
-            option("runs", "Folder with the runs.", "runs"),
-            option("allow_host", "Another host name that browsers may use.", [], list[str]),
-        ],
-        "The link has a token. Ctrl-C ends the page; runs continue.", ("ui",),
-    ),
-    Command(
-        RUNS, "runs", "runs.change_runs", "List, show, delete or rename runs.",
-        [
-            argument("verb", "VERB", "list, show RUN, rm RUN ..., or rename RUN NAME.", "list"),
-            argument("names", "RUN", "Run directories, names or 'latest'.", [], list[str]),
-            JSON,
-            flag("memory", "show: peaks by phase, forecast against measured."),
-        ],
-        "`show` prints a run's step, losses, scores and recipe; with --memory its peaks by phase and the files of "
-        "record_memory_history=true, which a living run writes after its step. Deleted runs move to .trash in their folder.",
-        ("runs show latest", "runs show latest --memory", "runs rename latest support-2"),
-    ),
-    Command(
-        RUNS, "watch", "run.watch_run", "Follow a running run, or show how it ended.", RUN, examples=("watch latest",)
-    ),
-    Command(
-        RUNS, "pause", "run.pause_run", "Pause a run after its step; `resume` continues bit-exactly.",
-        [
-            *RUN,
-            flag("now", "End it immediately, without a checkpoint."),
-            flag("every", "Pause all running runs.", "--all"),
-        ],
-        "The run writes a checkpoint and frees the card.", ("pause latest", "pause --all"), hidden_alias="stop",
-    ),
-    Command(
-        RUNS, "finish", "run.finish_run", "End a run after its step; its best step is the result.", RUN,
-        examples=("finish latest",),
-    ),
-    Command(
-        RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
-        [RUN[0], OVERRIDES, JSON], "Settings without a part in what is learnt may change.",
-        ("resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"),
-    ),
-    Command(
-        RUNS, "compare", "ui.compare_runs", "Compare several runs in one HTML file.",
-        [
-            argument("sources", "RUN", "Run directories, names or 'latest'; two or more.", ..., list[str]), JSON,
-            output("File to write; default comparison.html."),
-        ],
-        "Curves, settings that differ, and paired scores on the rows that both were scored on.", ("compare first second",),
-    ),
-    Command(
-        RESULT, "eval", "evaluate.evaluate_run", "Score base and tuned model on held-out rows or a file.",
-        [
-            *RUN,
-            option("rows", "Score only this many rows.", kind=int, min=1),
-            flag("last", "Score the last step's adapter, when the best is another."),
-            option("data", "Score the rows of this file, not the held-out ones."),
-            flag("forgetting", "Score the held-out rows of the run whose adapter this one continued."),
-            option("probe", "Also measure forgetting: loss on general questions and on earlier rows.", True, bool),
-            option("score", "exact, contains, regex, json, numeric, calls, loss, or FILE.py:FUNCTION."),
-            option("pattern", "regex: what it finds in answer and expected answer is compared."),
-            option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
-            option("show", "Rows to show: differ, worst or best.", "differ"),
-            option("examples", "How many rows to show.", 2, int, min=0),
-            flag("quantisation", "Only: loss of base and tuned model in 16 bit, int8 and NF4."),
-            option("tasks", "Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
-        ],
-        "The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining "
-        "rows.",
-        (
-            "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
-            "eval latest --tasks gsm8k,ifeval --rows 100",
-        ),
-    ),
-    Command(
-        RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",
-        [
-            *RUN,
-            flag("base", "Chat with the base model, without the adapter."),
-            flag("both", "Base and tuned model answer, from the same seed."),
-            option("prompt", "Answer one prompt and exit."),
-            option("system", "System prompt."),
-            option("max_new_tokens", "Longest answer, in tokens.", 512, int, min=1),
-            option("temperature", "0 takes the likeliest token, 1 samples.", 0.0, float, min=0, max=5),
-            option("top_p", "Sample from the likeliest tokens of this share.", 1.0, float, min=0.01, max=1),
-            option("seed", "Seed of the sampling.", 0, int, min=0, max=2**63 - 1),
-            option("tools_file", "JSON list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
-        ],
-        "Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.",
-        (
-            'chat latest --prompt "My parcel is late."',
-            'chat latest --both --temperature 0.7 --system "You route messages."',
-        ),
-    ),
-    Command(
-        RESULT, "merge", "export.merge_run", "Merge the adapter into the 16-bit base model.",
-        [
-            *RUN, output("Folder to write; default RUN/merged."),
-            option("max_shard_size", "Largest file, e.g. 5GB; default the base model's files."),
-            option("check", "Answer this many held-out rows to show what merging changes.", 0, int, min=0),
-        ],
-        "Tensor by tensor: the model need not fit into memory.", ("merge latest --output models/support",),
-    ),
-    Command(
-        RESULT, "export", "export.export_run", "Export to GGUF, tried in llama.cpp, with a Modelfile for Ollama.",
-        [
-            *RUN,
-            option("to", "gguf, or gguf-adapter: base and adapter in two files.", "gguf"),
-            option("kind", "f16, q8_0 or q4_k_m.", "f16", flags=("--type",)),
-            option("llama_cpp", "Checkout of llama.cpp, for its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
-            output("Folder to write; default RUN/gguf-TYPE."),
-            option("rows", "Answer this many held-out rows with the file.", 120, int, min=1),
-            option("data", "Answer the rows of this file, not the held-out ones."),
-        ],
-        "Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.",
-        ("export latest --type q8_0 --llama-cpp ~/llama.cpp",),
-    ),
-    Command(
-        RESULT, "push", "export.push_run", "Push adapter, merged model or GGUF to the hub.",
-        [
-            argument("source", "RUN", RUN_TEXT, ...), argument("repo", "REPO", "Repository of the hub, OWNER/NAME.", ...), JSON,
-            flag("adapter", "Push the adapter; the default."),
-            flag("merged", "Push the merged model, RUN/merged."),
-            option("gguf", "Push GGUF files.", [], list[str], metavar="FILE"),
-            flag("public", "A public repository; the default is private."),
-            flag("update", "The repository may have files already."),
-            flag("dry_run", "List files and sizes; send nothing."),
-            flag("yes", "Do not ask.", "--yes", "-y"),
-        ],
-        "One commit, with a model card; no row of the data, no path of this machine.",
-        ("push latest alice/support-lora --dry-run",),
-    ),
-    Command(
-        RESULT, "report", "ui.report_run", "Write a run as one HTML file: plan, forecast, curves, scores.",
-        [*RUN, output("File to write; default RUN/report.html.")], "It opens offline and prints.", ("report latest",),
-    ),
-    Command(
-        RESULT, "serve", "serve.serve_run", "Serve a run with vLLM or llama.cpp, with a key.",
-        [
-            *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
-            flag("only_commands", "Only print the commands.", "--commands"),
-        ],
-        "Starts the server if it is installed; else prints the commands.", ("serve latest",),
-    ),
-    Command(
-        MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
-        [argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON],
-        "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", ("doctor tiny-cpu",),
-    ),
-    Command(
-        MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and quantised models on disk.",
-        [argument("verb", "VERB", "list, or clear.", "list"), JSON],
-        "They are made again when they are needed.", ("cache clear",),
-    ),
-)  # fmt: skip
+# fmt: off
+command(
+    START, "run", "run.run_recipe", "Plan, check, train and watch a run.",
+    [
+        *RECIPE,
+        flag("force", "Start even if the forecast says it does not fit."),
+        DETACH,
+        flag("measure", "First measure what int8 and NF4 cost on the held-out rows."),
+    ],
+    "Says how long it takes: by earlier runs here, after ten steps by its own. Ctrl-C stops after the step, with a "
+    "checkpoint.",
+    "run tiny-cpu", "run 7b-4090 lora_r=32 output_dir=runs/try2", "run --model Qwen/Qwen3-4B --data mine.jsonl",
+    hidden_alias="train",  # what other tools call it
+)
+command(
+    START, "plan", "plan.show_plan", "Forecast memory and find the fastest settings that fit.",
+    [
+        *RECIPE,
+        option("gpu", "Card to plan for: index in nvidia-smi, or a name, e.g. rtx-4090."),
+        option("free", "Free memory to assume on the card, e.g. 22.1GiB."),
+        option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
+        option("images", "Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three."),
+        flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4."),
+    ],
+    "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure.\n\n"
+    "Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.",
+    "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
+    "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
+    "plan tiny-cpu --measure"
+)
+command(
+    START, "data", "data.show_data", "Show what is trained on: rows, lengths, a marked example.", RECIPE,
+    "Exit codes: 0, or 4 when a run would refuse the rows.", "data tiny-cpu --data rows.jsonl"
+)
+command(
+    START, "sweep", "sweep.sweep_command", "Compare runs of a recipe that differ in a few settings.",
+    [
+        argument("source", "RECIPE", "Recipe file, name of a shipped recipe, a model's name, or a sweep's folder."),
+        argument("overrides", "key=value,...", "Values to try; with one value, of every arm.", [], list[str]),
+        MODEL, DATA, JSON,
+        option("budget", "Try only as many arms as fit in this time, e.g. 3h."),
+        DETACH,
+        flag("stop", "Stop a sweep after its arm's step, with a checkpoint."),
+        flag("show", "Show a sweep without going on with it."),
+    ],
+    "Without values it tries five learning rates around the advice. Arms that fall behind are stopped early. "
+    "Ctrl-C stops it; with its folder it goes on. Needs the extra `sweep`.",
+    "sweep tiny-cpu", "sweep 7b-4090 learning_rate=1e-4,2e-4,4e-4 lora_r=16,64 --budget 3h",
+    "sweep runs/tiny-1a2b3c4d-sweep"
+)
+command(
+    START, "recipes", "recipes.show_recipes", "List, show or copy recipes; list all settings or known models.",
+    [
+        argument("verb", "VERB", "list, show NAME, copy NAME, keys, or models.", "list"),
+        argument("name", "NAME", "Name of a shipped recipe."),
+        JSON,
+    ],
+    "`keys` lists all settings, `models` the models planned without the hub.", "recipes copy 7b-4090"
+)
+command(
+    START, "convert", "convert.convert_file", "Turn another tool's configuration into a recipe.",
+    [
+        argument("source", "FILE", "Configuration of another tool.", ...), OVERRIDES, MODEL, DATA, JSON,
+        output("File to write; default standard output."),
+    ],
+    "LLaMA-Factory, Axolotl, TRL.", "convert qwen3_lora_sft.yaml -o recipe.yaml"
+)
+command(
+    START, "ui", "ui.start_page", "Start the web page and print its link.",
+    [
+        option("host", "Address to listen on; always needs the token.", "127.0.0.1"),
+        option("port", "Port, or the next free one; 0 is any.", 7860, int),
+        option("runs", "Folder with the runs.", "runs"),
+        option("allow_host", "Another host name that browsers may use.", [], list[str]),
+    ],
+    "The link has a token. Ctrl-C ends the page; runs continue.", "ui"
+)
+command(
+    RUNS, "runs", "runs.change_runs", "List, show, delete or rename runs.",
+    [
+        argument("verb", "VERB", "list, show RUN, rm RUN ..., or rename RUN NAME.", "list"),
+        argument("names", "RUN", "Run directories, names or 'latest'.", [], list[str]),
+        JSON,
+        flag("memory", "show: peaks by phase, forecast against measured."),
+    ],
+    "`show` prints a run's step, losses, scores and recipe; with --memory its peaks by phase and the files of "
+    "record_memory_history=true, which a living run writes after its step. Deleted runs move to .trash in their folder.",
+    "runs show latest", "runs show latest --memory", "runs rename latest support-2"
+)
+command(
+    RUNS, "watch", "run.watch_run", "Follow a running run, or show how it ended.", RUN, "", "watch latest"
+)
+command(
+    RUNS, "pause", "run.pause_run", "Pause a run after its step; `resume` continues bit-exactly.",
+    [
+        *RUN,
+        flag("now", "End it immediately, without a checkpoint."),
+        flag("every", "Pause all running runs.", "--all"),
+    ],
+    "The run writes a checkpoint and frees the card.", "pause latest", "pause --all", hidden_alias="stop"
+)
+command(
+    RUNS, "finish", "run.finish_run", "End a run after its step; its best step is the result.", RUN,
+    "", "finish latest"
+)
+command(
+    RUNS, "resume", "run.resume_run", "Resume a run from its newest verified checkpoint.",
+    [RUN[0], OVERRIDES, JSON, BASE], "Settings without a part in what is learnt may change.",
+    "resume runs/tiny-1a2b3c4d", "resume latest save_steps=50 eval_steps=100"
+)
+command(
+    RUNS, "compare", "ui.compare_runs", "Compare several runs in one HTML file.",
+    [
+        argument("sources", "RUN", "Run directories, names or 'latest'; two or more.", ..., list[str]), JSON,
+        output("File to write; default comparison.html."),
+    ],
+    "Curves, settings that differ, and paired scores on the rows that both were scored on.", "compare first second"
+)
+command(
+    RESULT, "eval", "evaluate.evaluate_run", "Score base and tuned model on held-out rows or a file.",
+    [
+        *RUN,
+        option("rows", "Score only this many rows.", kind=int, min=1),
+        flag("last", "Score the last step's adapter, when the best is another."),
+        option("data", "Score the rows of this file, not the held-out ones."),
+        flag("forgetting", "Score the held-out rows of the run whose adapter this one continued."),
+        option("probe", "Also measure forgetting: loss on general questions and on earlier rows.", True, bool),
+        option("score", "exact, contains, regex, json, numeric, calls, loss, or FILE.py:FUNCTION."),
+        option("pattern", "regex: what it finds in answer and expected answer is compared."),
+        option("tolerance", "numeric: allowed relative difference, e.g. 0.01.", 0.0, float),
+        option("show", "Rows to show: differ, worst or best.", "differ"),
+        option("examples", "How many rows to show.", 2, int, min=0),
+        flag("quantisation", "Only: loss of base and tuned model in 16 bit, int8 and NF4."),
+        option("tasks", "Only: tasks of lm-evaluation-harness: gsm8k,ifeval or YAML files.", metavar="NAMES"),
+        BASE,
+    ],
+    "The difference has a 95 % interval of a paired bootstrap. An evaluation that was killed continues with the remaining "
+    "rows.",
+    "eval latest", "eval latest --score json --data mine.jsonl", "eval latest --quantisation",
+    "eval latest --tasks gsm8k,ifeval --rows 100"
+)
+command(
+    RESULT, "chat", "chat.chat_command", "Chat with the tuned model, the base model, or both.",
+    [
+        *RUN,
+        flag("base", "Chat with the base model, without the adapter."),
+        flag("both", "Base and tuned model answer, from the same seed."),
+        option("prompt", "Answer one prompt and exit."),
+        option("system", "System prompt."),
+        option("max_new_tokens", "Longest answer, in tokens.", 512, int, min=1),
+        option("temperature", "0 takes the likeliest token, 1 samples.", 0.0, float, min=0, max=5),
+        option("top_p", "Sample from the likeliest tokens of this share.", 1.0, float, min=0.01, max=1),
+        option("seed", "Seed of the sampling.", 0, int, min=0, max=2**63 - 1),
+        option("tools_file", "JSON list of tools that the model may call.", flags=("--tools",), metavar="FILE"),
+        BASE,
+    ],
+    "Answers are streamed. Ctrl-C stops an answer, a second one ends the chat.",
+    'chat latest --prompt "My parcel is late."',
+    'chat latest --both --temperature 0.7 --system "You route messages."'
+)
+command(
+    RESULT, "merge", "export.merge_run", "Merge the adapter into the 16-bit base model.",
+    [
+        *RUN, output("Folder to write; default RUN/merged."),
+        option("max_shard_size", "Largest file, e.g. 5GB; default the base model's files."),
+        option("check", "Answer this many held-out rows to show what merging changes.", 0, int, min=0),
+        BASE,
+    ],
+    "Tensor by tensor: the model need not fit into memory.", "merge latest --output models/support"
+)
+command(
+    RESULT, "export", "export.export_run", "Export to GGUF, tried in llama.cpp, with a Modelfile for Ollama.",
+    [
+        *RUN,
+        option("to", "gguf, or gguf-adapter: base and adapter in two files.", "gguf"),
+        option("kind", "f16, q8_0 or q4_k_m.", "f16", flags=("--type",)),
+        option("llama_cpp", "Checkout of llama.cpp, for its converter.", "llama.cpp", envvar="FINETUNE_LLAMA_CPP"),
+        output("Folder to write; default RUN/gguf-TYPE."),
+        option("rows", "Answer this many held-out rows with the file.", 120, int, min=1),
+        option("data", "Answer the rows of this file, not the held-out ones."),
+        BASE,
+    ],
+    "Refused when tokens, template or answers are not the adapter's; the message names the stage. Exit code 1.",
+    "export latest --type q8_0 --llama-cpp ~/llama.cpp"
+)
+command(
+    RESULT, "push", "export.push_run", "Push adapter, merged model or GGUF to the hub.",
+    [
+        argument("source", "RUN", RUN_TEXT, ...), argument("repo", "REPO", "Repository of the hub, OWNER/NAME.", ...), JSON,
+        flag("adapter", "Push the adapter; the default."),
+        flag("merged", "Push the merged model, RUN/merged."),
+        option("gguf", "Push GGUF files.", [], list[str], metavar="FILE"),
+        flag("public", "A public repository; the default is private."),
+        flag("update", "The repository may have files already."),
+        flag("dry_run", "List files and sizes; send nothing."),
+        flag("yes", "Do not ask.", "--yes", "-y"),
+    ],
+    "One commit, with a model card; no row of the data, no path of this machine.",
+    "push latest alice/support-lora --dry-run"
+)
+command(
+    RESULT, "report", "ui.report_run", "Write a run as one HTML file: plan, forecast, curves, scores.",
+    [*RUN, output("File to write; default RUN/report.html.")], "It opens offline and prints.", "report latest"
+)
+command(
+    RESULT, "serve", "serve.serve_run", "Serve a run with vLLM or llama.cpp, with a key.",
+    [
+        *RUN, option("port", "Port of the server.", 8000, int, min=1, max=65535),
+        flag("only_commands", "Only print the commands.", "--commands"),
+        BASE,
+    ],
+    "Starts the server if it is installed; else prints the commands.", "serve latest"
+)
+command(
+    MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
+    [argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON],
+    "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", "doctor tiny-cpu"
+)
+command(
+    MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and quantised models on disk.",
+    [argument("verb", "VERB", "list, or clear.", "list"), JSON],
+    "They are made again when they are needed.", "cache clear"
+)
+# fmt: on
 
 
 @cli.callback(invoke_without_command=True)
@@ -309,22 +318,3 @@ def _options(
 
         print_versions()
         raise typer.Exit
-
-
-def _register(row: Command) -> None:
-    def call(context: typer.Context, **options: Any) -> Any:
-        module, name = row.function.split(".")
-        function = getattr(import_module(f"finetune.cli.{module}"), name)
-        return function(**options, **({"alone": bool(context.obj)} if row.alone else {}))
-
-    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    call.__signature__ = Signature([context, *row.parameters])  # type: ignore[attr-defined]
-    text = "\n\n".join([row.summary, row.details, *(f"Example:  finetune {example}" for example in row.examples)])
-    epilog = "Exit codes of all commands:  finetune --help"
-    cli.command(row.name, help=text, rich_help_panel=row.group, epilog=epilog)(call)
-    if row.hidden_alias:
-        cli.command(row.hidden_alias, help=f"The same as {row.name}.", hidden=True, epilog=epilog)(call)
-
-
-for _row in COMMANDS:
-    _register(_row)

@@ -89,7 +89,7 @@ def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_to
             memory = chat_memory(read_plan(run.plan), max_new_tokens)
             err.print(f"[{'dim' if memory.fits else 'yellow'}]{memory.summary()}[/]")
         answerer = Answerer(run, need_adapter="tuned" in models)
-        if tools and answerer.reader is None:
+        if tools and not (answerer.chat_format and answerer.chat_format.syntax):
             raise CommandError(
                 f"the chat template of {run.path.name} writes no calls of tools",
                 "Leave out --tools, or train with a chat_template that has tools.",
@@ -132,19 +132,19 @@ class _Chat:
             self._answer(model, question, turns)
 
     def _answer(self, model: str, question: str, turns: list[dict[str, Any]]) -> None:
-        from finetune.evaluate.call_stream import stream_answer
+        from finetune.evaluate.answer_stream import stream_answer
 
         with self.answerer.using(model), _stop_on_ctrl_c() as stopped:
             reply, answer = stream_answer(
-                self.answerer, turns, (lambda _: None) if self.as_json else _print_piece, tools=self.tools,
-                reader=self.answerer.reader if self.tools else None, pictures=self.sent_pictures,
+                self.answerer, turns, _PiecePrinter(quiet=self.as_json), tools=self.tools or None, pictures=self.sent_pictures,
                 max_new_tokens=self.max_new_tokens, sampling=self.sampling, stopped=stopped,
             )  # fmt: skip
-        turns.append(assistant_message(answer.text, answer.calls))
+        turns.append(assistant_message(answer.text, answer.calls, answer.thought))
         if self.as_json:
             calls = {"calls": answer.calls} if self.tools else {}
             print_json({
-                "run": str(self.answerer.run.path), "model": model, "prompt": question, "answer": answer.text, **calls,
+                "run": str(self.answerer.run.path), "model": model, "prompt": question, "thought": answer.thought,
+                "answer": answer.text, **calls,
                 "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
             })  # fmt: skip
         else:
@@ -167,8 +167,20 @@ class _Chat:
             err.print(f"[dim]{escape(note)}[/]")
 
 
-def _print_piece(piece: str) -> None:
-    print(printable(piece), end="", flush=True)
+class _PiecePrinter:
+    """Prints an answer as it arrives, its thought dimmed and apart."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet, self._in_thought = quiet, False
+
+    def __call__(self, piece: str, is_thought: bool) -> None:
+        if self._quiet:
+            return
+        if self._in_thought and not is_thought:
+            print("\n")
+        self._in_thought = is_thought
+        text = printable(piece)
+        out.print(f"[dim]{escape(text)}[/]" if is_thought else escape(text), end="", soft_wrap=True, highlight=False)
 
 
 def _print_end(reply: Streamed, answer: Answer) -> None:

@@ -17,7 +17,7 @@ from finetune.recipe.foreign import KeyReport, short
 
 
 def convert_file(
-    source: str, overrides: list[str], *, model: str | None = None, data: str | None = None, output: str | None, as_json: bool
+    source: str, overrides: list[str], *, model: str | None, data: str | None, output: str | None, as_json: bool
 ) -> None:
     """Print the recipe, or write it to `output`; says on standard error what became of each key."""
     recipe, read = foreign.convert_file(source, with_model_and_data(overrides, model, data))

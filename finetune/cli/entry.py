@@ -78,8 +78,8 @@ def _unexpected(error: Exception) -> int:
         return 2
     if os.environ.get("FINETUNE_TRACEBACK"):
         raise error
+    message = f"Internal error: {type(error).__name__}: {error}"
     if "--json" in sys.argv:
-        return report(FinetuneError(f"Internal error: {type(error).__name__}: {error}"))
-    message = printable(f"Internal error: {type(error).__name__}: {error}")
-    print(f"{message}\nRun it again with FINETUNE_TRACEBACK=1 to see where.", file=sys.stderr)
+        return report(FinetuneError(message))
+    print(f"{printable(message)}\nRun it again with FINETUNE_TRACEBACK=1 to see where.", file=sys.stderr)
     return 1

@@ -90,7 +90,7 @@ def show_scores(
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
     names = ("before", "now") if result.against_adapter else ("base", "tuned")
     gap = " - ".join(reversed(names))
-    _print_warnings(result, no_call, gap)
+    _print_warnings(result, no_call, gap, names)
     _print_table(result, names)
     _print_differences(result, gap)
     forgotten = [group.summary() for group in losses] + ([no_call.summary()] if no_call else [])
@@ -104,21 +104,15 @@ def show_scores(
 def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
     """Print the held-out loss of base and tuned model by format of the base's weights."""
     run = open_run(source)
-    from finetune.evaluate.answerer import adapter_folder
     from finetune.evaluate.quantisation import measure_run
 
-    folder = adapter_folder(run, last=last)
-    assert folder is not None
     with show_progress(quiet=as_json) as progress:
-        costs, steps = measure_run(run, folder, progress)
+        costs = measure_run(run, progress, last=last)
     if as_json:
-        by_model = {name: cost.as_json() for name, cost in costs.items()}
-        print_json({"run": str(run.path), "quantisation": by_model, "steps_to_win_back": steps})
+        print_json({"run": str(run.path), "quantisation": {name: cost.as_json() for name, cost in costs.items()}})
         return
     for cost in costs.values():
         out.print(escape(cost.sentence))
-    if steps is not None:
-        out.print(f"The run had won back what its format costs after about {steps:,} step{'' if steps == 1 else 's'}.")
 
 
 def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: int) -> None:
@@ -133,10 +127,12 @@ def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: in
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
         for name, model in models.items():
+            if model.thoughts[row]:
+                out.print(f"  {name:12} [dim]{escape(_one_line(model.thoughts[row]))}[/]")
             out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row]))}")
 
 
-def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str) -> None:
+def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names: tuple[str, str]) -> None:
     from finetune.evaluate.call_score import NO_CALL_DUE
     from finetune.evaluate.paired import format_difference
 
@@ -149,6 +145,13 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str) -> Non
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
         out.print(f"[yellow]note:[/] the run was trained on {share}: what is learnt by heart scores well here")
+    if result.base_prompt_end.strip():
+        end = escape(_one_line(result.base_prompt_end))
+        out.print(f"[dim]The base model is asked to answer without a thought: its prompts end with {end}[/]")
+    for name, model in zip(names, (result.base, result.tuned), strict=True):
+        if model.cut:
+            limit = f"the limit of {result.max_new_tokens:,} tokens"
+            out.print(f"[yellow]note:[/] {name}: {model.cut:,} of {len(model.answers):,} answers were cut at {limit}")
     for note in result.notes:
         err.print(f"[yellow]{escape(note)}[/]")
 

@@ -9,8 +9,7 @@ from finetune.cli.render import out, show_progress, table
 from finetune.errors import RecipeError
 from finetune.events import Event, ForecastCheck, OutOfMemory, Phase, Step, event_json, newest, read_events
 from finetune.memory.forecast import PhaseForecast
-from finetune.planner.plan import Plan
-from finetune.run.directory import RunDirectory, open_run
+from finetune.run.directory import open_run
 from finetune.run.out_of_memory import explanation
 from finetune.run.retry import adjusted_plan, adjusted_since_s
 from finetune.run.snapshot import request_history
@@ -35,7 +34,10 @@ def show_memory(source: str, *, as_json: bool) -> None:
         plan = adjusted_plan(run)
     except RecipeError:
         plan = None
-    late = plan is not None and not _has_history_now(run, plan, as_json)
+    late = False
+    if plan and plan.settings.record_memory_history and not plan.card.is_cpu and is_alive(run):
+        with show_progress(quiet=as_json) as progress:  # a living run writes its history after its step
+            late = not request_history(run, _DEADLINE_S, progress)
     events = read_events(run.events)
     peaks = _peaks(events, adjusted_since_s(run))
     checks = {event.at: event for event in events if isinstance(event, ForecastCheck)}  # the last of each
@@ -75,14 +77,6 @@ def show_memory(source: str, *, as_json: bool) -> None:
         out.print("open a history at pytorch.org/memory_viz")
     elif not late:
         out.print("no allocator history; record_memory_history=true records one (on a card)")
-
-
-def _has_history_now(run: RunDirectory, plan: Plan, as_json: bool) -> bool:
-    """Have a living run write its history after its step, if it records one; False if it has not by the deadline."""
-    if plan.card.is_cpu or not plan.settings.record_memory_history or not is_alive(run):
-        return True
-    with show_progress(quiet=as_json) as progress:
-        return request_history(run, _DEADLINE_S, progress)
 
 
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:

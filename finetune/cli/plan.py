@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Any
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -13,12 +12,13 @@ from rich.padding import Padding
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
 from finetune.cli.render import out, show_progress, table
-from finetune.cli.source import recipe_of
+from finetune.cli.source import recipe_of, require_dataset
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.memory.forecast import PARTS, Forecast
-from finetune.planner.plan import Alternative, ManyCards, Plan, Verdict
+from finetune.planner.plan import ManyCards, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
+from finetune.settings.vision import Sizes
 from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
 _BAR = 28
@@ -34,7 +34,6 @@ def show_plan(
 ) -> int:  # fmt: skip
     """Print the plan of a recipe, or with the `largest` value of a setting the plan that fits. Returns the exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
-    free_bytes = None if free is None else _free_bytes(free)
     if alone:
         hide_gpus()
     from finetune.card import find_card
@@ -50,11 +49,15 @@ def show_plan(
         return plan.with_note(note) if without else plan
 
     with show_progress(quiet=as_json) as progress:
-        unread = rows_with_pictures(_picture_sizes(images)) if images is not None else without_rows
+        unread = without_rows if images is None else rows_with_pictures(_picture_sizes(images))
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
-        card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
+        card = find_card(recipe.gpu, free_bytes=_free_bytes(free), processes=recipe.launch.processes_here)
         shown: list[Plan] = []
-        cost = _measured_cost(recipe, card, rows, progress) if measure else None
+        if measure:
+            from finetune.evaluate.quantisation import measure_recipe
+
+            require_dataset(recipe)
+            cost = measure_recipe(recipe, progress, force=True)
 
         def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
             progress("")
@@ -69,39 +72,34 @@ def show_plan(
     plan = noted(plan)
     if as_json:
         values = {**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json()
-        print_json({**values, "quantisation": cost.as_json()} if cost else values)
+        print_json({**values, "quantisation": cost.as_json()} if measure else values)
         return plan.exit_code
     if not shown:
         _print_result(plan)
     if largest:
-        chosen = next((f", with {row.plan}" for row in plan.alternatives if row.chosen), "")
+        chosen = "".join(f", with {row.plan}" for row in plan.alternatives if row.chosen)
         out.print(f"\n[bold]{escape(answer.sentence)}[/]{escape(chosen)}")
     else:
         _print_reasons_and_alternatives(plan)
-    if cost:
+    if measure:
         out.print(f"\n{escape(cost.sentence)}")
     options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]
-    here = [f"gpu={gpu}"] if gpu and plan.card.source == "measured" else []
-    arguments = " ".join([*filter(None, [source]), *options, *map(shlex.quote, [*overrides, *here])])
+    overrides = [*overrides, f"gpu={gpu}"] if gpu and plan.card.source == "measured" else overrides
+    arguments = " ".join([*filter(None, [source]), *options, *map(shlex.quote, overrides)])
     out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
     return plan.exit_code
 
 
-def _measured_cost(recipe: Any, card: Any, rows: Any, progress: Any) -> Any:
-    from finetune.evaluate.quantisation import measure_recipe  # here: most plans measure nothing, and start sooner without it
-
-    return measure_recipe(recipe, card, rows, progress)
-
-
-def _free_bytes(text: str) -> int:
+def _free_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
     try:
         return parse_bytes(f"{text}GiB" if text.isdecimal() and len(text) <= 4 else text)
     except ValueError as error:
         raise CommandError(f"--free: {error}") from None
 
 
-def _picture_sizes(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the sizes in `1024x768` or, for three such pictures, `1024x768x3`. Raises CommandError."""
+def _picture_sizes(text: str) -> Sizes:
     match = _IMAGES.fullmatch(text.strip())
     width, height, count = (int(part or 1) for part in match.groups()) if match else (0, 0, 0)
     if not match or not 1 <= count <= _MOST_PICTURES:
@@ -126,7 +124,7 @@ def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
     if card.problem:
         return f"{verdict}, but torch can't use this card. {escape(card.problem_fix)}"
     if plan.verdict == Verdict.NO_FIT:
-        enough = [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
+        enough = _enough(plan)
         what = f" Next: finetune plan {arguments} {enough[0].override}" if enough else ""
         return f"{verdict}.{escape(what)}"
     if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
@@ -181,9 +179,20 @@ def _print_reasons_and_alternatives(plan: Plan) -> None:
         out.print(f"[bold]{name}[/] = {escape(str(getattr(plan.settings, name, '')))}")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
     if plan.alternatives:
-        _print_alternatives(plan.alternatives)
+        shown = table(
+            ">at most", ">tokens/s", "verdict", "plan, and how it differs", title="\n[bold]Alternatives considered[/]"
+        )
+        for row in plan.alternatives:
+            speed = format_count(round(row.tokens_per_s)) if row.tokens_per_s is not None else "-"
+            how = "[bold]chosen[/]" if row.chosen else f"[dim]{escape(row.differs)}[/]"
+            shown.add_row(_bytes(row.peak_high_bytes), speed, _coloured(row.verdict), f"{escape(row.plan)}\n{how}")
+        out.print(shown)
     if plan.verdict == Verdict.NO_FIT and plan.suggestions:
-        _print_suggestions(plan)
+        does = "fit" if _enough(plan) else "smaller"
+        shown = table("override", ">saves", ">at most", "cost", title=f"\n[bold]What would make it {does}[/]")
+        for change in plan.suggestions:
+            shown.add_row(escape(change.override), _bytes(change.saves_bytes), _bytes(change.peak_bytes), escape(change.cost))
+        out.print(shown)
     if plan.many_cards:
         _print_many_cards(plan.many_cards)
     if plan.data_problem:
@@ -207,23 +216,8 @@ def _bar(size: int, whole: int) -> str:
     return "█" * (min(_BAR, round(_BAR * size / whole)) if whole else 0) or "▏"
 
 
-def _print_alternatives(rows: tuple[Alternative, ...]) -> None:
-    title = "\n[bold]Alternatives considered[/]"
-    shown = table(">at most", ">tokens/s", "verdict", "plan, and how it differs", title=title)
-    for row in rows:
-        speed = format_count(round(row.tokens_per_s)) if row.tokens_per_s is not None else "-"
-        how = "[bold]chosen[/]" if row.chosen else f"[dim]{escape(row.differs)}[/]"
-        shown.add_row(_bytes(row.peak_high_bytes), speed, _coloured(row.verdict), f"{escape(row.plan)}\n{how}")
-    out.print(shown)
-
-
-def _print_suggestions(plan: Plan) -> None:
-    enough = any(row.peak_bytes <= (plan.budget_bytes or 0) for row in plan.suggestions)
-    title = f"\n[bold]What would make it {'fit' if enough else 'smaller'}[/]"
-    shown = table("override", ">saves", ">at most", "cost", title=title)
-    for row in plan.suggestions:
-        shown.add_row(escape(row.override), _bytes(row.saves_bytes), _bytes(row.peak_bytes), escape(row.cost))
-    out.print(shown)
+def _enough(plan: Plan) -> list[Suggestion]:
+    return [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
 
 
 def _print_many_cards(needs: ManyCards) -> None:

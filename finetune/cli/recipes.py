@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
@@ -56,10 +55,6 @@ def _print_recipes(rows: list[Row]) -> None:
     out.print(shown)
 
 
-def _keys() -> list[Row]:
-    return [asdict(row) for row in settings_reference()]
-
-
 def _print_keys(rows: list[Row]) -> None:
     for row in rows:
         out.print(f"[bold]{row['name']}[/] = {escape(str(row['default']))}")
@@ -67,7 +62,6 @@ def _print_keys(rows: list[Row]) -> None:
 
 
 def _models() -> list[Row]:
-    """Return the catalogue's models by family, each with the sources of its values."""
     rows = []
     for name, entry in entries().items():
         language_model = entry.config.get("text_config", entry.config)
@@ -92,6 +86,7 @@ def _print_models(rows: list[Row]) -> None:
     )
 
 
-_LISTS: dict[str, tuple[Callable[[], list[Row]], Callable[[list[Row]], None]]] = {
-    "list": (_recipes, _print_recipes), "keys": (_keys, _print_keys), "models": (_models, _print_models),
+_LISTS = {
+    "list": (_recipes, _print_recipes), "keys": (lambda: [asdict(row) for row in settings_reference()], _print_keys),
+    "models": (_models, _print_models),
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import DataError
-from finetune.printable import printable
+from finetune.printable import Progress, printable
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
@@ -48,7 +48,7 @@ def print_error(error: FinetuneError) -> None:
     err.print(f"[bold red]{escape(error.title)}[/]")
     most = _MOST_ROWS if isinstance(error, DataError) else len(error.problems)
     for problem in error.problems[:most]:
-        err.print(f"  {escape(problem)}", soft_wrap=False)
+        err.print(f"  {escape(problem)}")
     if len(error.problems) > most:
         err.print(f"  ... and {len(error.problems) - most} more")
     if error.fix:
@@ -71,7 +71,7 @@ def print_versions() -> None:
 
 
 @contextmanager
-def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+def show_progress(quiet: bool) -> Iterator[Progress]:
     """Yields a callback that shows a message: one changing line on a terminal, nothing when `quiet`, else a line each, a count
     every ten seconds. An empty message takes the line away, until the next one."""
     if quiet:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from finetune import events
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, memory_now, out, show_progress, state_text, step_line
-from finetune.cli.source import recipe_of, require_dataset
+from finetune.cli.source import recipe_of, require_dataset, with_model_and_data
 from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
 from finetune.printable import printable
 from finetune.run import control
@@ -30,14 +28,12 @@ from finetune.run.pace import Pace
 from finetune.run.state import read_state
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.methods import MAIN_METRICS, METRICS
-from finetune.system import shell_join
+from finetune.system import caught_interrupts, shell_join
 from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from finetune.data.report import DataReport
-    from finetune.planner.quantisation_cost import QuantisationCost
     from finetune.run.directory import RunDirectory
-    from finetune.run.prepare import Prepared
     from finetune.run.state import RunState
 
 #: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
@@ -61,9 +57,11 @@ def run_recipe(
     if renamed and not as_json:
         out.print(escape(renamed))
     with show_progress(quiet=as_json) as progress:
-        prepared = prepare(recipe, force=force, progress=progress)
         if measure:
-            prepared, cost = _with_measured_cost(prepared, progress)
+            from finetune.evaluate.quantisation import measure_recipe
+
+            cost = measure_recipe(recipe, progress, force=force)
+        prepared = prepare(recipe, force=force, progress=progress)
     run = create_run(prepared)
     if not as_json:
         _print_start(run, prepared)
@@ -76,22 +74,12 @@ def run_recipe(
     return _follow(run, 0, as_json)
 
 
-def _with_measured_cost(prepared: Prepared, progress: Any) -> tuple[Prepared, QuantisationCost]:
-    from finetune.evaluate.quantisation import measure_plan
-    from finetune.planner.quantisation_cost import held_out_sequences, with_quote
-
-    plan = prepared.plan
-    cost = measure_plan(plan, held_out_sequences(prepared.data.splits), progress)
-    reasons = with_quote(dict(plan.reasons), plan.settings, cost)
-    return replace(prepared, plan=replace(plan, reasons=reasons)), cost
-
-
-def resume_run(source: str, overrides: list[str], *, as_json: bool) -> int:
+def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as_json: bool) -> int:
     """Resume a run and follow it; `overrides` are settings that don't affect the result. Returns the exit code."""
     if "=" in source:  # finetune resume save_steps=50
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
-    if overrides:
+    if overrides := with_model_and_data(overrides, base_folder, None):
         from finetune.run.update_settings import update_settings
 
         changed = ", ".join(f"{name}={value}" for name, value in update_settings(run, overrides).items())
@@ -168,7 +156,6 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
 
 
 def _data_lines(name: str, report: DataReport) -> Iterator[str]:
-    """Yield markup for a split: rows left out, columns not used, findings."""
     if report.rows_read != report.rows_used:
         yield f"{name} data: {escape(report.account())}"
     if report.unused_columns:
@@ -180,16 +167,9 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
     """Show events until the run ends. Ctrl-C and SIGTERM pause the run if `owner`, else end the watching."""
-    interrupts: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
-    try:
-        with _printer(as_json) as show:
-            for event, left_s in _events(run, offset, interrupts, owner):
-                show(event, left_s)
-    finally:
-        for number, handler in zip(signals, previous_handlers, strict=True):
-            signal.signal(number, handler)
+    with caught_interrupts() as interrupts, _printer(as_json) as show:
+        for event, left_s in _events(run, offset, interrupts, owner):
+            show(event, left_s)
     state = read_state(run)
     if state.ended:
         control.wait(run, _EXIT_DEADLINE_S)
@@ -200,7 +180,6 @@ def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True
 
 
 def _events(run: RunDirectory, offset: int, interrupts: list[int], owner: bool) -> Iterator[tuple[events.Event, float | None]]:
-    """Yield events until the run ends, each step with the seconds left if they are known."""
     reader, handled, pace = events.EventReader(run.events, offset), 0, Pace()
     alive_s = time.monotonic() + 20  # a supervisor takes a moment to start
     while True:
@@ -240,7 +219,6 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 
 @contextmanager
 def _printer(as_json: bool) -> Iterator[Callable[[events.Event, float | None], None]]:
-    """Yield what prints an event: as JSON, as a line in a file or a pipe, or above a live bar."""
     if as_json:
         yield _print_as_json
     elif not sys.stdout.isatty():
@@ -278,7 +256,6 @@ def _update_bar(bar: Progress, task: TaskID, event: events.Event, left_s: float 
 
 
 def _text_of(event: events.Event) -> str:
-    """Return an event in words, or "" if it needs none."""
     match event:
         case events.Evaluation() if event.eval_loss is not None and math.isfinite(event.eval_loss):
             metrics = ((*METRICS[name], event.metrics[name]) for name in MAIN_METRICS if name in event.metrics)

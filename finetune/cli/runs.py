@@ -74,7 +74,6 @@ def _facts(state: RunState) -> dict[str, Any]:
 
 
 def _show(source: str, *, as_json: bool) -> None:
-    """Print how far a run is, its losses, the scores of its evaluations, and its recipe."""
     run = open_run(source)
     state, recipe = read_state(run), run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else ""
     events = list(EventReader(run.events).new())

@@ -12,6 +12,7 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.evaluate.answerer import adapter_folder
+from finetune.evaluate.results import answers_without_thoughts
 from finetune.files import read_json
 from finetune.model.configuration import ADAPTER_CONFIG, read_config, resolve_model_path
 from finetune.planner.plan import read_plan
@@ -47,9 +48,13 @@ def serve_run(source: str, port: int, *, only_commands: bool, as_json: bool) -> 
 def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]:
     """Return the command of each server that can serve the run, the preferred one first, and a note if vLLM can't."""
     plan, path, address = read_plan(run.plan), run.path.resolve(), ["--host", "127.0.0.1", "--port", str(port)]
-    settings, card, base, adapter = plan.settings, plan.card, resolve_model_path(plan.settings), adapter_folder(run) or path
+    settings, card, adapter, base = plan.settings, plan.card, adapter_folder(run) or path, resolve_model_path(plan.settings)
     gguf = max(path.glob("gguf-[!a]*/*.gguf"), key=lambda file: file.stat().st_mtime, default=None)  # no gguf-adapter-*
-    commands = [["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *address]] if gguf else []
+    template_file, thinking = adapter / "chat_template.jinja", '{"enable_thinking": false}'
+    source = template_file.read_text(encoding="utf-8") if template_file.is_file() else ""
+    without_thoughts = "enable_thinking" in source and answers_without_thoughts(run)
+    options = ["--chat-template-kwargs", thinking] if without_thoughts else []
+    commands = [["llama-server", "--model", str(gguf), "--alias", path.name, "--jinja", *options, *address]] if gguf else []
     config, note = read_json(adapter / ADAPTER_CONFIG, dict), ""
     needed = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     rank = next((str(allowed) for allowed in _VLLM_RANKS if allowed >= needed), None)
@@ -61,7 +66,8 @@ def server_commands(run: RunDirectory, port: int) -> tuple[list[list[str]], str]
         note += f"Use {gguf}" if gguf else f"Make a GGUF: finetune export {run.path} --type q4_k_m"
     else:
         revision = ["--revision", settings.model_revision] if settings.model_revision else []
-        template = ["--chat-template", str(file.resolve())] if (file := adapter / "chat_template.jinja").is_file() else []
+        template = ["--chat-template", str(template_file.resolve())] if source else []
+        template += ["--default-chat-template-kwargs", thinking] if without_thoughts else []
         lora = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", f"{path.name}={adapter.resolve()}"]
         commands.append(["vllm", "serve", base, *address, *revision, *template, *lora])
     if (path / "merged" / "config.json").is_file():

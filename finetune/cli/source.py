@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from finetune.errors import CommandError, RecipeError
+from finetune.files import expanded
 from finetune.hub import REPO_ID
 from finetune.recipe import find_recipe, load_recipe, parse_recipe
 from finetune.recipe.load import NO_DATASET
@@ -17,25 +18,28 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
 
     The dataset is NO_DATASET if none is given; a run named as adapter becomes its adapter's folder.
     """
-    recipe = _recipe_of(source, overrides, model, data)
+    if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
+        overrides, source = [source, *overrides], None
+    from finetune.model.configuration import ADAPTER_CONFIG, refuse_no_model
+
+    if source is None and model is None:
+        raise CommandError(
+            "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
+        )
+    path = expanded(model or str(source))
+    if model or path.suffix == ".gguf" or (path / ADAPTER_CONFIG).is_file():
+        refuse_no_model(path, str(path))
+    if source is not None and (model is not None or not _is_model(source)):
+        recipe = load_recipe(source, with_model_and_data(overrides, model, data))
+    else:
+        name = model or str(source)
+        text = f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n"
+        recipe = parse_recipe(text, name, with_model_and_data(overrides, None, data))
     if recipe.adapter_name_or_path is None:
         return recipe
     from finetune.run.base_adapter import with_adapter_folder
 
     return with_adapter_folder(recipe)
-
-
-def _recipe_of(source: str | None, overrides: list[str], model: str | None, data: str | None) -> Recipe:
-    if source and "=" in source and not Path(source).exists():  # finetune run --model X lora_r=8
-        overrides, source = [source, *overrides], None
-    if source is None and model is None:
-        raise CommandError(
-            "a recipe or a model is missing", "Give a recipe (`finetune recipes` lists them), or a model's name."
-        )
-    if source is not None and (model is not None or not _is_model(source)):
-        return load_recipe(source, with_model_and_data(overrides, model, data))
-    name, all_overrides = model or str(source), with_model_and_data(overrides, None, data)
-    return parse_recipe(f"model_name_or_path: {json.dumps(name)}\ndataset: {{path: {NO_DATASET}}}\n", name, all_overrides)
 
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
@@ -51,8 +55,7 @@ def require_dataset(recipe: Recipe) -> None:
 
 
 def _is_model(source: str) -> bool:
-    """Whether `source` is a model and no recipe. Raises RecipeError when it is neither."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if (path / "config.json").is_file():
         return True
     try:

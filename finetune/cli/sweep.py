@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,12 +22,12 @@ from finetune.errors import FAILED, FINISHED, STOPPED, CommandError, DiskFull, F
 from finetune.privacy import keep_private
 from finetune.recipe import load_changes
 from finetune.requirements import refuse_missing_extra
-from finetune.system import ignore_hangup, start_detached, take_lock
+from finetune.system import caught_interrupts, ignore_hangup, start_detached, take_lock
 from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe
-    from finetune.sweep.sweep import ArmResult, Sweep
+    from finetune.sweep.sweep import Sweep
 
 _POLL_S = 0.3
 #: Seconds that the training process gets to start.
@@ -49,20 +48,25 @@ def sweep_command(
     if alone:
         hide_gpus()
     refuse_missing_extra("sweep", "finetune sweep")
-    from finetune.sweep.sweep import JOURNAL, LOG, open_sweep
+    from finetune.sweep.sweep import JOURNAL, LOG, STOP, open_sweep
 
     folders = [path for path in (Path(source), Path("runs") / source) if (path / JOURNAL).is_file()] if source else []
     if folders:
         if overrides or budget:
             raise CommandError("a sweep's settings can't change", "Start another: finetune sweep RECIPE")
         sweep = open_sweep(folders[0])
+        if stop and sweep.is_running:
+            (sweep.path / STOP).touch()
+            while sweep.is_running:
+                time.sleep(_POLL_S)
         if stop:
-            return _stop(sweep, as_json)
+            return _print_state(sweep, as_json)
     elif stop or show:
         raise CommandError(f"{source} is no sweep", f"Give the folder of one, which has a {JOURNAL}.")
     else:
         sweep = _created(source, overrides, model=model, data=data, budget=budget, quiet=as_json)
-        _print_arms(sweep, as_json)
+        if not as_json:
+            _print_arms(sweep)
     if show or sweep.is_finished:
         return _print_result(sweep, as_json)
     log = sweep.path / LOG
@@ -126,7 +130,6 @@ def _is_valid(override: str, parse: Callable[[list[str]], Recipe]) -> bool:
 
 
 def _seconds_of(text: str) -> float:
-    """Seconds of `3h`, `90m` or `1.5d`."""
     number, unit = text[:-1], text[-1:]
     try:
         seconds = float(number) * _UNITS_S[unit]
@@ -138,7 +141,6 @@ def _seconds_of(text: str) -> float:
 
 
 def _start(sweep: Sweep, log: Path) -> None:
-    """Start the process that trains the sweep, and wait until it has begun. Raises DiskFull."""
     from finetune.sweep.sweep import STOP
 
     try:
@@ -180,10 +182,7 @@ def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
     from finetune.sweep.sweep import STOP
 
     stop_request = sweep.path / STOP
-    interrupts: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous_handlers = [signal.signal(number, lambda number, _: interrupts.append(number)) for number in signals]
-    try:
+    with caught_interrupts() as interrupts:
         while True:
             running = sweep.is_running
             if not as_json:
@@ -194,9 +193,6 @@ def _follow(sweep: Sweep, log: Path, offset: int, as_json: bool) -> int:
                 err.print("[yellow]stopping after this step, with a checkpoint[/]")
                 stop_request.touch()
             time.sleep(_POLL_S)
-    finally:
-        for number, handler in zip(signals, previous_handlers, strict=True):
-            signal.signal(number, handler)
     if sweep.is_finished:
         return _print_result(sweep, as_json)
     return _print_state(sweep, as_json) or (STOPPED[0] if interrupts else FAILED)
@@ -212,19 +208,7 @@ def _print_new_lines(log: Path, offset: int) -> int:
     return offset + len(whole.encode("utf-8"))
 
 
-def _stop(sweep: Sweep, as_json: bool) -> int:
-    from finetune.sweep.sweep import STOP
-
-    if sweep.is_running:
-        (sweep.path / STOP).touch()
-        while sweep.is_running:
-            time.sleep(_POLL_S)
-    return _print_state(sweep, as_json)
-
-
-def _print_arms(sweep: Sweep, as_json: bool) -> None:
-    if as_json:
-        return
+def _print_arms(sweep: Sweep) -> None:
     from finetune.sweep.sweep import RULE, label
 
     arms, facts = sweep.study.trials, sweep.study.user_attrs
@@ -249,13 +233,19 @@ def _print_state(sweep: Sweep, as_json: bool) -> int:
 
 
 def _print_result(sweep: Sweep, as_json: bool) -> int:
+    from finetune.sweep.sweep import label
+
     report = _report(sweep)
     if as_json:
         print_json({**sweep.as_json(), "report": None if report is None else str(report)})
         return 0
     shown = table("arm", "state", ">steps", ">held-out loss", ">after step", "behind the best")
     for entry in sweep.results():
-        shown.add_row(*_row(entry))
+        loss = "-" if entry.loss is None else f"{entry.loss:.4f}"
+        gap = entry.behind
+        behind = "" if gap is None else f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
+        state = entry.state if entry.dropped_at is None else f"dropped at {entry.dropped_at:,}"
+        shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, f"{entry.loss_step or 0:,}", behind)
     out.print(shown)
     out.print(f"[bold]{escape(sweep.sentence())}[/]")
     if report is not None:
@@ -265,18 +255,7 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
     return 0
 
 
-def _row(entry: ArmResult) -> list[str]:
-    from finetune.sweep.sweep import label
-
-    loss = "-" if entry.loss is None else f"{entry.loss:.4f}"
-    gap = entry.behind
-    behind = "" if gap is None else f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})"
-    state = entry.state if entry.dropped_at is None else f"dropped at {entry.dropped_at:,}"
-    return [escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, f"{entry.loss_step or 0:,}", behind]
-
-
 def _report(sweep: Sweep) -> Path | None:
-    """The sweep's page with curves, written by the page's own code; None where it can't be."""
     from finetune.cli.ui import page_command
 
     target = sweep.path / "report.html"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace
+from finetune.compat.patch_registry import PrivateName, wrap
 
 _PREPARE = "accelerate.accelerator.fsdp2_prepare_model"
 
@@ -19,15 +19,6 @@ PRIVATE_NAMES = (
 )  # fmt: skip
 
 
-def shard_with(prepared: Callable[[Callable[[Any, Any], Any], Any, Any], Any]) -> None:
+def shard_with(prepared: Callable[..., Any]) -> None:
     """Let accelerate shard models by `prepared(its own function, accelerator, model)` from now on."""
-    from accelerate import accelerator
-
-    usual = accelerator.fsdp2_prepare_model
-    usual = getattr(usual, "usual", usual)
-
-    def prepare(accelerator: Any, model: Any) -> Any:
-        return prepared(usual, accelerator, model)
-
-    prepare.usual = usual  # type: ignore[attr-defined]
-    replace(_PREPARE, prepare)
+    wrap(_PREPARE, prepared)

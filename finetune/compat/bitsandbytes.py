@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replaced
+from finetune.compat.patch_registry import PrivateName, replaced, wrapped
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer.Optimizer8bit"
 
@@ -30,7 +30,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_OPTIMIZER}.prefetch_state", "patch", "has the driver move paged states", f"{_OPTIMIZER}.step", "self p"),
     PrivateName("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "attribute",
                 "the first evaluation would repack the weights for inference, and nothing undoes it",
-                "bitsandbytes.nn.Linear4bit.forward", needs="a processor with AVX512-BF16"),
+                "bitsandbytes.nn.Linear4bit.forward"),
     PrivateName("bitsandbytes.backends.default.ops._gemm_4bit_default_impl", "private call", "what a 4-bit matmul dequantises"),
     PrivateName("bitsandbytes.autograd._functions.MatMul8bitLt", "private call", "the int8 matmul of a card",
                 "bitsandbytes.autograd._functions.matmul"),
@@ -46,9 +46,7 @@ def import_without_compiler() -> None:
     """
     if "bitsandbytes" in sys.modules:
         return
-    import torch
-
-    with replaced("torch.compile", functools.partial(_compiled_when_called, torch.compile)):
+    with wrapped("torch.compile", _compiled_when_called):
         importlib.import_module("bitsandbytes")
 
 
@@ -67,17 +65,14 @@ def without_cpu_repacking() -> AbstractContextManager[None]:
     return replaced("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-#: Repacking needs a multiple of these rows and columns (bitsandbytes' `_convert_weight_packed_for_cpu`).
-_REPACKED_ROWS, _REPACKED_COLUMNS = 32, 64
-
-
 def disable_cpu_repacking(model: Any, *, misfits_only: bool = False) -> None:
     """Don't repack the 4-bit layers of a model; `misfits_only`: only the layers whose shapes the repacking fails on."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            misfits = module.out_features % _REPACKED_ROWS or module.in_features % _REPACKED_COLUMNS
+            # bitsandbytes' `_convert_weight_packed_for_cpu` needs a multiple of these rows and columns
+            misfits = module.out_features % 32 or module.in_features % 64
             if misfits or not misfits_only:
                 module.support_avx512bf16_for_cpu = False
 

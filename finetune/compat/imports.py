@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.compat.bitsandbytes import import_without_compiler
-from finetune.compat.patch_registry import PrivateName, replaced
+from finetune.compat.patch_registry import PrivateName, wrapped
 
 _SCAN = "transformers.utils.import_utils.create_import_structure_from_path"
 
@@ -27,10 +27,8 @@ def import_libraries() -> None:
     import_without_compiler()
     if "transformers.models" in sys.modules:
         return
-    from transformers.utils.import_utils import create_import_structure_from_path as scan
-
     # the result is cached by path: the import of transformers scans the folder, of transformers.models its __init__.py
-    with replaced(_SCAN, lambda path: scan(Path(path).parent if Path(path).is_file() else path)):
+    with wrapped(_SCAN, lambda scan, path: scan(Path(path).parent if Path(path).is_file() else path)):
         importlib.import_module("transformers.models")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -60,6 +61,30 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 def replace(name: str, value: Any) -> None:
     """Set the dotted `name` to `value` until the process ends."""
     _set(*owner_of(name), value)
+
+
+def wrapped(name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Inside, the function `name` is `around(the library's own function, ...)`."""
+    owner, attribute = owner_of(name)
+    return replaced(name, _around(getattr(owner, attribute), around))
+
+
+def wrap(name: str, around: Callable[..., Any]) -> Any:
+    """As `wrapped`, until the process ends; a later call replaces it. Returns the library's own function."""
+    owner, attribute = owner_of(name)
+    before = getattr(owner, attribute)
+    usual = getattr(before, "usual", before)
+    _set(owner, attribute, _around(usual, around))
+    return usual
+
+
+def _around(usual: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(usual)
+    def called(*inputs: Any, **named: Any) -> Any:
+        return around(usual, *inputs, **named)
+
+    called.usual = usual  # type: ignore[attr-defined]
+    return called
 
 
 def _set(owner: Any, attribute: str, value: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -45,19 +45,14 @@ def dora_weights(dequantised: Callable[[Any], Any], copied: Callable[[Any], Any]
         yield
 
 
-@contextmanager
-def before_magnitudes(before: Callable[[Any], None]) -> Iterator[None]:
+def before_magnitudes(before: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Inside, `before(layer)` is called before DoRA computes a layer's magnitudes."""
-    from peft.tuners.lora.dora import DoraLinearLayer
 
-    update = DoraLinearLayer.update_layer
-
-    def updated(self: Any, *, base_layer: Any, **named: Any) -> None:
+    def updated(update: Callable[..., None], self: Any, *, base_layer: Any, **named: Any) -> None:
         before(base_layer)
         update(self, base_layer=base_layer, **named)
 
-    with replaced(f"{_DORA}.DoraLinearLayer.update_layer", updated):
-        yield
+    return wrapped(f"{_DORA}.DoraLinearLayer.update_layer", updated)
 
 
 def save_without_vocabulary() -> None:
@@ -89,17 +84,10 @@ def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> 
     `logical(parameter)`: shape, dtype and device of the encoded weight, or the parameter itself if it is not encoded.
     In forward, the parameter's `lora_weights` has (A, B, scaling) of each active adapter.
     """
-    from peft.tuners.lora.layer import ParamWrapper
-
-    get_param, activate = ParamWrapper.get_param, ParamWrapper._activate_lora
-    if getattr(get_param, "logical", None) is logical:
-        return
-
-    def get_logical(self: Any) -> torch.Tensor:
-        return logical(get_param(self))
+    get_param = wrap(f"{_WRAPPER}.get_param", lambda get_param, self: logical(get_param(self)))
 
     @contextmanager
-    def activate_beside(self: Any, active_adapters: list[str]) -> Iterator[None]:
+    def activate_beside(activate: Callable[..., Any], self: Any, active_adapters: list[str]) -> Iterator[None]:
         parameter = get_param(self)
         if logical(parameter) is parameter:
             with activate(self, active_adapters):
@@ -114,6 +102,4 @@ def adapt_packed_parameters(logical: Callable[[torch.Tensor], torch.Tensor]) -> 
         finally:
             del parameter.lora_weights
 
-    get_logical.logical = logical  # type: ignore[attr-defined]
-    replace(f"{_WRAPPER}.get_param", get_logical)
-    replace(f"{_WRAPPER}._activate_lora", activate_beside)
+    wrap(f"{_WRAPPER}._activate_lora", activate_beside)

@@ -134,8 +134,7 @@ def picture_kind(processor: Any, width: int, height: int) -> Hashable:
     images = processor.image_processor
     name = type(images).__name__
     if name in _BY_PATCHES:
-        patches: Hashable = images.get_number_of_image_patches(height, width, _image_settings(processor))
-        return patches
+        return images.get_number_of_image_patches(height, width, _image_settings(processor))
     is_resized = name == "Gemma3ImageProcessorPil" and not images.do_pan_and_scan  # each picture to one size
     return () if is_resized else (width, height)
 
@@ -154,8 +153,7 @@ def patch_text(processor: Any, patches: int) -> str:
     """The text for a picture of so many patches in a grid."""
     import torch
 
-    text: str = processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)
-    return text
+    return processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)
 
 
 def _process(processor: Any, rows: Sequence[Sequence[Image]]) -> tuple[Any, list[str]]:
@@ -168,8 +166,7 @@ def _image_settings(processor: Any) -> dict[str, Any]:
 
 
 def _settings(processor: Any, **more: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **more)
-    return settings
+    return processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **more)
 
 
 def with_picture_texts(

@@ -8,18 +8,45 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from finetune.compat.patch_registry import PrivateName, replaced
+from finetune.compat.patch_registry import PrivateName, replaced, wrapped
 
 if TYPE_CHECKING:
     import torch
 
 
-def _private(name: str, reason: str, used_by: str = "", needs: str = "") -> PrivateName:
-    return PrivateName(name, "private call", reason, used_by, needs=needs)
-
-
-#: Read in torch 2.13.0.
+#: Read in torch 2.13.0: what is called, and why.
+_CALLED = {
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its FLOPs are counted",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "its FLOPs are counted",
+    "torch._softmax": "CUDA's softmax of 16-bit scores into fp32",
+    "torch._subclasses.fake_tensor.FakeTensor": "fake tensors, their device and mode",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "the mode of fake tensors",
+    "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": "cleared with the forecast's own cache",
+    "torch.utils._python_dispatch._disable_current_modes": "traces a layer, and copies one, outside of all modes",
+    "torch._functorch.aot_autograd.aot_function": "a layer's forward and backward as the compiler splits them",
+    "torch._dynamo.utils.counters": "counts graph breaks",
+    "torch._dynamo.utils.get_compilation_metrics": "what was compiled, how often and for how long",
+    "torch._dynamo.utils.clear_compilation_metrics": "what was compiled since",
+    "torch.fx.graph._BoxedCodeGen": "a graph that releases its inputs as it goes",
+    "torch._inductor.compile_fx.partition_fn": "the compiler's own choice of what is saved for backward",
+    "torch._inductor.decomposition.select_decomp_table": "the operators that the compiler's graphs consist of",
+    "torch._foreach_copy_": "casts all adapters of a layer in one kernel",
+    "torch.ops.aten._unsafe_view": "a result that autograd takes for no view: Gemma 3n changes it in place",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": "computes with values inside a mode of fake tensors",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator of the step",
+    "torch.utils._pytree.tree_iter": "tensors in an operator's outputs",
+    "torch._C._DisableTorchDispatch": "builds an output without shape inference",
+    "torch._C._dispatch_key_set": "compares a memoised output with torch's",
+    "torch.UntypedStorage._cdata": "identity of a storage",
+    "torch.Tensor._base": "whether a tensor is a view of a parameter",
+    "torch.Tensor._version": "whether a tensor was written to since it was saved",
+    "torch.cuda.memory._record_memory_history": "the allocator's history",
+    "torch.cuda.memory._dump_snapshot": "the allocator's history",
+    "torch.cuda.memory._snapshot": "the allocator's blocks after an out-of-memory error",
+    "torch.ops.aten._local_scalar_dense": "values that a trainer reads of fake tensors",
+}
 PRIVATE_NAMES = (
+    *(PrivateName(name, "private call", reason) for name, reason in _CALLED.items()),
     PrivateName("torch.is_autocast_enabled", "patch", "PEFT asks without a device, which means CUDA; a dry run is on the CPU",
                 "peft.tuners.lora.bnb.Linear4bit.forward"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler._last_lr", "attribute",
@@ -27,13 +54,8 @@ PRIVATE_NAMES = (
     PrivateName("torch._C._ensureCUDADeviceGuardSet", "patch",
                 "adds 8 fake GPUs to a CUDA build that sees none: autograd starts a thread for each, and can't be forked",
                 "torch._subclasses.fake_tensor.FakeTensorMode.__enter__"),
-    _private("torch.autograd.graph._engine_run_backward", "backward inside a TorchFunctionMode", "torch.autograd.backward"),
-    _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "its FLOPs are counted"),
-    _private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs are counted"),
-    _private("torch._softmax", "CUDA's softmax of 16-bit scores into fp32"),
-    _private("torch._subclasses.fake_tensor.FakeTensor", "fake tensors, their device and mode"),
-    _private("torch._subclasses.fake_tensor.FakeTensorMode", "the mode of fake tensors"),
-    _private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear", "cleared with the forecast's own cache"),
+    PrivateName("torch.autograd.graph._engine_run_backward", "private call", "backward inside a TorchFunctionMode",
+                "torch.autograd.backward"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor.constant", "attribute",
                 "data that an operator's output would depend on", "torch._subclasses.fake_tensor.FakeTensor.__new__"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor.fake_device", "attribute", "the device without a dispatch",
@@ -43,45 +65,20 @@ PRIVATE_NAMES = (
                 "a layer with hooks keeps its ordinary forward, which calls them", "torch.nn.Module._call_impl"),
     PrivateName("torch.nn.Module._forward_pre_hooks", "attribute",
                 "a layer with hooks keeps its ordinary forward, which calls them", "torch.nn.Module._call_impl"),
-    _private("torch.utils._python_dispatch._disable_current_modes", "traces a layer, and copies one, outside of all modes"),
     PrivateName("torch._functorch.config.activation_memory_budget", "attribute",
                 "share of its activations that a compiled layer keeps"),
-    _private("torch._functorch.aot_autograd.aot_function", "a layer's forward and backward as the compiler splits them"),
     PrivateName("torch._dynamo.config.recompile_limit", "attribute",
                 "how often a layer's code is compiled before it runs uncompiled"),
-    _private("torch._dynamo.utils.counters", "counts graph breaks"),
-    _private("torch._dynamo.utils.get_compilation_metrics", "what was compiled, how often and for how long"),
-    _private("torch._dynamo.utils.clear_compilation_metrics", "what was compiled since"),
-    _private("torch.fx.graph._BoxedCodeGen", "a graph that releases its inputs as it goes"),
-    _private("torch._inductor.compile_fx.partition_fn", "the compiler's own choice of what is saved for backward"),
-    _private("torch._inductor.decomposition.select_decomp_table", "the operators that the compiler's graphs consist of"),
-    _private("torch._foreach_copy_", "casts all adapters of a layer in one kernel"),
-    _private("torch.ops.aten._unsafe_view", "a result that autograd takes for no view: Gemma 3n changes it in place"),
-    _private("torch._subclasses.fake_tensor.unset_fake_temporarily", "computes with values inside a mode of fake tensors"),
-    _private("torch.utils._python_dispatch.TorchDispatchMode", "sees every operator of the step"),
-    _private("torch.utils._pytree.tree_iter", "tensors in an operator's outputs"),
-    _private("torch._C._DisableTorchDispatch", "builds an output without shape inference"),
-    _private("torch._C._dispatch_key_set", "compares a memoised output with torch's"),
-    _private("torch.UntypedStorage._cdata", "identity of a storage"),
-    _private("torch.Tensor._base", "whether a tensor is a view of a parameter"),
-    _private("torch.Tensor._version", "whether a tensor was written to since it was saved"),
     PrivateName("torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
                 "torch.nn.Module.__getattr__"),
     PrivateName("torch.nn.Module._buffers", "attribute", "replaces buffers on meta without register_buffer's checks",
                 "torch.nn.Module.__getattr__"),
-    _private("torch.cuda.memory._record_memory_history", "the allocator's history", needs="a card"),
-    _private("torch.cuda.memory._dump_snapshot", "the allocator's history", needs="a card"),
-    _private("torch.ops.aten._local_scalar_dense", "values that a trainer reads of fake tensors"),
-    _private("torch.cuda.memory._snapshot", "the allocator's blocks after an out-of-memory error", needs="a card"),
 )  # fmt: skip
 
 
 def cpu_autocast() -> AbstractContextManager[None]:
     """Inside, `torch.is_autocast_enabled` answers for the CPU."""
-    import torch
-
-    enabled = torch.is_autocast_enabled
-    return replaced("torch.is_autocast_enabled", lambda device_type="cpu": enabled("cpu"))
+    return wrapped("torch.is_autocast_enabled", lambda enabled, device_type="cpu": enabled("cpu"))
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
 
 _GROUPED = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
 _PACKED = "transformers.masking_utils.find_packed_sequence_indices"
@@ -105,7 +105,7 @@ def tokenizers_only() -> None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails, and find_spec returns None
     try:
-        with _environment(TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # about the missing torch
+        with _entries(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):  # about the missing torch
             from transformers.utils import is_torch_available
 
             is_torch_available()  # it caches the answer
@@ -114,16 +114,16 @@ def tokenizers_only() -> None:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Inside, these environment variables are set."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
+def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
+    """Inside, a mapping has these entries."""
+    before = {name: mapping[name] for name in entries if name in mapping}
+    mapping.update(entries)
     try:
         yield
     finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+        for name in entries:
+            del mapping[name]
+        mapping.update(before)
 
 
 def keys_repeated() -> AbstractContextManager[None]:
@@ -143,18 +143,14 @@ def without_packing_detection() -> AbstractContextManager[None]:
 
 def auxiliary_loss(around: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, the router's auxiliary loss is computed by `around(function, *arguments)`."""
-    from transformers.models.mixtral import modeling_mixtral
-
-    return replaced(_BALANCE, partial(around, modeling_mixtral.load_balancing_loss_func))
+    return wrapped(_BALANCE, around)
 
 
 def fake_experts() -> AbstractContextManager[None]:
     """Inside, experts in another dtype than bf16 use transformers' own grouped matmul, which has a fake form."""
     import torch
-    from transformers.integrations import moe
 
-    usable = moe._can_use_grouped_mm
-    return replaced(_EXPERTS, lambda input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
+    return wrapped(_EXPERTS, lambda usable, input, weight, offs: weight.dtype == torch.bfloat16 and usable(input, weight, offs))
 
 
 def keep_fsdp_wrap_policy() -> None:
@@ -163,20 +159,14 @@ def keep_fsdp_wrap_policy() -> None:
     PEFT's combines two policies, for which accelerate's FSDP2 would wrap no layer: every card would gather the whole model for
     the whole step (accelerate/utils/fsdp_utils.py, fsdp2_prepare_auto_wrap_policy).
     """
-    from transformers import trainer
 
-    update = trainer.update_fsdp_plugin_peft
-    if getattr(update, "keeps_wrap_policy", False):
-        return
-
-    def updated(model: Any, accelerator: Any) -> None:
+    def updated(update: Callable[..., None], model: Any, accelerator: Any) -> None:
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.auto_wrap_policy
         update(model, accelerator)
         plugin.auto_wrap_policy = policy
 
-    updated.keeps_wrap_policy = True  # type: ignore[attr-defined]
-    replace(_WRAP_POLICY, updated)
+    wrap(_WRAP_POLICY, updated)
 
 
 def replace_with_quantised_layers(model: Any, quantization: Any, dtype: Any, quantiser: type | None = None) -> None:
@@ -205,18 +195,15 @@ def sequential_loading(loaded: Callable[[Any, Any, str], None]) -> Iterator[None
 
     `loaded(model, module, name)` is called after each parameter.
     """
-    from transformers import core_model_loading
 
-    set_param = core_model_loading.set_param_for_module
-
-    def set_and_notify(model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
+    def set_and_notify(set_param: Callable[..., None], model: Any, target_name: str, *arguments: Any, **named: Any) -> None:
         set_param(model, target_name, *arguments, **named)
         path, _, own = target_name.rpartition(".")
         loaded(model, model.get_submodule(path), own)
 
     with (
-        _environment(HF_DEACTIVATE_ASYNC_LOAD="1"),
-        replaced(_SET, set_and_notify),
+        _entries(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+        wrapped(_SET, set_and_notify),
         replaced(_WARM_UP, lambda *_: None),
     ):
         yield
@@ -240,35 +227,23 @@ def name_in_checkpoint(model: Any) -> Callable[[str], str]:
     return name_of
 
 
-@contextmanager
-def loading_with(quantiser: type | None) -> Iterator[None]:
+def loading_with(quantiser: type | None) -> AbstractContextManager[None]:
     """Inside, 4-bit models are loaded by this quantiser; None: by transformers' own."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    before = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
-    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = quantiser or before  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = before
+    return _entries(AUTO_QUANTIZER_MAPPING, **({"bitsandbytes_4bit": quantiser} if quantiser else {}))
 
 
-@contextmanager
-def quantised_on(device: Any) -> Iterator[None]:
+def quantised_on(device: Any) -> AbstractContextManager[None]:
     """Inside, 4-bit weights of a model in host memory are quantised on `device`, one after another."""
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-
     if device.type == "cpu":
-        yield
-        return
-    usual = Bnb4bitQuantize.convert
+        return nullcontext()
 
-    def convert(self: Any, input_dict: Any, *arguments: Any, **named: Any) -> Any:
+    def convert(usual: Callable[..., Any], self: Any, input_dict: Any, *arguments: Any, **named: Any) -> Any:
         quantised = usual(self, _converted(input_dict, device), *arguments, **named)
         return {name: value.to("cpu") for name, value in quantised.items()}
 
-    with replaced(_QUANTISE, convert):
-        yield
+    return wrapped(_QUANTISE, convert)
 
 
 def _converted(inputs: dict[str, Any], to: Any) -> dict[str, Any]:
@@ -325,19 +300,13 @@ def packing_quantiser(pack: Callable[[Any, Any, list[str]], None]) -> type:
 
 
 def replace_grouped_linear(function: Callable[..., Any]) -> None:
-    """Let experts multiply with `function(input, weight, offs, bias, is_transposed)` where it returns a result, not None."""
-    from transformers.integrations import moe
+    """Let experts multiply with `function` of `_grouped_linear`'s arguments where it returns a result, not None."""
 
-    default = moe._grouped_linear
-    if getattr(default, "tries", None) is function:
-        return
+    def linear(usual: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        product = function(*inputs, **named)
+        return usual(*inputs, **named) if product is None else product
 
-    def linear(input: Any, weight: Any, offs: Any, bias: Any = None, is_transposed: bool = False) -> Any:  # noqa: A002
-        product = function(input, weight, offs, bias, is_transposed)
-        return default(input, weight, offs, bias, is_transposed) if product is None else product
-
-    linear.tries = function  # type: ignore[attr-defined]
-    replace(_LINEAR, linear)
+    wrap(_LINEAR, linear)
 
 
 def apply_gate(experts: Any, gate_up: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, owner_of, replace, replaced
+from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
 
 _TILES = "trl.kernels.chunked_logprob"
 #: Rows of a tile in one operator: 8 MiB in fp32.
@@ -67,8 +67,7 @@ def import_without_listing_packages() -> None:
     """Import TRL, before anything else does, without listing all installed packages: 0.2 s of each start."""
     if "trl" in sys.modules:
         return
-    list_all = importlib.metadata.packages_distributions
-    with replaced("importlib.metadata.packages_distributions", lambda: _Distributions(list_all)):
+    with wrapped("importlib.metadata.packages_distributions", _Distributions):
         importlib.import_module("trl.import_utils")
 
 
@@ -88,14 +87,10 @@ def compute_loss_without_triton() -> None:
     replace("trl.trainer.utils._use_triton", lambda device: device.type == "cuda")  # on trained positions only, as with Triton
     replace(f"{_TILES}._use_triton", lambda device: False)
     for tile in ("_forward_tile", "_backward_tile"):
-        owner, attribute = owner_of(f"{_TILES}.{tile}")
-        replace(f"{_TILES}.{tile}", _in_slices(getattr(owner, attribute)))
+        wrap(f"{_TILES}.{tile}", _in_slices)
 
 
-def _in_slices(function: Callable[..., None]) -> Callable[..., None]:
-    def sliced(tile: Any, stride: int, *arguments: Any, **named: Any) -> None:
-        for start in range(0, len(tile), _SLICE):
-            part = slice(start, start + _SLICE)  # each tensor has an entry for each row
-            function(tile[part], stride, *(value[part] if hasattr(value, "dim") else value for value in arguments), **named)
-
-    return sliced
+def _in_slices(function: Callable[..., None], tile: Any, stride: int, *arguments: Any, **named: Any) -> None:
+    for start in range(0, len(tile), _SLICE):
+        part = slice(start, start + _SLICE)  # each tensor has an entry for each row
+        function(tile[part], stride, *(value[part] if hasattr(value, "dim") else value for value in arguments), **named)

@@ -26,9 +26,7 @@ class ByteLevel:
     def __init__(self, backend: Any, lengths: np.ndarray, trimmed: np.ndarray | None, *, normalises: bool) -> None:
         """`lengths` in bytes by id; `trimmed`: leading and trailing spaces that the tokenizer's offsets leave out."""
         self._backend, self._lengths, self._normalises = backend, lengths, normalises
-        self._trims_offsets = trimmed is not None
-        self._leading_spaces: np.ndarray = lengths if trimmed is None else trimmed[0]
-        self._trailing_spaces: np.ndarray = lengths if trimmed is None else trimmed[1]
+        self._trimmed = trimmed
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
@@ -74,10 +72,7 @@ class ByteLevel:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def trained_mask(self, ids: list[int], text: str, spans: list[tuple[int, int]]) -> np.ndarray | None:
-        """Whether each token overlaps one of the spans, as `overlap_mask` of the tokenizer's own offsets.
-
-        None if the tokens don't add up to the text.
-        """
+        """Whether each token overlaps a span, as in `overlap_mask`; None if the tokens don't add up to the text."""
         if self._normalises and not unicodedata.is_normalized("NFC", text):
             return None
         is_ascii = text.isascii()
@@ -87,9 +82,9 @@ class ByteLevel:
             return None
         if not is_ascii:
             spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
-        if self._trims_offsets:
-            starts = ends - self._lengths[token_ids] + self._leading_spaces[token_ids]
-            return overlap_mask(np.stack([starts, ends - self._trailing_spaces[token_ids]], axis=1), spans)
+        if self._trimmed is not None:
+            leading, trailing = self._trimmed[:, token_ids]
+            return overlap_mask(np.stack([ends - self._lengths[token_ids] + leading, ends - trailing], axis=1), spans)
         mask = np.zeros(len(ends), dtype=bool)
         for start, end in spans:
             mask[ends.searchsorted(start, "right") : ends.searchsorted(end, "left") + 1] = True
@@ -112,7 +107,6 @@ def overlap_mask(offsets: list[tuple[int, int]] | np.ndarray, spans: list[tuple[
 
 
 def _steps(component: Any, kind: str) -> list[dict[str, Any]]:
-    """The steps of one kind in a component of tokenizer.json, which may be a sequence."""
     if not isinstance(component, dict):
         return []
     components = component.get("pretokenizers") or component.get("processors") or []

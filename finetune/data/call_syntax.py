@@ -17,21 +17,22 @@ from finetune.data.tool_calls import Call, gemma_arguments, json_at, python_argu
 _ReadCall = tuple[str, dict[str, Any], int]
 _NAME = r"[\w.\-/]+"
 _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
-_THINKING = re.compile(r".*?</think>", re.S)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as its text and its calls. `is_unreadable`: it has the opening of a call that can't be read, and stays text."""
+    """An answer: its thought, text and calls. `is_unreadable`: it begins a call that can't be read, and stays text."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
     is_unreadable: bool = False
+    thought: str = ""
 
 
-def assistant_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+def assistant_message(text: str, calls: Sequence[Call], thought: str = "") -> dict[str, Any]:
     """An answer as the message that templates write."""
-    return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
+    more = {"tool_calls": [*calls], "reasoning_content": thought}
+    return {"role": "assistant", "content": text, **{name: value for name, value in more.items() if value}}
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class CallSyntax:
 
     def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
         """The calls of a whole answer, and its text without them. Arguments written as text get the types of `tools`."""
-        thinking = _THINKING.match(text)
-        position = start = thinking.end() if thinking else 0
+        position = 0
         calls: list[Call] = []
         between = ""
         while match := self.opening.search(text, position):
@@ -63,7 +63,7 @@ class CallSyntax:
             except (ValueError, SyntaxError, RecursionError, MemoryError, BadRow):
                 return Answer(text, is_unreadable=True)
             position = end
-        parts = (part.strip() for part in (text[:start], between, text[position:]))
+        parts = (part.strip() for part in (between, text[position:]))
         return Answer("\n".join(filter(None, parts)), calls) if calls else Answer(text)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable
 from typing import Any
 
+#: Values of a row by column, or of an object in it by key.
+Values = dict[str, Any]
 #: Limit of one row in characters: about a million tokens, more than fits any GPU here, and tokenised in seconds.
 ROW_LIMIT = 4 * 2**20
 #: Texts that stand for no value.
@@ -41,7 +44,7 @@ def is_blank(value: Any) -> bool:
     return is_missing(value) or (isinstance(value, (list, dict, tuple)) and not value)
 
 
-def required_text(row: dict[str, Any], field: str) -> str:
+def required_text(row: Values, field: str) -> str:
     """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or not valid Unicode."""
     text = optional_text(row, field)
     if not text.strip():
@@ -49,7 +52,7 @@ def required_text(row: dict[str, Any], field: str) -> str:
     return text
 
 
-def optional_text(row: dict[str, Any], field: str) -> str:
+def optional_text(row: Values, field: str) -> str:
     """The text in `field`, empty when missing or NaN. Raises BadRow."""
     value = row.get(field)
     return "" if is_missing(value) else valid_text(value, field)
@@ -80,22 +83,18 @@ def valid_json(value: Any, field: str) -> Any:
     return value
 
 
-def as_json_text(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def as_json_text(row: Values, names: Iterable[str]) -> Values:
     """The row with what isn't text in these columns, or in these fields of its messages, written as JSON. Raises BadRow."""
     names = set(names)
     if not names:
         return row
-    written = {name: _json_text(value, name) if name in names else value for name, value in row.items()}
+    written = dict(row)
     for name, value in row.items():
-        if name not in names and isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        if name in names and not isinstance(value, str) and not is_missing(value):
+            written[name] = json.dumps(valid_json(value, name), ensure_ascii=False)
+        elif name not in names and isinstance(value, list):
             written[name] = [as_json_text(item, names) if isinstance(item, dict) else item for item in value]
     return written
-
-
-def _json_text(value: Any, field: str) -> Any:
-    if isinstance(value, str) or is_missing(value):
-        return value
-    return json.dumps(valid_json(value, field), ensure_ascii=False)
 
 
 def parse_if_text(value: Any, field: str) -> Any:
@@ -106,6 +105,14 @@ def parse_if_text(value: Any, field: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise BadRow(field, f"is text that isn't JSON: {quoted(value)}") from None
+
+
+def parse_if_list(value: Any) -> Any:
+    """The list of JSON in a string; other values unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(BadRow):  # it is plain text
+            return parse_if_text(value, "")
+    return value
 
 
 def type_phrase(value: Any) -> str:

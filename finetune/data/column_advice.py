@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from finetune.data.checks import is_missing
-from finetune.data.column_kinds import is_harmless, kinds_of
-from finetune.data.column_semantics import PreferenceData
+from finetune.data.checks import Values, is_blank, is_missing
+from finetune.data.column_kinds import JUDGEMENTS, describe, is_harmless, kinds_of, words_of
+from finetune.data.column_semantics import CONTEXT, REASONING, PreferenceData, meaning_of, transcript_error, transcripts
 from finetune.data.formats import FORMATS, UnknownColumns
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
@@ -21,20 +23,29 @@ from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
-#: Names of questions and of answers, the usual ones first.
-_QUESTIONS = re.findall(
-    r"\w+",
-    "instruction question query prompt problem request user human input source article document dialogue dialog passage "
-    "inputs sentence message text content title frage",
+#: Words of names of questions, of their answers, the usual ones first, of explanations (which are answers, too), of reasoning
+#: and of scores.
+_QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
+    words.split()
+    for words in (
+        "instruction question query prompt problem request user human input source article document dialogue dialog passage "
+        "inputs sentence message text content title frage context background paragraph evidence knowledge facts premise code "
+        "documents kontext options choices",
+        "output answer response completion solution assistant bot reply target highlights summary translation outputs gold "
+        "label category sentiment class intent antwort reference truth explanation justification analysis derivation",
+        "solution explanation justification analysis derivation",
+        "reasoning cot thinking thought thoughts think rationale scratchpad gedanken",
+        "score scores rating ratings rate reward rewards grade grades quality confidence rank helpfulness feedback critique "
+        "judgement judgment evaluation stars",
+    )
 )
-_ANSWERS = re.findall(
-    r"\w+",
-    "output answer response completion solution assistant bot reply target highlights summary translation outputs gold label "
-    "category sentiment class intent antwort",
-)
-_MAX_SUGGESTIONS = 2
+#: Rows whose values say what a column has.
+_KIND_ROWS = 20
+_MAX_SUGGESTIONS = 3
 #: Settings of `dataset` by name, and what they would do.
-Suggestion = tuple[str, dict[str, Any]]
+Suggestion = tuple[str, Values]
+#: Part of a row -> the columns that have it by their names and values; those that may have any are under an empty text.
+Parts = defaultdict[str, list[str]]
 
 
 def override(name: str, value: Any) -> str:
@@ -51,7 +62,10 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
         fixes[0] += "" if error.chosen == "chosen" else f"  {override('columns', names)}"
         fixes += _lines(_chosen_answers(values, **names), rows, file, dataset)[:1]
     elif isinstance(error, UnknownColumns) and dataset.format not in METHOD_FORMATS:
-        fixes = [*_lines(_unknown_columns(values), rows, file, dataset), error.fix]
+        lines = _lines(_unknown_columns(values), rows, file, dataset)
+        if not lines and (talks := transcripts(values, values[0])):
+            return transcript_error(file, talks[0])
+        fixes = [*lines, error.fix]
     return DataError(error.problems, "\n".join(fixes))
 
 
@@ -59,7 +73,8 @@ def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowP
     """What to type for columns and fields that stop a run: settings that use them, and the one that leaves them out."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
     leave_out = f"To leave it out on purpose:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
-    return [*_lines(_unused_columns(columns, asked, parser), rows, parser.file, dataset), leave_out]
+    suggestions = _unused_columns(columns, parser, [row.values for row in rows])
+    return [*_lines(suggestions, rows, parser.file, dataset), leave_out]
 
 
 def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]:
@@ -70,16 +85,17 @@ def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]
 
 
 def _lines(suggestions: Iterable[Suggestion], rows: list[Row], file: str, dataset: DatasetRecipe) -> list[str]:
-    lines: list[str] = []
-    for reason, settings in suggestions:
-        if len(lines) < _MAX_SUGGESTIONS and (complete := _tried(settings, rows, file, dataset)):
-            arguments = "  ".join(override(name, value) for name, value in complete.items())
-            lines.append(f"{reason}:  {arguments}")
-    return list(dict.fromkeys(lines))
+    readable = ((reason, tried) for reason, settings in suggestions if (tried := _tried(settings, rows, file, dataset)))
+    lines = (f"{reason}:  {'  '.join(override(name, value) for name, value in tried.items())}" for reason, tried in readable)
+    return list(dict.fromkeys(itertools.islice(lines, _MAX_SUGGESTIONS)))
 
 
-def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: DatasetRecipe) -> dict[str, Any]:
-    for json_columns in ([], [column for field, column in settings["columns"].items() if field in ("output", "completion")]):
+def _tried(settings: Values, rows: list[Row], file: str, dataset: DatasetRecipe) -> Values:
+    columns = settings["columns"]
+    hidden = {"system", "input", "reasoning"} & {*columns} - {*columns.values()}  # that would be read from other columns
+    if any(not is_blank(row.values.get(name)) for row in rows for name in hidden - {*dataset.columns}):
+        return {}
+    for json_columns in ([], [column for field, column in columns.items() if field in ("output", "completion")]):
         tried = {**settings, "json_columns": json_columns} if json_columns else dict(settings)
         if dataset.format != "auto" or "format" in tried:
             tried.setdefault("format", "auto")
@@ -89,10 +105,7 @@ def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: Datase
                 batch = replace(parser, reads_pictures=False).parse(list(rows))
             except DataError:
                 return {}
-            unused = parser.unused()
-            unused.values.merge(batch.unused)
-            asked = unused.asked(len(rows))
-            if not asked:
+            if not (asked := batch.unused.asked(len(rows))):
                 break
             tried["ignore_columns"] = [*tried.get("ignore_columns", dataset.ignore_columns), *asked]
         if not asked and 2 * len(batch.examples) >= len(rows):
@@ -100,73 +113,103 @@ def _tried(settings: dict[str, Any], rows: list[Row], file: str, dataset: Datase
     return {}
 
 
-def _unknown_columns(rows: list[dict[str, Any]]) -> Iterator[Suggestion]:
+def _unknown_columns(rows: list[Values]) -> Iterator[Suggestion]:
     values = {name: value for row in reversed(rows) for name, value in row.items() if not is_missing(value)}
     for name, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             field = "conversations" if "from" in value[0] else "messages"
             yield "Perhaps", {"columns": {field: name}}
-    texts = [name for name, value in values.items() if isinstance(value, str)]
-    if pair := _question_and_answer(values):
-        columns = dict(zip(("instruction", "output"), pair, strict=True))
-        others = [
-            name for name in texts if name not in pair and not is_harmless(name, kinds_of(name, values[name]), has_answer=True)
-        ]
-        if len(others) == 1 and others[0] != "system":
-            yield "Perhaps", {"columns": {**columns, "input": others[0]}}
-        yield "Perhaps", {"columns": columns}
-    elif len(texts) == 2:
-        reason = f"If {printable(texts[1])} is the answer to {printable(texts[0])}"
-        yield reason, {"columns": {"instruction": texts[0], "output": texts[1]}}
-    elif len(texts) == 1:
+    parts = _by_part(values, rows)
+    yield from _questions(parts)
+    texts = [name for part, names in parts.items() if part != "other" for name in names]
+    if len(texts) == 1 and not transcripts(rows, texts):
         yield f"To learn {printable(texts[0])} as plain text", {"format": "text", "columns": {"text": texts[0]}}
 
 
-def _unused_columns(columns: list[str], asked: dict[str, ColumnUse], parser: RowParser) -> Iterator[Suggestion]:
-    names = {field: parser.columns.get(field, field) for field in (*FORMATS[parser.format].required, "input", "system")}
+def _by_part(columns: Iterable[str], rows: list[Values]) -> Parts:
+    parts = Parts(list)
+    for name in columns:
+        parts[_part_of(name, rows)].append(name)
+    return parts
+
+
+def _part_of(name: str, rows: list[Values]) -> str:
+    values = [row[name] for row in rows[:_KIND_ROWS] if not is_missing(row.get(name))]
+    kinds = set[str]().union(*(kinds_of(name, value) for value in values))
+    name_words, meaning = {*words_of(name), *re.findall(r"[^\W\d_]+", name.lower())}, meaning_of(name)
+    is_answer = bool(name_words & {*_ANSWERS}) and not name_words & {"options", "choices"}
+    is_text = any(isinstance(value, str) for value in values) and "text" in describe(kinds)
+    if name_words & {*_SCORES} or is_harmless(name, kinds, has_answer=not is_answer):
+        return "other"
+    if is_text and (meaning == REASONING or name_words & {*_THOUGHTS}):
+        return "reasoning"
+    if is_answer:
+        return "explanation" if name_words & {*_EXPLANATIONS} else "answer"
+    if not is_text or meaning not in ("", CONTEXT) or name_words & JUDGEMENTS:
+        return "other"
+    if meaning or name_words & {*_QUESTIONS}:
+        return "system" if "system" in name.lower() else "prompt"
+    return "transcript" if transcripts(rows, [name]) else ""
+
+
+def _questions(parts: Parts, question: str | None = None, answer: str | None = None) -> Iterator[Suggestion]:
+    """Mappings of columns to a question and its answer, unless they are given, with the texts beside them."""
+    answers = [*parts["answer"], *parts["explanation"]]
+    question, answer = question or _first_named(parts["prompt"], _QUESTIONS), answer or _first_named(answers, _ANSWERS)
+    if question is None or answer is None:
+        pair = [*parts["prompt"], *parts[""], *answers]
+        question = question or next(iter(parts[""]), None)
+        if len(pair) != 2 or question is None:
+            return
+        [answer] = {*pair} - {question}
+    fields = {"instruction": question, "output": answer}
+    fields |= {field: name for field in ("system", "reasoning") for name in parts[field][:1]}
+    contexts = [name for name in parts["prompt"] if name not in fields.values()]
+    if len(contexts) == 1:
+        yield f"If {printable(contexts[0])} belongs to the question", {"columns": {**fields, "input": contexts[0]}}
+    for name in [*parts["explanation"], *parts[""]] if "reasoning" not in fields else ():
+        if name not in fields.values():
+            yield f"If {printable(name)} is the reasoning before the answer", {"columns": {**fields, "reasoning": name}}
+    yield f"If {printable(answer)} is the answer to {printable(question)}", {"columns": fields}
+
+
+def _unused_columns(columns: list[str], parser: RowParser, rows: list[Values]) -> Iterator[Suggestion]:
+    required = [parser.columns.get(field, field) for field in FORMATS[parser.format].required]
+    parts = _by_part(columns, rows)
     if parser.format == "text":
-        pair = _question_and_answer([names["text"], *columns])
-        answers = [pair[1]] if pair and pair[0] == names["text"] else []
-        for answer in [*answers, *(name for name in columns if name not in answers)][:_MAX_SUGGESTIONS]:
-            reason = f"If {printable(answer)} is the answer to {printable(names['text'])}"
-            yield reason, {"columns": {"instruction": names["text"], "output": answer}}
-        return
-    prompts = [name for name in columns if "truth" not in asked[name].kinds]
-    if parser.format in ("alpaca", "prompt_completion") and "input" not in parser.columns:
-        fields = dict(zip(("instruction", "output"), (names[field] for field in FORMATS[parser.format].required), strict=True))
-        for name in prompts[:1]:
-            yield f"If {printable(name)} belongs to the question", {"columns": {**fields, "input": name}}
+        yield from (suggestions := [*_questions(_by_part([*required, *columns], rows))])
+        for name in [*parts["answer"], *parts["explanation"], *parts["other"], *parts[""]] if not suggestions else ():
+            yield from _questions(Parts(list), required[0], name)
+    elif parser.format in ("alpaca", "prompt_completion"):
+        for reason, settings in _questions(parts, *required):
+            if {*columns} & {*settings["columns"].values()}:
+                yield reason, {"columns": parser.columns | settings["columns"]}
     elif parser.format in ("messages", "sharegpt"):
-        for name in prompts:
-            if "system" in name.lower():
-                yield f"If {printable(name)} is the system prompt", {"columns": {**parser.columns, "system": name}}
+        for name in parts["system"]:
+            yield f"If {printable(name)} is the system prompt", {"columns": parser.columns | {"system": name}}
 
 
-def _chosen_answers(rows: list[dict[str, Any]], chosen: str, rejected: str) -> Iterator[Suggestion]:
+def _chosen_answers(rows: list[Values], chosen: str, rejected: str) -> Iterator[Suggestion]:
     reason = "To train on the chosen answers"
     ignored = {"ignore_columns": [rejected]}
-    yield reason, {"format": "messages", "columns": {"messages": chosen}, **ignored}
-    for column in ("conversations", "messages", "prompt", "instruction", "question", "query"):
+    value = next(row[chosen] for row in rows if not is_missing(row.get(chosen)))
+    if isinstance(value, list) and len(value) > 1:
+        yield reason, {"format": "messages", "columns": {"messages": chosen}, **ignored}
+    question = _first_named(_by_part(rows[0], rows)["prompt"], _QUESTIONS)
+    for column in filter(None, ("conversations", "messages", question, "prompt")):
         value = next((row[column] for row in rows if not is_missing(row.get(column))), None)
         if isinstance(value, list):
             yield reason, {"format": "prompt_completion", "columns": {"prompt": column, "completion": chosen}, **ignored}
         elif isinstance(value, str) and value.strip():
             yield reason, {"format": "alpaca", "columns": {"instruction": column, "output": chosen}, **ignored}
-    yield f"{reason} with their prompts, as plain text", {"format": "text", "columns": {"text": chosen}, **ignored}
-
-
-def _question_and_answer(columns: Iterable[str]) -> tuple[str, str] | None:
-    """The columns that look like a question and its answer by their names, whatever their case and spaces."""
-    columns = list(columns)
-    question = _first_named(columns, _QUESTIONS)
-    answer = _first_named([name for name in columns if name != question], _ANSWERS)
-    return (question, answer) if question is not None and answer is not None else None
+    if transcripts(rows, [chosen]):
+        yield f"{reason} with their prompts, as plain text", {"format": "text", "columns": {"text": chosen}, **ignored}
 
 
 def _first_named(columns: list[str], names: Iterable[str]) -> str | None:
-    for words_of in (lambda name: {name.strip().lower()}, lambda name: set(re.findall(r"[a-z]+", name.lower()))):
+    for words_in in (lambda name: {name.strip().lower()}, lambda name: set(re.findall(r"[a-z]+", name.lower()))):
         for wanted in names:
-            if (column := next((name for name in columns if wanted in words_of(name)), None)) is not None:
+            if (column := next((name for name in columns if wanted in words_in(name)), None)) is not None:
                 return column
     return None
 

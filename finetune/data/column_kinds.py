@@ -69,7 +69,7 @@ _CLASSES = _word_set(
 )
 _CLASS_KINDS = frozenset({*_SHORT, "float", *_NUMBERS})
 #: Names with these words are of no family: vote_count; and those only with a length or count: answer_id, but response_tokens.
-_JUDGEMENTS = _word_set(
+JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )
 #: What is looked at or heard: a path or an address of it is a part of the question.
@@ -102,18 +102,18 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
         is_inside = leaf_name != name
         if not (is_inside and (leaf_name in _ROLES or is_harmless(leaf_name, {kind}, has_answer=True))):
             kinds.add(kind)
-            if is_inside and kind != "copy" and set(_words(leaf_name)) & (_JUDGEMENTS | _ANSWERS | _MEDIA):
+            if is_inside and kind != "copy" and set(words_of(leaf_name)) & (JUDGEMENTS | _ANSWERS | _MEDIA):
                 kinds.add("text")  # metadata: {label: bad} is no metadata
     return kinds
 
 
 def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
     """Whether name and kinds say that a column doesn't change the meaning. `has_answer`: the format has one beside it."""
-    name_words = set(_words(name))
+    name_words = set(words_of(name))
     if kinds <= {"copy"}:
         return True
     values = kinds - {"copy"}
-    if name_words & _JUDGEMENTS:
+    if name_words & JUDGEMENTS:
         return False
     if name_words & _COUNTS and values <= {"float", *_NUMBERS}:
         return True
@@ -135,7 +135,9 @@ def describe(kinds: set[str]) -> str:
     return " and ".join(text for text, present in parts if present)
 
 
-def _words(name: str) -> list[str]:
+def words_of(name: str) -> list[str]:
+    """The words of a name in lower case: answer_id, AnswerId."""
+    """The words of a name in lower case: answer_id, AnswerId."""
     return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or [name.strip() or "unnamed"]
 
 

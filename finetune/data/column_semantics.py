@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 import shlex
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-from finetune.data.checks import SPLITS, TOKENISED, BadRow, is_blank, parse_if_text
+from finetune.data.checks import SPLITS, TOKENISED, BadRow, Values, is_blank, parse_if_list
 from finetune.data.report import printable
 from finetune.errors import DataError
 
@@ -15,55 +16,55 @@ _PREFERENCE = "which of two answers is better (for DPO)"
 _LABEL = "whether an answer is good (for KTO), or a class"
 _PICTURE = "pictures, and no column of them is named"
 _MEDIA = "sound, video or processed pictures, and only text and pictures are trained on here"
-_REASONING = "the reasoning before an answer"
+REASONING = "the reasoning before an answer"
 _WEIGHT = "how much a row or message counts"
 _SCORE = "how good an answer is"
-_CONTEXT = "a part of the prompt"
+CONTEXT = "a part of the prompt"
 _TOOLS = "tools or calls of them"
 _SPLIT = "which rows are held out"
 
-#: Column name in lower case -> what its values mean. Columns that the format reads are not looked up.
-MEANINGS: dict[str, str] = {
-    **dict.fromkeys(("chosen", "rejected", "chosen_response", "rejected_response", "response_j", "response_k"), _PREFERENCE),
-    **dict.fromkeys(("label", "labels", "kto_tag"), _LABEL),
-    **dict.fromkeys(("image", "images", "image_url"), _PICTURE),
-    **dict.fromkeys(("video", "videos", "audio", "audios", "pixel_values"), _MEDIA),
-    **dict.fromkeys(
-        ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "cot", "complex_cot", "chain_of_thought",
-         "rationale"), _REASONING,
-    ),
-    **dict.fromkeys(
-        ("weight", "weights", "sample_weight", "train", "trainable", "training", "loss", "loss_mask", "mask", "train_detail"),
-        _WEIGHT,
-    ),
-    **dict.fromkeys(("score", "scores", "rating", "ratings", "reward", "rewards", "score_chosen", "score_rejected"), _SCORE),
-    **dict.fromkeys(("system", "system_prompt", "context", "input", "history", "documents"), _CONTEXT),
-    **dict.fromkeys(("tools", "functions", "tool_calls", "function_call", "function_calls"), _TOOLS),
-    "split": _SPLIT,
+#: Column name in lower case without marks between its words -> what its values mean. Columns that are read are not looked up.
+_MEANINGS = {
+    name.replace("_", ""): meaning
+    for meaning, names in (
+        (_PREFERENCE, "chosen rejected chosen_response rejected_response response_j response_k"),
+        (_LABEL, "label labels kto_tag"),
+        (_PICTURE, "image images image_url"),
+        (_MEDIA, "video videos audio audios pixel_values"),
+        (REASONING, "reasoning_content reasoning thinking thought thoughts cot complex_cot chain_of_thought rationale think "
+         "thinking_content think_content reasoning_text thought_process thinking_process reasoning_process reasoning_trace "
+         "thinking_trajectory reasoning_steps"),
+        (_WEIGHT, "weight weights sample_weight train trainable training loss loss_mask mask train_detail"),
+        (_SCORE, "score scores rating ratings reward rewards score_chosen score_rejected"),
+        (CONTEXT, "system system_prompt context input history documents"),
+        (_TOOLS, "tools functions tool_calls function_call function_calls"),
+        (_SPLIT, "split"),
+    )
+    for name in names.split()
 }  # fmt: skip
 #: Beside plain text a score, as corpora from the web have it, doesn't change it.
-_DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, _CONTEXT, _REASONING)
-#: Fields of a message that change its meaning.
-_MESSAGE_FIELDS = {name for name, what in MEANINGS.items() if what not in (_CONTEXT, _SPLIT)}
+_DECIDED_BY_VALUES_FOR_TEXT = (_SCORE, CONTEXT, REASONING)
 #: What stands in a text for an image, a sound or a video.
 MEDIA_TAGS = ("<image>", "<video>", "<audio>")
-_MEDIA_COLUMNS = tuple(name for name, what in MEANINGS.items() if what in (_PICTURE, _MEDIA))
 #: Weights that change nothing.
 _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
 
 
-class UnusedField(BadRow):
-    """A message has a field that changes its meaning and can't be used."""
+@lru_cache(4096)
+def meaning_of(name: Any) -> str:
+    """What a name says about the values of a column or field; empty if it says nothing."""
+    return _MEANINGS.get(re.sub(r"[\W_]+", "", name.lower()), "") if isinstance(name, str) else ""
 
-    def __init__(self, path: str, name: str) -> None:
-        super().__init__(path, f"the field {printable(name)} says {MEANINGS[name.lower()]}, and it isn't used")
-        self.name = name
+
+def changes_message(name: Any, value: Any) -> bool:
+    """Whether a field with this name changes the meaning of a message."""
+    return meaning_of(name) not in ("", CONTEXT, _SPLIT) and not is_blank(value)
 
 
 def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
-    """Whether a column or field with this name changes the meaning of a row; None where the name doesn't decide it."""
-    meaning = MEANINGS.get(name.lower()) if isinstance(name, str) else None
-    if meaning is None or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
+    """Whether a column with this name changes the meaning of a row; None where the name doesn't decide it."""
+    meaning = meaning_of(name)
+    if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
         return None
     if meaning == _SPLIT:
         return value != SPLITS[0] if isinstance(value, str) and value in SPLITS else None
@@ -75,7 +76,7 @@ FIXES = {
     _PICTURE: "To train on the pictures:  dataset.columns={images: NAME}  (beside the fields that are named already)",
     _LABEL: "To learn from good and from bad answers:  method=kto\n"
     "To train on good answers only:  jq -c 'select(.[NAME] == (true, 1)) | del(.[NAME])' FILE > good.jsonl",
-    _REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
+    REASONING: "To train on it, write it before the answer as the model does, for example <think>...</think> and the answer; "
     "or as reasoning_content in the messages.",
     _WEIGHT: "Messages may have train: true or false, or weight: 0 or 1. Rows have no weights here: repeat or remove rows.",
     _SCORE: "Keep the rows that are good enough, then leave the score out.",
@@ -84,25 +85,23 @@ FIXES = {
 }
 
 
-def check_message(message: dict[str, Any], path: str, used_fields: Iterable[str]) -> None:
-    """Raises UnusedField for a field of a message that changes its meaning and isn't in `used_fields`."""
-    for name, value in message.items():
-        if isinstance(name, str) and name.lower() in _MESSAGE_FIELDS and name not in used_fields and not is_blank(value):
-            raise UnusedField(path, name)
-
-
-def check_placeholders(row: dict[str, Any], texts: Iterable[str]) -> None:
+def check_placeholders(row: Values, texts: Iterable[str]) -> None:
     """Raises BadRow when a text has a tag for an image, sound or video of the row, which is left out."""
     tags = (tag for text in texts for tag in MEDIA_TAGS if tag in text)
-    if any(not is_blank(row.get(name)) for name in _MEDIA_COLUMNS) and (tag := next(tags, None)):
+    if any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(row[name]) for name in row) and (tag := next(tags, None)):
         raise BadRow(None, f"has {tag} in its text, in the place of what is left out")
 
 
-def without_columns(row: dict[str, Any], ignored: Iterable[str]) -> dict[str, Any]:
-    """The row without the ignored columns, and its messages without the ignored fields."""
+def without_columns(row: Values, ignored: Iterable[str]) -> Values:
+    """The row without the ignored columns, and its messages without the ignored fields.
+
+    `reasoning_content` means reasoning under any of its names.
+    """
     ignored_names = set(ignored)
     if not ignored_names:
         return row
+    if "reasoning_content" in ignored_names:
+        ignored_names |= {"reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
     return {name: _without_fields(value, ignored_names) for name, value in row.items() if name not in ignored_names}
 
 
@@ -111,13 +110,12 @@ _MESSAGE_PARTS = {"role", "content", "from", "value"}
 
 
 def _without_fields(value: Any, ignored: set[str]) -> Any:
-    if isinstance(value, str) and value.lstrip().startswith("[") and any(name in value for name in ignored):
-        with contextlib.suppress(BadRow):  # it is plain text
-            value = parse_if_text(value, "")
-    if not isinstance(value, list):
+    has_none = isinstance(value, str) and not any(name in value for name in ignored)
+    messages = value if has_none else parse_if_list(value)
+    if not isinstance(messages, list):
         return value
     dropped = ignored - _MESSAGE_PARTS
-    return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in value]
+    return [{k: v for k, v in item.items() if k not in dropped} if isinstance(item, dict) else item for item in messages]
 
 
 class PreferenceData(DataError):
@@ -131,7 +129,7 @@ class PreferenceData(DataError):
         self.chosen, self.rejected = chosen, rejected
 
 
-def check_other_data(rows: list[dict[str, Any]], file: str, mapped_columns: Iterable[str]) -> None:
+def check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
     """Raise DataError that names the kind of data if it isn't rows with answers. `mapped_columns`: named by the recipe."""
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
@@ -140,6 +138,30 @@ def check_other_data(rows: list[dict[str, Any]], file: str, mapped_columns: Iter
     for chosen, rejected in (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("response_j", "response_k")):
         if filled_columns.issuperset((chosen, rejected)):
             raise PreferenceData(file, chosen, rejected)
+
+
+#: Where somebody begins to speak in a text: USER:, ### Human:, **User**:, <|im_start|>user, [INST].
+_TURN = r"(?:^|[\s>])(?:[#*\[(<]* ?(?:{0})[*\])>]*:|<[|｜](?:\w+\|>)?(?:{0})\b|{1})"
+_USER = _TURN.format("user|human", r"\[INST\]|<start_of_turn>user")
+_ASSISTANT = _TURN.format("assistant|gpt|chatgpt|chatbot|bot|ai", r"\[/INST\]|<start_of_turn>model")
+_TRANSCRIPT = re.compile(f"(?>.*?{_USER}).*{_ASSISTANT}", re.I | re.S)  # atomic: one search for each, in any text
+_SAMPLE_ROWS, _SAMPLE_CHARACTERS = 50, 4_000
+
+
+def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
+    """The columns whose texts are mostly whole conversations."""
+    texts = {name: [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)] for name in columns}
+    conversations = {name: [text for text in texts[name] if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])] for name in texts}
+    return [name for name in texts if 2 * len(conversations[name]) > len(texts[name])]
+
+
+def transcript_error(file: str, column: str) -> DataError:
+    """Say that a column has conversations in one text, of which answers can't be told from questions."""
+    return DataError(
+        f"{file}: '{printable(column)}' is a transcript: a whole conversation in one text, with marks such as USER: and "
+        "ASSISTANT:, and the user's part would be trained on, too",
+        'Write its turns as messages: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]',
+    )
 
 
 _NOT_TRAINING_DATA: dict[tuple[str, ...], tuple[str, str]] = {

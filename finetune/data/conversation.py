@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from typing import Any
 
-from finetune.data.checks import BadRow, is_missing, parse_if_text, quoted, type_phrase, valid_text
-from finetune.data.column_semantics import check_message
+from finetune.data.checks import BadRow, Values, is_missing, parse_if_list, parse_if_text, quoted, type_phrase, valid_text
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, part_reference
 from finetune.data.tool_calls import calls_in_text, name_replies, read_calls, responses_in_text, tools_in_prompt
 
 Message = dict[str, Any]
+#: Field of a format -> the recipe's column.
+Columns = dict[str, str]
 
 #: Role in the data -> role in chat templates.
 ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
+    name: names.split()[0]
+    for names in (
+        "system", "developer", "user human prompter", "assistant gpt chatgpt bot model function_call",
+        "tool function observation function_response ipython",
+    )
+    for name in names.split()
 }  # fmt: skip
 _SYSTEM_ROLES = ("system", "developer")
 _COPIED_KEYS = ("name", "tool_call_id")
@@ -32,16 +34,14 @@ _PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"), ("
 _MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "function_call")
 
 
-def message_keys(columns: dict[str, str]) -> tuple[str, str]:
+def message_keys(columns: Columns) -> tuple[str, str]:
     """The keys of a message's role and content, where a recipe's `columns` may name others."""
     return columns.get("role", "role"), columns.get("content", "content")
 
 
 def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "content")) -> list[Message]:
-    """The messages in a row's `field`, with the roles of chat templates. Raises BadRow with the path inside the field.
-
-    A message has `role`/`content`, `from`/`value`, or `keys`. JSON in a string is parsed first.
-    """
+    """The messages in a row's `field`, which may be JSON, with the roles of chat templates. `keys`: of role and content, beside
+    the usual ones. Raises BadRow with the path inside the field."""
     value = parse_if_text(value, field)
     if not isinstance(value, list):
         raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
@@ -51,13 +51,10 @@ def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "cont
     return [_message(message, f"{field}[{index}]", keys) for index, message in enumerate(turns)]
 
 
-def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
-    """The messages with Hermes' tagged text (tool calls, replies, lists of tools) as fields; and the listed tools.
-
-    The chat template writes them in the model's own form. Raises BadRow.
-    """
+def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
+    """The messages with Hermes' tagged text (tool calls, replies, tools) as fields, and the listed tools. Raises BadRow."""
     converted: list[Message] = []
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Values, ...] = ()
     for index, message in enumerate(messages):
         path, role, text = f"{field}[{index}].content", message["role"], message["content"]
         if role == "assistant" and "<tool_call>" in text and "tool_calls" not in message:
@@ -78,13 +75,14 @@ def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], 
 def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     """Indices of the assistant messages to train on; `weight: 0` leaves one out. Raises BadRow.
 
-    After the system prompt the user must speak first; the chat template checks the rest of the order.
+    A user must speak before the last of them; the chat template checks the rest of the order.
     """
     first_turn = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), None)
     if first_turn is None:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
-    if speaker := {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"]):
-        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first; a conversation begins with the user")
+    speaker = {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"])
+    if speaker and (speaker == "a tool" or "user" not in [message["role"] for message in messages[:-1]]):
+        raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and no user asks anything")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
@@ -94,12 +92,9 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
     return trained
 
 
-def unread_fields(value: Any, keys: tuple[str, str]) -> list[dict[str, Any]]:
+def unread_fields(value: Any, keys: tuple[str, str]) -> list[Values]:
     """The fields of each message in a column that `read_messages` has read, without those that it reads."""
-    messages = value
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(BadRow):  # it is plain text
-            messages = parse_if_text(value, "")
+    messages = parse_if_list(value)
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list):
@@ -112,7 +107,7 @@ def unread_fields(value: Any, keys: tuple[str, str]) -> list[dict[str, Any]]:
     return unread
 
 
-def _keys_in(message: dict[str, Any], keys: tuple[str, str]) -> tuple[str, str]:
+def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
     role, content = (
         usual if key not in message and usual in message else key for key, usual in zip(keys, ("from", "value"), strict=True)
     )
@@ -128,7 +123,6 @@ def _pair_keys(turn: Any) -> tuple[str, ...] | None:
 
 
 def _messages_of(turn: Any) -> list[Any]:
-    """The messages of a turn that is a question and its answer; any other turn is one message."""
     keys = _pair_keys(turn)
     roles = ("user", "assistant", "system")
     messages = [{"role": role, "content": turn[key]} for role, key in zip(roles, keys or (), strict=False)]
@@ -139,7 +133,6 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     if not isinstance(source, dict):
         raise BadRow(path, f"is {type_phrase(source)}, not a message with role and content")
     role_key, content_key = _keys_in(source, keys)
-    check_message(source, path, (*_MESSAGE_KEYS, role_key, content_key))
     message: Message = {"role": _role(source.get(role_key), f"{path}.{role_key}")}
     if str(source.get(role_key)).strip().lower() == "function_call":
         message["tool_calls"] = read_calls(source.get(content_key), f"{path}.{content_key}")
@@ -161,7 +154,7 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
     return message
 
 
-def _is_trained(source: dict[str, Any], path: str, role: str) -> bool:
+def _is_trained(source: Values, path: str, role: str) -> bool:
     """Whether no key of the message excludes it from training. Raises BadRow for a fractional weight."""
     flags = {}
     for key in _TRAIN_KEYS:
@@ -190,13 +183,15 @@ def _role(value: Any, path: str) -> str:
     return role
 
 
-def _content(source: dict[str, Any], path: str, key: str, message: Message) -> str:
+def _content(source: Values, path: str, key: str, message: Message) -> str:
     """The text of a message. It may be empty only in tool replies, system prompts and tool calls."""
     value = source.get(key)
     if is_missing(value):
         if "tool_calls" in message:
             return ""
         raise BadRow(path, f"is {type_phrase(value)}")
+    if isinstance(value, dict) and {*value} - {"type"} == {"text"}:
+        value = [value]
     if isinstance(value, list):
         pictures: list[PictureReference | int | None] = []
         value = "".join(_part(part, f"{path}[{n}]", pictures) for n, part in enumerate(value))
@@ -209,9 +204,8 @@ def _content(source: dict[str, Any], path: str, key: str, message: Message) -> s
 
 
 def _part(part: Any, path: str, pictures: list[PictureReference | int | None]) -> str:
-    """The text of a content part, or a mark for a picture, which is added to `pictures`."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", "input_text", "output_text"):
+    if kind in ("text", "input_text", "output_text") or (isinstance(part, dict) and {*part} == {"text"}):  # as Bedrock has it
         return valid_text(part.get("text"), f"{path}.text")
     if kind in PICTURE_PARTS:
         index = part.get("index")

@@ -12,6 +12,7 @@ from pathlib import Path
 from finetune.data.readers import READERS, file_type
 from finetune.data.report import printable
 from finetune.errors import DataError
+from finetune.files import expanded
 
 #: Files that a folder is read for; a .txt there is as often a licence as data.
 FOLDER_TYPES = tuple(kind for kind in READERS if kind != ".txt")
@@ -20,18 +21,15 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json",
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Word of a file's name -> the split that it means.
 _SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training", "trainset", "trn"), TRAIN),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation", "devset", "valset", "evalset", "heldout",
-                     "holdout"), VALIDATION),
-    **dict.fromkeys(("test", "testing", "testset"), TEST),
+    word: names.split()[0]
+    for names in (
+        "train training trainset trn", "test testing testset",
+        "validation valid val dev eval evaluation devset valset evalset heldout holdout",
+    )
+    for word in names.split()
 }  # fmt: skip
 _MIXED = "several"
 _LISTED_FILES = 8
-
-
-def expanded(path_text: str) -> Path:
-    """Return the path with `~` expanded, or unchanged if the user is unknown."""
-    return Path(os.path.expanduser(path_text))  # noqa: PTH111
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ def _is_named_as_data(entry: Path) -> bool:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that the names of a file and of its folders say; `several` if they disagree."""
     text = re.sub(r"([a-z])([A-Z])", r"\1 \2", "/".join((*path.parts[:-1], path.name.split(".", 1)[0] or path.name)))
     stem_words = re.findall(r"[a-z]+", f"{text} {'.'.join(path.suffixes)}".lower().replace("held_out", "heldout"))
     splits = {_SPLIT_WORDS[word] for word in stem_words if word in _SPLIT_WORDS}

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import Message
-from finetune.data.template import Rendered, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.template import Rendered, Span
 
 #: First of the placeholders for special tokens while the chat template is rendered: the end of Unicode's private use area.
 _FIRST_PLACEHOLDER = 0x10E000

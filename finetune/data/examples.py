@@ -12,10 +12,10 @@ from typing import Any
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.data_files import describe_split
 from finetune.data.readers import Row
-from finetune.data.report import Refused
+from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, choose_parser
 from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
-from finetune.data.unused_columns import fixes_of
+from finetune.data.unused_columns import UnusedColumns, fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
 
@@ -91,10 +91,7 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
 
 
 class SourceReader:
-    """Reads one source in batches. Raises DataError when it can't be read at all.
-
-    `unused`: unread columns. If they stop the run, `finish` raises, and later rows need no tokens.
-    """
+    """Reads one source in batches. `unused`: what isn't read of it; if that stops the run, `finish` raises DataError."""
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
@@ -110,7 +107,7 @@ class SourceReader:
         except DataError as error:
             raise advice_for(error, rows, source.name, dataset) from None
         self.rows_read = 0
-        self.unused = self.parser.unused()
+        self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
     def batches(self) -> Iterator[list[Row | Refused]]:
         """All rows, in batches whose limits depend only on the rows."""
@@ -131,14 +128,15 @@ class SourceReader:
         """All rows, parsed. Raises DataError at the end when columns or fields that may change the meaning aren't read."""
         for batch in self.batches():
             parsed = self.parser.parse(batch)
-            self.unused.values.merge(parsed.unused)
+            self.unused.merge(parsed.unused)
             yield parsed
         self.finish()
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
         """All columns, and fields of messages, that aren't read."""
-        return tuple(dict.fromkeys((*self.parser.unused_columns, *self.unused.names)))
+        fields = (f"messages[].{printable(name)}" for name in self.unused.fields)
+        return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.columns), *fields)))
 
     def finish(self) -> None:
         """Raise DataError when columns or fields that may change the meaning aren't read."""
@@ -149,7 +147,6 @@ class SourceReader:
 
 
 def _first_rows(rows: Iterator[Row | Refused]) -> list[Row | Refused]:
-    """The first rows; fewer where they have pictures as bytes, which fill the memory."""
     sample: list[Row | Refused] = []
     size = 0
     for row in itertools.islice(rows, _SAMPLE_ROWS):

@@ -33,10 +33,19 @@ _NOTES = {
         "Write the reasoning before the answers, or use a chat_template without it.",
     ),
     "altered": ("the chat template leaves out or changes text, in {rows}", "Look at the example: finetune data RECIPE"),
+    "trimmed": (
+        "the chat template removes spaces at the beginning or end of answers, so they are not learnt, in {rows}",
+        "It matters for code that is inserted as it is: use a model whose template writes answers as they are.",
+    ),
+    "unthinking": (
+        "the model can think before it answers, and there is no thought: it learns to answer without one, in {rows}",
+        "To keep it thinking, add reasoning_content to the answers.",
+    ),
     "endless": (
         "the chat template has no EOS after assistant turns; only the last answer teaches the model to stop, in {rows}",
         "Set chat_template to one that ends each answer with the EOS token.",
     ),
+    "ended": ("the chat template ends the last answer with no token, so the EOS token is added there, in {rows}", ""),
     "literal": (
         "a user's text contains special tokens of the model; they are read as plain text, never as those tokens, in {rows}",
         "Remove them if they are left over from a chat template.",
@@ -149,18 +158,12 @@ def _pair_findings(stored: StoredRows, used: np.ndarray) -> Iterator[Finding]:
 
 
 def _swapped(stored: StoredRows, pairs: np.ndarray) -> np.ndarray:
-    """Pairs of which another one with the same prompt has the answers in the other order; among the first ones of the prompts
-    with several pairs."""
     _, prompts, counts = np.unique(stored.prompt_digests[pairs], return_inverse=True, return_counts=True)
     compared = pairs[counts[prompts] > 1][:_MAX_COMPARED]
-    orders = [(int(stored.prompt_digests[row]), *_answers(stored, int(row))) for row in compared]
+    pairs_of_texts = [[answer.reference() for answer in stored.example(int(row)).pair()] for row in compared]
+    orders = [(int(stored.prompt_digests[row]), *texts) for row, texts in zip(compared, pairs_of_texts, strict=True)]
     every = set(orders)
     return compared[np.array([(prompt, other, answer) in every for prompt, answer, other in orders], dtype=bool)]
-
-
-def _answers(stored: StoredRows, row: int) -> tuple[str | None, str | None]:
-    chosen, rejected = stored.example(row).pair()
-    return chosen.reference(), rejected.reference()
 
 
 def _label_findings(stored: StoredRows, used: np.ndarray, weights: tuple[float, float]) -> Iterator[Finding]:

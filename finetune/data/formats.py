@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from finetune.data.checks import ROW_LIMIT, BadRow, is_missing, optional_text, parse_if_text, required_text, type_phrase
-from finetune.data.conversation import Message, answer_indices, message_keys, read_messages, read_tool_text
+from finetune.data.checks import ROW_LIMIT, BadRow, Values, is_missing, optional_text, parse_if_text, required_text, type_phrase
+from finetune.data.column_kinds import kinds_of
+from finetune.data.column_semantics import REASONING, meaning_of, transcript_error, transcripts
+from finetune.data.conversation import Columns, Message, answer_indices, message_keys, read_messages, read_tool_text
 from finetune.data.example import Example
 from finetune.data.preferences import from_preference
 from finetune.data.report import printable
@@ -19,16 +21,12 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class Format:
-    """A format's required and optional columns, an example line, and its parser (row -> fields of Example).
-
-    `message_columns`: those that may have messages, whose fields that nothing reads are reported.
-    """
+    """A format's required and optional columns, an example line, and its parser (row -> fields of Example)."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     example_line: str
-    parse: Callable[[dict[str, Any], dict[str, str]], dict[str, Any]]
-    message_columns: tuple[str, ...] = ()
+    parse: Callable[[Values, dict[str, str]], Values]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -36,8 +34,10 @@ class Format:
         return (*self.required, *self.optional)
 
 
-def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "messages") -> dict[str, Any]:
+def _from_messages(row: Values, columns: Columns, field: str = "messages") -> Values:
     messages = read_messages(row.get(field), field, message_keys(columns))
+    if isinstance(row.get("system"), list):  # Bedrock's content parts
+        row = {**row, "system": read_messages([{"role": "system", "content": row["system"]}], "system")[0]["content"]}
     system = optional_text(row, "system")
     if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
@@ -47,8 +47,8 @@ def _from_messages(row: dict[str, Any], columns: dict[str, str], field: str = "m
     return {"messages": tuple(messages), "answers": answer_indices(messages, field), "tools": _tools(row) or listed_tools}
 
 
-def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Instruction and input become the user's message, the output the assistant's; `history`: earlier pairs, not trained on."""
+def _from_alpaca(row: Values, columns: Columns) -> Values:
+    """Instruction and input become the user's message, reasoning and output the assistant's; `history`: earlier pairs."""
     parts = (optional_text(row, "instruction"), optional_text(row, "input"))
     answer = required_text(row, "output")
     question = "\n\n".join(part for part in parts if part.strip())
@@ -64,10 +64,15 @@ def _from_alpaca(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": required_text({f"history[{index}]": text}, f"history[{index}]")})
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    reasoning, (thought, has_thought, _) = optional_text(row, "reasoning"), answer.partition("</think>")
+    if has_thought and reasoning.strip() not in thought:
+        raise BadRow("reasoning", "differs from the reasoning in the answer, before </think>")
+    if reasoning.strip() and not has_thought:
+        messages[-1]["reasoning_content"] = reasoning
     return {"messages": tuple(messages), "answers": (len(messages) - 1,)}
 
 
-def _from_prompt_completion(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _from_prompt_completion(row: Values, columns: Columns) -> Values:
     """Two texts, concatenated without a template; or two lists of messages."""
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
         keys = message_keys(columns)
@@ -87,7 +92,7 @@ def _message_list(value: Any, role: str) -> Any:
     return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _from_xlam(row: Values, columns: Columns) -> Values:
     calls = read_calls(row["answers"], "answers")
     if not calls:
         raise BadRow("answers", "has no call; there is nothing to train on")
@@ -96,31 +101,28 @@ def _from_xlam(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {"messages": messages, "answers": (1,), "tools": _tools(row)}
 
 
-def filled(rows: Iterable[dict[str, Any]]) -> set[str]:
+def filled(rows: Iterable[Values]) -> set[str]:
     """The columns in which a row has a value."""
     return {name for row in rows for name, value in row.items() if not is_missing(value)}
 
 
-def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def _tools(row: Values) -> tuple[Values, ...]:
     return read_tools(row.get("tools"), "tools") or read_tools(row.get("functions"), "functions")
 
 
-#: Format of the answer of a labelled row -> the columns by which it is known.
-LABELLED_ANSWERS = {
-    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-}  # fmt: skip
+#: Formats of the answer of a labelled row.
+LABELLED_ANSWERS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 and 1.0 equal True
 
 
-def _from_labelled(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _from_labelled(row: Values, columns: Columns) -> Values:
     """A row with one answer, marked good or bad. Of a conversation the last answer is meant; of a completion all of it."""
     label = row["label"]
     key = label.strip().lower() if isinstance(label, str) else label
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
         raise BadRow("label", f"is {type_phrase(label)}, not true or false" if key != "" else "is empty")
     filled_columns = filled([row])
-    name = next((name for name, needed in LABELLED_ANSWERS.items() if filled_columns.issuperset(needed)), None)
+    name = next((name for name in LABELLED_ANSWERS if filled_columns.issuperset(FORMATS[name].required)), None)
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
     fields = FORMATS[name].parse(row, columns)
@@ -133,20 +135,18 @@ FORMATS = {
     "messages": Format(
         ("messages",), ("system", "tools", "functions"),
         '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}', _from_messages,
-        ("messages",),
     ),
     "sharegpt": Format(
         ("conversations",), ("system", "tools", "functions"),
         '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}',
-        partial(_from_messages, field="conversations"), ("conversations",),
+        partial(_from_messages, field="conversations"),
     ),
     "alpaca": Format(
-        ("instruction", "output"), ("input", "system", "history"),
+        ("instruction", "output"), ("input", "reasoning", "system", "history"),
         '{"instruction": "Say hello", "input": "", "output": "Hello!"}', _from_alpaca,
     ),
     "prompt_completion": Format(
         ("prompt", "completion"), ("tools",), '{"prompt": "Q: 2+2?\\nA:", "completion": " 4"}', _from_prompt_completion,
-        ("prompt", "completion"),
     ),
     "xlam": Format(
         ("query", "answers"), ("tools",),
@@ -158,7 +158,6 @@ FORMATS = {
     "preference": Format(
         ("chosen", "rejected"), ("prompt", "messages", "conversations", "instruction", "input", "system", "tools"),
         '{"prompt": "Say hello", "chosen": "Hello!", "rejected": "Go away."}', from_preference,
-        ("messages", "conversations", "prompt", "chosen", "rejected"),
     ),
     "labelled": Format(
         ("label",),
@@ -167,22 +166,18 @@ FORMATS = {
             "functions",
         ),
         '{"prompt": "Say hello", "completion": "Hello!", "label": true}', _from_labelled,
-        ("messages", "conversations", "prompt", "completion"),
     ),
 }  # fmt: skip
 FIELDS = sorted({"role", "content", "images"}.union(*(fmt.columns for fmt in FORMATS.values())))
 
-#: Field -> column of a question and its answer under other names, read as alpaca.
-_QUESTION_ANSWER_COLUMNS: tuple[dict[str, str], ...] = (
-    {"instruction": "instruction", "output": "response", "input": "context"},
-    {"instruction": "instruction", "output": "response"},
-    {"instruction": "question", "output": "answer"},
-    {"instruction": "question", "output": "response"},
-    {"instruction": "query", "output": "response"},
-    {"instruction": "query", "output": "answer"},
-    {"instruction": "prompt", "output": "response"},
-    {"instruction": "prompt", "output": "answer"},
-)
+#: Columns of a question and its answer under other names, read as alpaca.
+_QUESTIONS_ANSWERS = [
+    names.split()
+    for names in (
+        "instruction response context", "instruction response", "question answer", "question response", "query response",
+        "query answer", "prompt response", "prompt answer",
+    )
+]  # fmt: skip
 
 
 class UnknownColumns(DataError):
@@ -190,28 +185,53 @@ class UnknownColumns(DataError):
 
 
 def _formats_with(columns: set[str]) -> list[str]:
-    """The formats by these columns; a label alone may be a class."""
     return [name for name, fmt in FORMATS.items() if name != "labelled" and columns.issuperset(fmt.required)]
 
 
-def usual_columns(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Field -> column for rows whose columns are a question and its answer under usual names, such as question and answer.
-
-    They become conversations, as chat sends them. Columns of a format, and others, map to nothing.
-    """
+def usual_columns(rows: list[Values]) -> Columns:
+    """The mapping of a question and its answer under usual names, which become a conversation; empty for all other columns."""
     filled_columns = filled(rows)
     if _formats_with(filled_columns):
         return {}
-    return next((columns for columns in _QUESTION_ANSWER_COLUMNS if filled_columns.issuperset(columns.values())), {})
+    names = next((names for names in _QUESTIONS_ANSWERS if filled_columns.issuperset(names)), ())
+    return dict(zip(("instruction", "output", "input"), names, strict=False))
 
 
-def rename_columns(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
+    """The mapping of a column of reasoning beside a question and its answer, by its usual names; empty if it is the field's.
+
+    Raises DataError for reasoning that the format has no field for, for one that is no text, and for transcripts as answers.
+    """
+    answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
+    for name in transcripts(rows, answers):
+        raise transcript_error(file, columns.get(name, name))
+    named = [name for name in filled(rows) if meaning_of(name) == REASONING]
+    if format_name != "alpaca":
+        if "reasoning" in columns:
+            raise DataError(
+                f"{file}: is read as {format_name}, which has no field reasoning",
+                "Name the question's and answer's columns as instruction and output; in messages it is reasoning_content.",
+            )
+        return {}
+    texts = [
+        name for name in named
+        if any(isinstance(row.get(name), str) and kinds_of(name, row[name]) & {"text", "label"} for row in rows)
+    ]  # fmt: skip
+    if "reasoning" in named and "reasoning" not in texts:
+        raise DataError(
+            f"{file}: '{columns.get('reasoning', 'reasoning')}' has no texts, so it isn't the reasoning before the answers",
+            "To leave it out on purpose:  dataset.ignore_columns=[reasoning_content]",
+        )
+    return {"reasoning": texts[0]} if len(texts) == 1 and "reasoning" not in named else {}
+
+
+def rename_columns(row: Values, columns: Columns) -> Values:
     """The row with the user's column names replaced by the format's. `columns` is field -> the user's column."""
     mapped = {field: row[column] for field, column in columns.items() if column in row}
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
-def detect(rows: list[dict[str, Any]], file: str) -> str:
+def detect(rows: list[Values], file: str) -> str:
     """The format that most of `rows` (already renamed) have. Raises UnknownColumns when none fits, DataError when several do.
 
     A `text` column next to another format's columns is ignored: many published datasets have one as a copy.
@@ -234,7 +254,7 @@ def detect(rows: list[dict[str, Any]], file: str) -> str:
     return counts.most_common(1)[0][0]
 
 
-def check_columns(rows: list[dict[str, Any]], file: str, format_name: str, columns: dict[str, str]) -> None:
+def check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
     """Raises DataError when a named format or the user's mapping needs columns that no row has. `rows` as read."""
     header = {key for row in rows for key in row}
     for field, column in columns.items():
@@ -257,7 +277,7 @@ def check_columns(rows: list[dict[str, Any]], file: str, format_name: str, colum
         )
 
 
-def parse(row: dict[str, Any], format_name: str, columns: dict[str, str], file: str, number: int) -> Example:
+def parse(row: Values, format_name: str, columns: Columns, file: str, number: int) -> Example:
     """One renamed row as an Example. Raises BadRow."""
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
@@ -276,7 +296,7 @@ def unused_columns(columns: Iterable[str], format_name: str, read: Iterable[str]
     return tuple(dict.fromkeys(printable(column) for column in columns if column not in names))
 
 
-def _column_list(rows: list[dict[str, Any]]) -> str:
+def _column_list(rows: list[Values]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     names = ", ".join(printable(name) or "(no name)" for name in columns[:20])
     return f"{names}, ... ({len(columns)} in all)" if len(columns) > 20 else names or "no columns"

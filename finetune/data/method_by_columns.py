@@ -17,10 +17,7 @@ _MARKS = (True, False, "true", "false", "True", "False")
 
 
 def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
-    """The method, and why. Raises DataError and RecipeError for a dataset that can't be read.
-
-    sft for a dataset that is not on this machine: nothing is downloaded for it.
-    """
+    """The method, and why; sft for a dataset that is not on this machine. Raises DataError and RecipeError."""
     for name, method in METHODS.items():
         if method.has_own_format and dataset.format == method.row_format:
             return name, f"dataset.format is {dataset.format}"
@@ -32,7 +29,7 @@ def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
     filled_columns = filled(renamed)
     if filled_columns.issuperset(FORMATS["preference"].required):
         return "dpo", "the rows have a chosen and a rejected answer"
-    has_answers = any(filled_columns.issuperset(columns) for columns in LABELLED_ANSWERS.values())
+    has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
     for column in ("label", "kto_tag") if has_answers else ():
         if column in filled_columns and all(values.get(column) in _MARKS for values in renamed):
             return "kto", f"the answers are marked good or bad ({column})"

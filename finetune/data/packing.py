@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 
 def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
-    """Rows of `input_ids` and `labels` packed best-fit into sequences of at most `max_length` tokens.
+    """Rows packed best-fit by TRL into sequences of at most `max_length` tokens, with the rows' `seq_lengths` for its collator.
 
-    Adds `seq_lengths`, the lengths of the rows in each sequence, from which TRL's collator makes position ids. Rows are
-    shuffled by `seed` first, as TRL packs a thousand at a time. Raises DataError for rows longer than `max_length`, which TRL
-    would truncate silently, and FinetuneError if any token or label is missing afterwards.
+    TRL packs a thousand rows at a time, so they are shuffled first. Raises DataError for rows longer than `max_length`, which
+    TRL would truncate silently, and FinetuneError if any token or label is missing afterwards.
     """
     import datasets
     from trl import pack_dataset
@@ -50,7 +49,6 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
 
 
 def _totals(dataset: Dataset) -> tuple[Counter[str], int]:
-    """Counts and sums that packing must not change, and the tokens of the longest row."""
     totals, longest = Counter[str](), 0
     for batch in dataset.with_format("numpy").iter(batch_size=1000):
         ids, labels = (

@@ -10,8 +10,8 @@ import contextlib
 import re
 from typing import Any
 
-from finetune.data.checks import BadRow, is_missing, optional_text, parse_if_text, required_text
-from finetune.data.conversation import Message, answer_indices, message_keys, read_messages, read_tool_text
+from finetune.data.checks import BadRow, Values, is_missing, optional_text, parse_if_text, required_text
+from finetune.data.conversation import Columns, Message, answer_indices, message_keys, read_messages, read_tool_text
 from finetune.data.tool_calls import read_tools
 
 #: A turn of Anthropic's transcripts.
@@ -21,7 +21,7 @@ _ANSWERS = ("chosen", "rejected")
 _EQUAL = "and rejected are equal; there is nothing to prefer"
 
 
-def from_preference(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def from_preference(row: Values, columns: Columns) -> Values:
     """Texts after a prompt of text are trained without a template, all others as conversations. Raises BadRow."""
     keys = message_keys(columns)
     prompt, tools = _prompt(row, keys)
@@ -40,7 +40,7 @@ def from_preference(row: dict[str, Any], columns: dict[str, str]) -> dict[str, A
     return {"messages": tuple(chosen), "answers": answers, "tools": tools, "rejected": tuple(rejected[start:])}
 
 
-def _prompt(row: dict[str, Any], keys: tuple[str, str]) -> tuple[list[Message] | str | None, tuple[dict[str, Any], ...]]:
+def _prompt(row: Values, keys: tuple[str, str]) -> tuple[list[Message] | str | None, tuple[Values, ...]]:
     """The prompt as messages; text, where the row has only that; None, where the answers contain it. And its tools."""
     tools = read_tools(row.get("tools"), "tools")
     system = optional_text(row, "system")
@@ -64,7 +64,7 @@ def _prompt(row: dict[str, Any], keys: tuple[str, str]) -> tuple[list[Message] |
     return messages, tools or listed_tools
 
 
-def _answer(row: dict[str, Any], field: str) -> Any:
+def _answer(row: Values, field: str) -> Any:
     value = row[field]
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         with contextlib.suppress(BadRow):  # it is plain text
@@ -91,7 +91,6 @@ def _conversation(value: Any, field: str, prompt: list[Message] | str | None, ke
 
 
 def _transcript(text: str, field: str) -> list[Message]:
-    """The messages of a text such as "Human: Hi Assistant: Hello", with two line breaks before each turn."""
     _, *parts = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
     if not parts:
         raise BadRow(field, "is an answer without a prompt: name the prompt's column  dataset.columns={prompt: ...}")

@@ -40,12 +40,8 @@ Progress = Callable[[int, int | None], None]
 
 @dataclass
 class PreparedData:
-    """The trainer's datasets and their report.
-
-    `lengths` are tokens per training sequence, in order. `examples` and `eval_examples` are the source rows; exact match
-    prompts with an Example's `question()` and expects its `reference()`. `plain`: all training rows are prompts with
-    completions, without a template.
-    """
+    """The trainer's datasets and their report. `lengths`: tokens per training sequence; `examples`, `eval_examples`: the source
+    rows; `plain`: all training rows are prompts with completions, without a template."""
 
     splits: list[LimitedSplit]
     report: DataReport
@@ -262,7 +258,6 @@ def _load_rows(
     sources: list[Source], infos: dict[Source, FileInfo], dataset: DatasetRecipe, limit: int | None, encoder: Encoder,
     row_counter: _RowCounter,
 ) -> StoredRows:  # fmt: skip
-    """The rows of all sources, each in its own format unless the recipe names one. At most `limit` rows are read."""
     parts: list[SourcePart] = []
     for source in sources:
         remaining = None if limit is None else limit - sum(part.rows_read for part in parts)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import Answer, display_text
+from finetune.data.chat_format import thought_and_text
 from finetune.data.example import Example
 from finetune.data.pictures.placement import text_pieces
 from finetune.data.pictures.tensors import stored
@@ -22,22 +23,26 @@ def questions_of(
     """`prompt` (text), `prompt_ids` and `answer` of each row; rows of plain text, which have no prompt, and answers that are
     marked bad are left out.
 
-    Rows with tools also have `tools`, the `calls` of the answer, and its `answer_tokens`; `answer` has the calls as text.
-    Rows with pictures have them as `pictures`; `pictures` loads the model's processor.
+    Conversations have the `thought` before the answer, and the `answer_tokens` of both. Rows with tools have `tools` and the
+    answer's `calls`, which `answer` has as text. Rows with pictures have `pictures`; `pictures` loads the model's processor.
     """
     encoder, rows = Encoder(tokenizer, conversations=False, pictures=pictures), []
     for example in examples:
-        question, calls = example.question(), example.calls()
-        answer = display_text(Answer(example.messages[example.answers[-1]]["content"], calls)) if calls else example.reference()
+        question, calls, answer, thought = example.question(), example.calls(), example.reference(), ""
+        if example.messages:
+            thought, text = thought_and_text(example.messages[example.answers[-1]])
+            answer = display_text(Answer(text, calls))
         if not question or answer is None or example.desirable is False:
             continue
         text = question if isinstance(question, str) else _shown(question[-1])
         prompt_ids = encoder.prompt_ids(question, example.tools, example.pictures)
         row: dict[str, Any] = {"prompt": text, "prompt_ids": prompt_ids, "answer": answer}
-        if example.tools or calls:
+        if example.messages:
             messages = list(example.messages[: example.answers[-1] + 1])
-            answer_tokens = max(0, len(encoder.conversation_ids(messages, example.tools)) - len(prompt_ids))
-            row |= {"tools": list(example.tools), "calls": calls, "answer_tokens": answer_tokens}
+            whole = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
+            row |= {"thought": thought, "answer_tokens": max(0, len(whole) - len(prompt_ids))}
+        if example.tools or calls:
+            row |= {"tools": list(example.tools), "calls": calls}
         if example.pictures:
             row["pictures"] = [stored(picture) for picture in example.pictures]
         rows.append(row)

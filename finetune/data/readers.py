@@ -8,7 +8,6 @@ import gzip
 import io
 import itertools
 import json
-import re
 import shlex
 import zlib
 from collections import Counter
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
-from finetune.data.checks import SPLITS, TOKENISED, type_phrase
+from finetune.data.checks import SPLITS, TOKENISED, Values, type_phrase
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
+from finetune.files import IS_LFS_POINTER, LFS_FIX, is_lfs_pointer
 
 #: Limits in bytes of a line, and of a .json file, which is read at once. They bound the memory of reading.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
@@ -46,7 +46,7 @@ class Row:
 
     file: str
     number: int
-    values: dict[str, Any]
+    values: Values
 
 
 def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bool = False) -> Iterator[Row | Refused]:
@@ -57,6 +57,8 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
     """
     count = 0
     try:
+        if is_lfs_pointer(path):
+            raise DataError(f"{name}: {IS_LFS_POINTER}", f"Fetch the file, in its folder:  {LFS_FIX}")
         if file_type(path) not in TABLES:
             _check_text(path, name)
         reader = READERS[file_type(path)]
@@ -94,7 +96,6 @@ def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[R
 
 
 def _splits_of(path: Path, name: str) -> dict[str, list[Any]]:
-    """Rows by split of a .json file that has more than one; nothing for any other."""
     if _begins_with_lines(path):
         return {}
     content = _json_content(path, name)
@@ -116,7 +117,6 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _check_text(path: Path, name: str) -> None:
-    """Refuse a file that is empty or not UTF-8 text, by its first bytes."""
     with _open(path) as file:
         head = file.read(4096)
     if not head.strip(b"\0"):
@@ -150,16 +150,11 @@ def _begins_with_lines(path: Path) -> bool:
         lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in iter(lambda: file.readline(LINE_LIMIT), b""))
         beginning = itertools.islice(lines, _MAX_BLANK_LINES)
         first, second = [*itertools.islice(filter(None, beginning), 2), b"", b""][:2]
-    is_json_lines = bool(second) and _is_json(first)
-    return is_json_lines or (file_type(path) in (".jsonl", ".ndjson") and not first.startswith(b"["))
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line.decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError):
-        return False
-    return True
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(first.decode("utf-8", "surrogateescape"))
+        if second:
+            return True
+    return file_type(path) in (".jsonl", ".ndjson") and not first.startswith(b"[")
 
 
 def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
@@ -185,25 +180,27 @@ def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_line(text: str, name: str, number: int) -> Row | Refused:
-    """One JSON object. Bytes that are not UTF-8 become lone surrogates, which the checks of the fields report."""
     try:
         value = _parse_json(text)
-    except _DuplicateKeyError as error:
-        return Refused(name, number, None, f"has the key {error} more than once")
-    except json.JSONDecodeError as error:
-        return Refused(name, number, None, f"is not JSON: {error.msg} (at character {error.pos + 1})")
-    except RecursionError:
-        return Refused(name, number, None, "is nested too deeply")
-    except ValueError:
-        return Refused(name, number, None, "has a number with too many digits")
+    except (ValueError, RecursionError) as error:
+        position = f" (at character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+        return Refused(name, number, None, f"{_json_problem(error)}{position}")
     return _row_or_refused(value, name, number)
 
 
-class _DuplicateKeyError(Exception):
-    """An object has a key more than once; Python would silently keep the last value."""
+def _json_problem(error: Exception) -> str:
+    if isinstance(error, _DuplicateKeyError):
+        return f"has the key {error} more than once"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON: {error.msg}"
+    return "is nested too deeply" if isinstance(error, RecursionError) else "has a number with too many digits"
 
 
-def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class _DuplicateKeyError(ValueError):
+    """Python would silently keep the last value."""
+
+
+def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> Values:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -234,15 +231,10 @@ def _json_content(path: Path, name: str) -> Any:
         return None
     try:
         content = _parse_json(text)
-    except _DuplicateKeyError as twice:
-        raise DataError(f"{name}: an object has the key {twice} more than once", "Keep one of them.") from None
-    except json.JSONDecodeError as error:
-        problem = f"{name}: line {error.lineno}, column {error.colno}: is not JSON: {error.msg}"
-        raise DataError(problem, "Correct it, or write one row per line in a .jsonl file.") from None
-    except RecursionError:
-        raise DataError(f"{name}: is nested too deeply to be rows", "Write a list of flat objects.") from None
-    except ValueError:
-        raise DataError(f"{name}: has a number with too many digits", "Write it as text.") from None
+    except (ValueError, RecursionError) as error:
+        position = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
+        problem = f"{name}: {position}{_json_problem(error)}"
+        raise DataError(problem, "Correct it: write a list of flat objects, or one row per line in a .jsonl file.") from None
     return [content] if content is None else content
 
 
@@ -310,7 +302,8 @@ def _csv(path: Path, name: str) -> Iterator[Row | Refused]:
                 counts = f"{len(cells)}, and the header has {len(column_names)}"
                 yield Refused(name, line_number, None, f"has too {amount} cells: {counts}")
             else:
-                yield Row(name, line_number, {key: _cell(cell) for key, cell in zip(column_names, cells, strict=True)})
+                values = (float("nan") if cell == "#N/A" else cell for cell in cells)  # Excel's mark of a missing value
+                yield Row(name, line_number, dict(zip(column_names, values, strict=True)))
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -330,10 +323,6 @@ def _header(cells: list[str], name: str) -> list[str]:
     return column_names
 
 
-def _cell(cell: str) -> str | float:
-    return float("nan") if re.fullmatch(r"nan|NaN|#N/A", cell) else cell
-
-
 def _text(path: Path, name: str) -> Iterator[Row | Refused]:
     with _open(path) as file:
         for number, line in _lines(file, name):
@@ -348,7 +337,6 @@ def _parquet(path: Path, name: str) -> Iterator[Row | Refused]:
 
 
 def _arrow(path: Path, name: str) -> Iterator[Row | Refused]:
-    """Arrow's stream, as datasets writes it, or its file format."""
     import pyarrow as pa
 
     with _data_errors(path, name, "Arrow"), pa.memory_map(str(path)) as file:

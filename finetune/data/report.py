@@ -35,10 +35,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finding:
-    """A property of the data to know before training. `text` describes it, `first` says where the first three rows are.
-
-    `blocks`: a run is refused unless the recipe accepts the finding.
-    """
+    """A property of the data to know before training. `first`: where the first three rows are; `blocks`: a run is refused
+    unless the recipe accepts it."""
 
     kind: str
     text: str

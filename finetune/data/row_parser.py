@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from finetune.data.checks import BadRow, as_json_text
-from finetune.data.column_semantics import UnusedField, check_other_data, check_placeholders, without_columns
-from finetune.data.conversation import message_keys, unread_fields
+from finetune.data.checks import BadRow, Values, as_json_text
+from finetune.data.column_semantics import check_other_data, check_placeholders, without_columns
+from finetune.data.conversation import Columns, message_keys, unread_fields
 from finetune.data.example import Example
-from finetune.data.formats import FORMATS, check_columns, detect, parse, rename_columns, unused_columns, usual_columns
+from finetune.data.formats import (
+    FORMATS,
+    check_columns,
+    detect,
+    parse,
+    reasoning_column,
+    rename_columns,
+    unused_columns,
+    usual_columns,
+)
 from finetune.data.pictures.placement import (
     picture_columns,
     place_pictures,
@@ -23,12 +31,12 @@ from finetune.data.pictures.reader import FileStat, PictureReader
 from finetune.data.pictures.references import PictureReference
 from finetune.data.readers import Row
 from finetune.data.report import Refused
-from finetune.data.unused_columns import UnusedColumns, UnusedValues
+from finetune.data.unused_columns import UnusedColumns
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
-#: Where a text is a text, even if it is JSON.
-_TEXT_COLUMNS = ("prompt", "completion")
+#: Columns that may have messages.
+_MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class ParsedBatch:
 
     examples: list[Example]
     refused: list[Refused]
-    unused: UnusedValues
+    unused: UnusedColumns
     picture_files: dict[str, FileStat]
 
 
@@ -52,7 +60,7 @@ class RowParser:
 
     file: str
     format: str
-    columns: dict[str, str]
+    columns: Columns
     ignored: tuple[str, ...]
     unused_columns: tuple[str, ...]
     json_columns: tuple[str, ...]
@@ -68,7 +76,7 @@ class RowParser:
         """The examples of some rows."""
         examples: list[Example] = []
         refused: list[Refused] = []
-        unused = self.unused()
+        unused = UnusedColumns(self.file, self.format)
         pictures: dict[int, list[PictureReference]] = {}  # by the index of the example
         for row in batch:
             if isinstance(row, Refused):
@@ -83,12 +91,10 @@ class RowParser:
                     examples += [replace(chosen, desirable=True), replace(rejected, desirable=False)]
                 else:
                     examples.append(example)
-            except UnusedField as error:
-                unused.add_field(error.name, row.number)
             except BadRow as error:
                 refused.append(Refused(row.file, row.number, self.columns.get(error.field or "", error.field), error.reason))
         files = self._open_pictures(examples, pictures, refused) if pictures and self.reads_pictures else {}
-        return ParsedBatch(examples, refused, unused.values, files)
+        return ParsedBatch(examples, refused, unused, files)
 
     def _open_pictures(
         self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
@@ -108,10 +114,6 @@ class RowParser:
         examples[:] = [example for index, example in enumerate(examples) if index not in bad_rows]
         return reader.files
 
-    def unused(self) -> UnusedColumns:
-        """Collects what rows have that isn't read."""
-        return UnusedColumns(self.file, self.format)
-
     def _parse_row(self, row: Row, unused: UnusedColumns) -> tuple[Example, list[PictureReference]]:
         values = as_json_text(without_columns(row.values, self.ignored), self.json_columns)
         renamed, column = take_pictures(rename_columns(values, self.columns), self.picture_columns)
@@ -130,19 +132,19 @@ class RowParser:
         check_placeholders(row.values, example.texts())
         unused.add_row(undecided, row.number, _read_texts(renamed, row_format, example) if undecided else [])
         keys = message_keys(self.columns)
-        for name in format_columns.message_columns:
-            value = renamed.get(name)
-            if not (isinstance(value, str) and name in _TEXT_COLUMNS):
+        for name in _MESSAGE_COLUMNS:
+            value = renamed.get(name) if name in format_columns.columns else None
+            if not (isinstance(value, str) and name in ("prompt", "completion")):  # a text, even if it is JSON
                 unused.add_messages(unread_fields(value, keys), row.number)
         return example, references
 
 
-def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
-    """The parser for rows like these. Raises DataError, UnknownColumns where other settings may read them.
-
-    `folder`: of the file, where paths of pictures start.
-    """
+def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
+    """The parser for rows like these, in a file of `folder`. Raises DataError, UnknownColumns where settings may read them."""
     columns, ignored = dataset.columns, dataset.ignore_columns
+    if "reasoning_content" in ignored and "reasoning" in columns:
+        columns = {**columns}
+        ignored = [*ignored, columns.pop("reasoning")]
     if dataset.format not in METHOD_FORMATS:
         check_other_data(rows, file, {*columns.values(), *ignored})
     header = {name for values in rows for name in values}
@@ -156,6 +158,9 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe,
         columns = usual_columns(rows)
     renamed_rows = [rename_columns(values, columns) for values in rows]
     format_name = detect(renamed_rows, file) if dataset.format == "auto" else dataset.format
+    if dataset.format not in METHOD_FORMATS:
+        columns = columns | reasoning_column(renamed_rows, file, format_name, columns)
+        renamed_rows = [rename_columns(values, columns) for values in rows]
     column_names = (column for values in renamed_rows for column in values)
     left_out = (name for name in ignored if name in header)
     columns_of_pictures = picture_columns(file)
@@ -169,7 +174,7 @@ def choose_parser(file: str, rows: list[dict[str, Any]], dataset: DatasetRecipe,
     )  # fmt: skip
 
 
-def _read_texts(row: dict[str, Any], format_name: str, example: Example) -> list[str]:
+def _read_texts(row: Values, format_name: str, example: Example) -> list[str]:
     if example.messages and format_name != "alpaca":
         texts = [message["content"] for message in example.messages if message["role"] not in ("system", "developer")]
     else:

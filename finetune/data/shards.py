@@ -31,8 +31,8 @@ from finetune.data.writing_scripts import SCRIPTS, script_of
 
 #: Bits of a row, in the order of the files: notes on its tokens, damage in its texts, its kind, the script of its answer.
 FLAGS = (
-    "unprompted", "altered", "endless", "literal", "control", "unknown", "replaced", "placeholder", "media",
-    "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
+    "unprompted", "altered", "trimmed", "unthinking", "endless", "ended", "literal", "control", "unknown", "replaced",
+    "placeholder", "media", "conversation", "pair", "system", *SCRIPTS, "labelled", "undesirable",
 )  # fmt: skip
 _BIT = {name: 1 << position for position, name in enumerate(FLAGS)}
 #: A name to be filled in, as in a list of answers about who the model is.
@@ -44,26 +44,23 @@ _json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 
 
-def _prompt_digest(example: Example) -> int:
-    """A digest of the example's prompt, pictures and tools, or of the plain text; the order of keys doesn't matter."""
-    prompt = [example.question() or example.text, example.tools, *(picture.digest for picture in example.pictures)]
-    return _digest(_sorted_json(prompt).encode())
-
-
-def _digest(content: bytes) -> int:
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadRow]) -> pa.Table:
     """One shard: a row for each example, with its sequences or the reason why it has none."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
+    # the prompt, pictures and tools, or the plain text; the order of keys doesn't matter
+    prompts = [[row.question() or row.text, row.tools, *(picture.digest for picture in row.pictures)] for row in examples]
+    references = [example.reference() for example in examples]
     contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
     columns = {
         "row": pa.array([example.row for example in examples], pa.int64()),
         "content": pa.array(map(_content_digest, examples, contents), pa.binary(16)),
-        "asked": pa.array(map(_prompt_digest, examples), pa.uint64()),
-        "answer": pa.array(map(_answer_digest, examples), pa.uint64()),
+        "asked": pa.array([_digest(_sorted_json(prompt)) for prompt in prompts], pa.uint64()),
+        "answer": pa.array([0 if text is None else _digest(text.strip()) or 1 for text in references], pa.uint64()),
         "flags": pa.array(map(_flags, examples, sequences), pa.uint32()),
         "example": pa.array(contents, pa.large_binary()),
         "bad_field": pa.array([error and error.field for error in errors], pa.string()),
@@ -82,11 +79,6 @@ def _content_digest(example: Example, encoded: bytes) -> bytes:
     if example.tools or any("tool_calls" in message for message in example.messages):
         encoded = _sorted_json(example.content()).encode()
     return blake2b(encoded, digest_size=16).digest()
-
-
-def _answer_digest(example: Example) -> int:
-    answer = example.reference()
-    return 0 if answer is None else _digest(answer.strip().encode()) or 1
 
 
 def _flags(example: Example, sequences: list[Encoded]) -> int:
@@ -294,7 +286,7 @@ class StoredExamples:
 
 
 def _single_array(column: pa.ChunkedArray) -> Any:
-    """The column as one array. Each shard has one chunk, so nothing is copied."""
+    """Each shard has one chunk, so nothing is copied."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 

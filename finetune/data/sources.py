@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.data_files import FOLDER_TYPES, DataFiles, expanded
+from finetune.data.data_files import FOLDER_TYPES, DataFiles
 from finetune.data.readers import COMPRESSED, READERS, TABLES, Row, file_type, read_file
 from finetune.data.report import Refused, printable
 from finetune.errors import DataError
-from finetune.files import read_object
+from finetune.files import expanded, read_object
 from finetune.hub import HUB_ID
 
 _UNSUPPORTED_SUFFIXES = (".xlsx", ".xls", ".gz", ".zip", ".zst", ".yaml", ".yml", ".md", ".pkl")
@@ -57,7 +57,6 @@ def find_sources(
     """The sources that `paths` names, checked to exist. `bundled` (train, eval): which rows of a bundled dataset or a folder.
 
     `only_split`: the recipe names `split`, so of local files with splits only it is read; `has_splits`: they must have them.
-    `weights`: one for each path.
     Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
     """
     sources, problems, fixes = [], [], []
@@ -99,7 +98,6 @@ def split_files(paths: str | list[str]) -> list[DataFiles]:
 
 
 def _data_files(path_text: str) -> DataFiles | None:
-    """The files of a folder or pattern; None for a bundled dataset, a folder of `save_to_disk`, and anything else."""
     files = None if _bundled(path_text) else DataFiles.of(path_text)
     return None if files is None or _is_saved(expanded(path_text)) else files
 
@@ -119,10 +117,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote, in order; empty for anything else.
-
-    `split`: the split to use if the folder has several; None if the recipe names none. Raises DataError.
-    """
+    """The Arrow files of a folder that `save_to_disk` wrote, in order; empty for anything else. Raises DataError."""
     folder = expanded(path_text)
     try:
         if not folder.is_dir() or not _is_saved(folder):
@@ -168,7 +163,6 @@ def is_local(text: str) -> bool:
 
 
 def _local_source(path_text: str, bundled: str) -> Source | None:
-    """The local or bundled source, None for a hub id. Raises DataError."""
     name = printable(path_text, 200)
     path = expanded(path_text)
     try:

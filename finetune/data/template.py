@@ -8,18 +8,19 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.checks import BadRow
+from finetune.data.call_syntax import Answer
+from finetune.data.chat_format import ChatFormat, common_prefix_length, syntax_and_end, thought_and_text
+from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import REASONING, Message
 from finetune.data.example import Example
 from finetune.data.pictures.placement import text_pieces, with_parts
 from finetune.data.pictures.references import PICTURE_MARK
 from finetune.data.report import printable
-from finetune.data.tool_calls import has_call
 from finetune.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -56,20 +57,17 @@ _LONG_ID, _SHORT_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn", re.compile("[A-Za-z0-9]{9
 
 @dataclass
 class Rendered:
-    """Text as the model sees it. `spans` of the answers are (start, end) in characters."""
+    """Text as the model sees it. `spans` of the answers are (start, end) in characters, `turns` their messages' indices."""
 
     text: str
     spans: list[Span]
-    notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered
+    notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered, trimmed, unthinking
+    turns: list[int] = field(default_factory=list)
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text
 
 
 class Template:
-    """The chat template of a tokenizer, rendered only through transformers' sandbox.
-
-    `ends` are the ids that may end an answer: the tokenizer's EOS, and what the template writes after any answer.
-    `stops` are those that end the last answer, at which generation stops.
-    """
+    """The chat template of a tokenizer, rendered only through transformers' sandbox; `format` is learned from it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -81,9 +79,11 @@ class Template:
         if "date_string" in self.source:
             self._values["date_string"] = _DATE
         self._call_options: _CallForm | None = None
-        eos_ids = {tokenizer.eos_token_id} - {None}
-        ids_inside, ids_at_end = self._ids_after_answer(continues=True), self._ids_after_answer(continues=False)
-        self.ends, self.stops = eos_ids | ids_inside | ids_at_end, eos_ids | (ids_at_end or ids_inside)
+        specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.special_tokens = sorted(specials | {name for name in tokenizer.all_special_tokens if isinstance(name, str)})
+        self._with_thought: Callable[[Message], Message] = lambda message: message  # while the format is learned
+        self.format = ChatFormat(self)
+        self._with_thought = self.format.with_thought
 
     def render(self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False) -> str:
         """The messages as text, with the generation prompt if `prompt`. Raises BadRow with the template's error."""
@@ -96,32 +96,34 @@ class Template:
         conversation continues. Otherwise another text for each answer that changes (for instance in templates that drop the
         thinking of earlier turns), so that each answer is trained after exactly the text that prompts it.
         """
-        messages = list(example.messages)
+        messages = [self._with_thought(message) for message in example.messages]
         assistant_turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
         if whole:
             text = self.render(messages, example.tools)
-            rendered = [Rendered(text, [(0, len(text))])]
-        elif self.has_markers and example.answers == assistant_turns:
+            _note_changes(messages, [rendered := Rendered(text, [(0, len(text))])])
+            for turn in example.answers:
+                _require_written(messages[turn], f"messages[{turn}]", text)
+            return [rendered]
+        if self.has_markers and example.answers == assistant_turns:
             text, spans = self._render(messages, example.tools, False, tracked=True)
             if not any(text[start:end].strip() for start, end in spans):
                 raise BadRow("messages", "the chat template's {% generation %} marks no answer in this conversation")
-            rendered = [Rendered(text, spans)]
-        else:
-            rendered = self._sequences_by_prefix(messages, example)
-        _check_content(messages, example.answers, rendered)
-        _check_calls(messages, example.answers, rendered)
-        return rendered
+            marked = [Rendered(text, spans, turns=list(assistant_turns))]
+            with contextlib.suppress(BadRow):  # such as the thoughts of earlier turns, which each answer alone has
+                return self._read_back(messages, example, marked)
+        return self._read_back(messages, example, self._sequences_by_prefix(messages, example))
 
     def _sequences_by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
         """Training texts without markers: an answer is the text that it adds to the prompt before it."""
         sequences = [Rendered(self.render(messages, example.tools), [])]
         for turn in reversed(example.answers):
-            prompt = self.render(messages[:turn], example.tools, prompt=True)
             with_answer = self.render(messages[: turn + 1], example.tools)
-            start = common_prefix_length(prompt, with_answer)
+            is_greeting = "user" not in [message["role"] for message in messages[:turn]]
+            prompt = "" if is_greeting else self.render(messages[:turn], example.tools, prompt=True)
+            start = self.format.header_end(with_answer) if is_greeting else common_prefix_length(prompt, with_answer)
             notes = set()
             if start < len(prompt):
-                start = self._token_boundary(prompt, start)
+                start = self.token_boundary(prompt, with_answer, start)
                 if start < len(self.render(messages[:turn], example.tools).rstrip()):
                     raise BadRow(
                         f"messages[{turn}]",
@@ -138,19 +140,21 @@ class Template:
                 host = Rendered(with_answer, [])
                 sequences.append(host)
             host.spans.insert(0, (start, end))
+            host.turns.insert(0, turn)
             host.notes |= notes
         return sorted((sequence for sequence in sequences if sequence.spans), key=lambda sequence: len(sequence.text))
 
-    def _token_boundary(self, text: str, position: int) -> int:
-        """The last token boundary of `text` up to `position`, so that the `<` of `<think>` isn't taken from an answer."""
+    def token_boundary(self, prompt: str, text: str, position: int) -> int:
+        """The last token boundary of both texts up to `position`: the `<` of `<think>` must not be taken from an answer."""
         if not self.tokenizer.is_fast:
             return position
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        return max((end for _, end in offsets if end <= position), default=0)
+        both = self.tokenizer([prompt, text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ends = [{end for _, end in offsets if end <= position} for offsets in both["offset_mapping"]]
+        return max(ends[0] & ends[1], default=0)
 
     def _possible_ends(self, text: str) -> list[int]:
         """Where the last answer of `text` may end: at its end, or before a second EOS that only the last answer has."""
-        full_text, end_tokens = text.rstrip(), tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.ends)))
+        full_text, end_tokens = text.rstrip(), tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.format.ends)))
         for token in end_tokens:
             without_end = full_text.removesuffix(token).rstrip()
             if without_end != full_text and without_end.endswith(end_tokens):
@@ -165,7 +169,7 @@ class Template:
 
         if "developer" not in self.source:  # OpenAI's newer name for the system role; most templates would drop it
             messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-        messages = with_parts([_with_reasoning_key(message, self._reasoning) for message in messages])
+        messages = with_parts([_with_reasoning_key(self._with_thought(message), self._reasoning) for message in messages])
         if any(message.get("tool_calls") for message in messages):
             messages = _with_call_form(messages, self._call_form())
         try:
@@ -221,20 +225,45 @@ class Template:
         ]
         self._call_options = form
         try:
-            return has_call(self.render(messages), "find_it", arguments)
+            self.render(messages)
+            prompt, text = self.render(messages[:1], prompt=True), self.render(messages[:2])
         except BadRow:
             return False
+        written = text[common_prefix_length(prompt, text) :]
+        return syntax_and_end(written, [("find_it", arguments)], self.special_tokens)[0] is not None
 
-    def _ids_after_answer(self, continues: bool) -> set[int]:
-        """The special token that the template writes right after an answer, by rendering one; empty if there is none."""
-        answer = "the answer ends here"
-        messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.render([*messages, {"role": "user", "content": "more"}] if continues else messages)
-        except BadRow:
-            return set()
-        ids = self.tokenizer.encode(text.rpartition(answer)[2].lstrip(), add_special_tokens=False) if answer in text else []
-        return {ids[0]} if ids and ids[0] in self.tokenizer.added_tokens_decoder else set()
+    def _read_back(self, messages: list[Message], example: Example, sequences: list[Rendered]) -> list[Rendered]:
+        """Read each answer as evaluation does. Raises BadRow for one that is not the row's; returns the sequences."""
+        for sequence in sequences:
+            if len(sequence.spans) != len(sequence.turns):
+                raise BadRow("messages", "the chat template's {% generation %} marks parts of answers")
+            for turn, (start, end) in zip(sequence.turns, sequence.spans, strict=True):
+                message, text, path = messages[turn], sequence.text[start:end], f"messages[{turn}]"
+                _require_written(message, path, text)
+                tools = example.tools if example.tools or message.get("tool_calls") else None
+                if self._is_trimmed(message, self.format.read(text, tools), path):
+                    sequence.notes.add("trimmed")
+        if self.format.writes_thought[False] and not any(thought_and_text(messages[turn])[0] for turn in example.answers):
+            sequences[0].notes.add("unthinking")
+        _note_changes(messages, sequences)
+        _check_calls(messages, sequences)
+        return sequences
+
+    def _is_trimmed(self, message: Message, answer: Answer, path: str) -> bool:
+        """Whether only white space differs between a message and its trained text as it is read. Raises BadRow for more."""
+        calls, calls_read = ([call["function"] for call in its or ()] for its in (message.get("tool_calls"), answer.calls))
+        if calls != calls_read:
+            name = printable(calls[0]["name"]) if calls else ""
+            problem = f"the chat template changes its call of the tool {name}: it parses back to other arguments"
+            raise BadRow(path, problem if calls else "is read back as a call of a tool, which a program would run")
+        thought, text = (self.format.without_special_tokens(part) for part in thought_and_text(message))
+        wanted, read = [thought, text], [answer.thought, answer.text]
+        if calls:  # some templates write the text before a call as a thought
+            wanted, read = ["".join(wanted)], ["".join(read)]
+        if wanted != read and [*map(_without_space, wanted)] != [*map(_without_space, read)]:
+            thinking = f", after the thought {quoted(answer.thought)}" if answer.thought else ""
+            raise BadRow(path, f"is read back from its training text as {quoted(answer.text)}{thinking}")
+        return not calls and text != answer.text
 
 
 def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -296,55 +325,37 @@ def _raise_timeout(_number: int, _frame: Any) -> None:
     raise TimeoutError
 
 
-def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the common prefix of two texts or lists of ids."""
-    if second[: len(first)] == first:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+def _require_written(message: Message, path: str, trained: str) -> None:
+    """Raises BadRow if an answer, its reasoning or the name of a tool that it calls is not in the trained text."""
+    thought, text = thought_and_text(message)
+    if not _has(trained, text):
+        raise BadRow(path, "the chat template leaves this answer out or changes its text")
+    for call in message.get("tool_calls") or ():
+        if call["function"]["name"] not in trained:
+            raise BadRow(path, f"the chat template leaves out its call of the tool {printable(call['function']['name'])}")
+    if not _has(trained, thought):
+        has_field = "reasoning_content" in message
+        way_out = "leave it out: dataset.ignore_columns=[reasoning_content]" if has_field else "take it out of the rows"
+        raise BadRow(
+            f"{path}.reasoning_content" if has_field else path,
+            f"the chat template leaves out the reasoning; use a model whose template writes it, or {way_out}",
+        )
 
 
-def _check_content(messages: list[Message], answers: tuple[int, ...], sequences: list[Rendered]) -> None:
-    """Raises BadRow if an answer is not in the trained spans; adds a note on other missing text. Ignores white space."""
-    trained = "".join(sequence.text[start:end] for sequence in sequences for start, end in sequence.spans)
-    for turn in answers:
-        answer = messages[turn]["content"].split("</think>")[-1].strip().removeprefix("<think>").strip()
-        if answer not in trained and _without_space(answer) not in _without_space(trained):
-            raise BadRow(f"messages[{turn}]", "the chat template leaves this answer out or changes its text")
-        reasoning = messages[turn].get("reasoning_content", "")
-        if reasoning and _without_space(reasoning) not in _without_space(trained):
-            raise BadRow(
-                f"messages[{turn}].reasoning_content",
-                "the chat template leaves out the reasoning; use a model whose template writes it, or leave it out on purpose: "
-                "dataset.ignore_columns=[reasoning_content]",
-            )
-    texts = [sequence.text for sequence in sequences]
+def _note_changes(messages: list[Message], sequences: list[Rendered]) -> None:
+    """Note a text that no sequence has. White space does not count."""
     for text in (piece for message in messages for piece in text_pieces(message)):
-        if text not in texts[0] and not any(text in whole or _without_space(text) in _without_space(whole) for whole in texts):
+        if not any(_has(sequence.text, text) for sequence in sequences):
             sequences[0].notes.add("altered")
 
 
-def _check_calls(messages: list[Message], answers: tuple[int, ...], sequences: list[Rendered]) -> None:
-    """Raises BadRow if a tool call is not in the text, or doesn't parse back to the same name and arguments."""
-    if not any("tool_calls" in message for message in messages):
-        return
-    trained = "\n".join(sequence.text[start:end] for sequence in sequences for start, end in sequence.spans)
-    for turn, message in enumerate(messages):
-        text = trained if turn in answers else "\n".join(sequence.text for sequence in sequences)
-        for call in message.get("tool_calls") or []:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if name not in text:
-                raise BadRow(f"messages[{turn}]", f"the chat template leaves out its call of the tool {printable(name)}")
-            if not has_call(text, name, arguments):
-                raise BadRow(
-                    f"messages[{turn}]",
-                    f"the chat template changes its call of the tool {printable(name)}: it parses back to other arguments",
-                )
-            prompts = [prompt["content"] for prompt in messages if prompt["role"] != "user"]
-            if any("<tool_call>" in prompt for prompt in prompts) and not re.search(r"<tool_call>\s*\{", text):
-                raise BadRow(
-                    "messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form"
-                )
+def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
+    """Raises BadRow if a prompt asks for calls in another form."""
+    has_calls = any(message.get("tool_calls") for message in messages)
+    prompts = [message["content"] for message in messages if message["role"] != "user"]
+    writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)
+    if has_calls and any("<tool_call>" in prompt for prompt in prompts) and not writes_json:
+        raise BadRow("messages[0]", "tells the model to write <tool_call>, and its chat template writes calls in another form")
 
 
 def _with_reasoning_key(message: Message, reasoning: str) -> Message:
@@ -380,6 +391,10 @@ def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
             message = {"tool_call_id": unanswered_ids.pop(0), **message}
         converted.append(message)
     return converted
+
+
+def _has(whole: str, text: str) -> bool:
+    return text in whole or _without_space(text) in _without_space(whole)
 
 
 def _without_space(text: str) -> str:

@@ -32,7 +32,7 @@ from finetune.data.row_parser import ParsedBatch, RowParser
 from finetune.data.shards import SourcePart, table_of
 from finetune.data.sources import Source
 from finetune.data.tokens import Encoder
-from finetune.data.unused_columns import UnusedValues
+from finetune.data.unused_columns import UnusedColumns
 from finetune.data.workers import Workers
 from finetune.errors import DataError, DiskFull
 from finetune.files import cache_dir, read_object, write_text
@@ -87,10 +87,7 @@ class FileInfo:
 def tokenise_source(
     source: Source, info: FileInfo, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
 ) -> SourcePart:
-    """The rows of a source as tokens: from the cache, or read and tokenised now. At most `limit` rows are read.
-
-    `progress` counts them. Raises DataError when it can't be read, DiskFull when the cache can't be written.
-    """
+    """At most `limit` rows of a source as tokens: from the cache, or read and tokenised now. Raises DataError and DiskFull."""
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
         return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
@@ -131,18 +128,18 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
         workers, shard_count, rows_done = None, 0, 0
         task = partial(_tokenise_batch, entry, reader.parser, encoder)
 
-        def add(results: Iterable[tuple[int, UnusedValues]]) -> None:
+        def add(results: Iterable[tuple[int, UnusedColumns]]) -> None:
             nonlocal rows_done
             for count, unused in results:
                 rows_done += count
-                reader.unused.values.merge(unused)
+                reader.unused.merge(unused)
                 progress(rows_done)
 
         try:
             for index, batch in enumerate(reader.batches()):
                 shard_count = index + 1
                 if (shard := entry.shard(index, reader.parser.file)) is not None:
-                    add([(len(batch), shard.unused)])
+                    add([(len(batch), shard[2])])
                 elif index == 0:  # here, so that a template's error comes before the forks
                     add([task(index, batch, True, progress)])
                 else:
@@ -163,11 +160,9 @@ def _fill_entry(entry: CacheEntry, reader: SourceReader, encoder: Encoder, progr
 def _tokenise_batch(
     entry: CacheEntry, parser: RowParser, encoder: Encoder, index: int, batch: list[Any], write: bool,
     progress: Progress = lambda _: None,
-) -> tuple[int, UnusedValues]:  # fmt: skip
-    """Write one batch's tokens, unless what isn't read of its rows stops the run; returns how many they are, and that."""
-    parsed, unused = parser.parse(batch), parser.unused()
-    unused.values.merge(parsed.unused)
-    if write and not unused.stops_run:
+) -> tuple[int, UnusedColumns]:  # fmt: skip
+    parsed = parser.parse(batch)
+    if write and not parsed.unused.stops_run:
         table = table_of(parsed.examples, _encode(encoder, parsed.examples, 0, progress))
         entry.write(index, table, parsed)
     return len(batch), parsed.unused
@@ -179,15 +174,6 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
         results += encoder.encode(examples[start : start + _ENCODE_ROWS])
         progress(rows_before + len(results))
     return results
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One batch: its rows as tokens, its unreadable rows, and its unread columns."""
-
-    table: pa.Table
-    refused: list[Refused]
-    unused: UnusedValues
 
 
 class CacheEntry:
@@ -207,31 +193,29 @@ class CacheEntry:
         for shard in shards:
             if shard is None:
                 return None
-            part.tables.append(shard.table)
-            part.refused += shard.refused
+            part.tables.append(shard[0])
+            part.refused += shard[1]
         os.utime(self.folder)
         return part
 
-    def shard(self, index: int, name: str) -> Shard | None:
-        """One batch, memory-mapped; None if it is missing or damaged, or a picture was changed, added or moved."""
+    def shard(self, index: int, name: str) -> tuple[pa.Table, list[Refused], UnusedColumns] | None:
+        """The rows of one batch, memory-mapped, its unreadable rows and its unread columns; None if it is missing or damaged,
+        or a picture was changed, added or moved."""
         path = self._path(index)
         values = read_object(path.with_suffix(".json"))
         try:
-            if values is None or values["crc32"] != _crc32(path) or not self._has_same_pictures(values.get("pictures")):
+            if values is None or values["crc32"] != _crc32(path):
+                return None
+            pictures = values.get("pictures", {"folder": self._data_folder, "files": {}})
+            stats = ((file_stat(Path(name)), stat and tuple(stat)) for name, stat in pictures["files"].items())
+            if pictures["folder"] != self._data_folder or any(now != before for now, before in stats):
                 return None
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
         except (OSError, pa.ArrowException):
             return None
         refused = [Refused(name, *row) for row in values["refused"]]
-        return Shard(table, refused, from_json(UnusedValues, values["unused"]))
-
-    def _has_same_pictures(self, pictures: dict[str, Any] | None) -> bool:
-        if pictures is None:
-            return True
-        return pictures["folder"] == self._data_folder and all(
-            file_stat(Path(name)) == (stat and tuple(stat)) for name, stat in pictures["files"].items()
-        )
+        return table, refused, from_json(UnusedColumns, values["unused"])
 
     def write(self, index: int, table: pa.Table, parsed: ParsedBatch) -> None:
         """Write one batch. Raises DiskFull."""
@@ -306,7 +290,6 @@ def _file_stat(path: Path) -> tuple[int, ...]:
 
 
 def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
-    """Digest of all that decides the tokens of a file: its content, how it is read, tokenizer, template, and this code."""
     settings = {name: value for name, value in dataset.model_dump(mode="json").items() if name not in _SELECTING_SETTINGS}
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
     path = source.path or Path()

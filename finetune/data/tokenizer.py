@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ from finetune import hub
 from finetune.data.new_tokens import add_tokens
 from finetune.data.report import first_line, printable
 from finetune.errors import ModelError, RecipeError
+from finetune.files import GGUF_FIX, IS_GGUF, IS_LFS_POINTER, LFS_FIX, expanded, is_lfs_pointer
 from finetune.settings import Recipe
 from finetune.settings.vision import pixel_limit
 
@@ -24,6 +23,8 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
+#: Of the files that the library reads with one.
+_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 #: Attribute of a tokenizer: whether the recipe has replaced its own chat template.
 _REPLACED_ATTRIBUTE = "_replaced_template"
 #: Usual pad tokens, best first; used only if in the vocabulary.
@@ -111,18 +112,18 @@ _SAVE_HINT = "Save it next to the weights, for example:  AutoTokenizer.from_pret
 
 
 def _path_or_hub_id(name: str) -> Path | str:
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
+    path = expanded(name)
     if path.is_dir():
         return path
     from finetune.bundled import model_path
 
     if bundled := model_path(name):
         return bundled
-    if path.is_file():
-        raise ModelError(
-            f"model_name_or_path: {printable(name, 200)} is a file", "Name the folder that holds config.json and the weights."
-        )
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or (path.parent.is_dir() and path.parent != Path()):
+    is_gguf = path.suffix.lower() == ".gguf"
+    if is_gguf or path.is_file():
+        problem = f"model_name_or_path: {printable(name, 200)} {IS_GGUF if is_gguf else 'is a file'}"
+        raise ModelError(problem, GGUF_FIX if is_gguf else "Name the folder that holds config.json and the weights.")
+    if not hub.HUB_ID.fullmatch(name) or (path.parent.is_dir() and path.parent != Path()):
         raise ModelError(
             f"model_name_or_path: there is no folder {printable(name, 200)}",
             "Write a model folder, or a hub id like Qwen/Qwen3-8B.",
@@ -141,14 +142,22 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
 
     without_session_id()
     name = recipe.model_name_or_path
+    files = path_or_id.iterdir() if isinstance(path_or_id, Path) else ()
+    texts = (file for file in files if file.suffix in _SUFFIXES and file.is_file())
+    if pointers := [f"{printable(str(file), 200)} {IS_LFS_POINTER}" for file in texts if is_lfs_pointer(file)]:
+        raise ModelError(pointers, f"Download the tokenizer again, or where the folder was cloned: {LFS_FIX}")
     is_reachable = isinstance(path_or_id, Path) or hub.is_reachable()
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(path_or_id),
             revision=recipe.model_revision if isinstance(path_or_id, str) else None,
             trust_remote_code=recipe.trust_remote_code,
         )
-    except Exception as error:  # noqa: BLE001 - tokenizers raises the bare class, transformers whatever its code meets
+        tokenizer.convert_tokens_to_ids(tokenizer.all_special_tokens)  # fails where the unknown token is unknown
+        return tokenizer
+    except BaseException as error:  # noqa: BLE001 - tokenizers panics, transformers raises whatever its code meets
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         if isinstance(path_or_id, Path) or not isinstance(error, OSError):
             raise ModelError(f"{name}: its tokenizer can't be read: {first_line(error)}", _SAVE_HINT) from None
         unreachable = not is_reachable and not hub.is_switched_off()
@@ -162,14 +171,14 @@ def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizer
 def _read_template(text: str) -> str:
     if text == "plain":
         return PLAIN_TEMPLATE
-    path = Path(os.path.expanduser(text))  # noqa: PTH111 - of an unknown user it stays as it is
+    path = expanded(text)
     label, fix = f"chat_template: {printable(text, 200)}", "Give the path of a Jinja file, or plain."
     try:
         template = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise RecipeError(f"{label} is not UTF-8 text", "Give the path of a Jinja file.") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{label} can't be read: {getattr(error, 'strerror', None) or error}", fix) from None
+        is_other = isinstance(error, UnicodeDecodeError)
+        reason = "is not UTF-8 text" if is_other else f"can't be read: {getattr(error, 'strerror', None) or error}"
+        raise RecipeError(f"{label} {reason}", fix) from None
     if not template.strip():
         raise RecipeError(f"{label} is empty", fix)
     return template

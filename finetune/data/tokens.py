@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.answer_reader import AnswerReader
 from finetune.data.byte_level import ByteLevel, overlap_mask
+from finetune.data.chat_format import ChatFormat, common_prefix_length
 from finetune.data.checks import BadRow
 from finetune.data.conversation import Message
 from finetune.data.escaping import SpecialTokenEscaper
 from finetune.data.example import Example
-from finetune.data.template import Rendered, Template, common_prefix_length
+from finetune.data.template import Rendered, Template
 from finetune.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class Encoder:
         """The tokenizer's chat template. Raises RecipeError when it has none, or when no token ends an answer."""
         if self.template is None:
             self.template = Template(self.tokenizer)
-            self.stops = self.template.stops
-            self._end_ids = [(self.template.ends, self.template.ends | self._end_ids[1][1]), self._end_ids[1]]
+            self.stops = self.template.format.stops
+            ends = self.template.format.ends
+            self._end_ids = [(ends, ends | self._end_ids[1][1]), self._end_ids[1]]
             self._require_end()
         return self.template
 
@@ -173,10 +174,10 @@ class Encoder:
             return self._escaper.tokenise(rendered.text, rendered.escaped_spans)[0]
         return self._tokenise_texts([rendered.text], plain=False)[0][0]
 
-    @cached_property
-    def answers(self) -> AnswerReader:
-        """Reads answers in the form of the chat template."""
-        return AnswerReader(self.use_template())
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The format of the chat template."""
+        return self.use_template().format
 
     def _render_pair(self, example: Example) -> list[Rendered] | BadRow:
         rendered: list[Rendered] = []
@@ -285,7 +286,10 @@ class Encoder:
             has_end = self._train_turn_end(ids, trained_mask, end, end_ids, next_end_ids)
             if not has_end and not self._is_blank(ids, end, len(ids)):
                 notes.add("endless")
+        written = ids
         ids, trained_mask = self._with_final_eos(ids, trained_mask, end_ids)
+        if ids is not written and not plain:
+            notes.add("ended")
         if self._unknown is not None and self._unknown in ids:
             notes.add("unknown")
         tokens = np.frombuffer(array("i", ids), dtype=np.int32)

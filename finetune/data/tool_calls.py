@@ -10,10 +10,9 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from finetune.data.checks import BadRow, is_missing, parse_if_text, quoted, type_phrase, valid_json
+from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_json
 
 Call = dict[str, Any]
 
@@ -25,7 +24,7 @@ _TOOL_LISTING = re.compile(
     r"(?:You are a function calling AI model\b|# Tools\b)(?:(?!<tools>\s*[\[{]).)*<tools>\s*[\[{].*?</tools>.*</tool_call>\s*",
     re.S,
 )
-_NAME_KEYS, _ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
+_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 #: Python's names of types, as xLAM's files write them, in JSON Schema.
 _JSON_TYPES = {
     "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "tuple": "array", "set": "array",
@@ -33,7 +32,7 @@ _JSON_TYPES = {
 }  # fmt: skip
 
 
-def read_tools(value: Any, field: str) -> tuple[dict[str, Any], ...]:
+def read_tools(value: Any, field: str) -> tuple[Values, ...]:
     """The tool descriptions in a column, each as `{"type": "function", "function": {...}}`. Raises BadRow."""
     tools = parse_if_text(value or None, field)
     if is_missing(tools):
@@ -43,7 +42,7 @@ def read_tools(value: Any, field: str) -> tuple[dict[str, Any], ...]:
     return tuple(_tool(valid_json(tool, field)) for tool in tools)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: Values) -> Values:
     if "function" in tool or "name" not in tool:
         return tool
     parameters = tool.get("parameters")
@@ -52,7 +51,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": tool}
 
 
-def _schema(parameters: dict[str, Any]) -> dict[str, Any]:
+def _schema(parameters: Values) -> Values:
     properties, required = {}, []
     for name, description in parameters.items():
         description = description if isinstance(description, dict) else {"description": str(description)}
@@ -121,7 +120,7 @@ def responses_in_text(text: str) -> list[str]:
     return responses if responses and not _TOOL_RESPONSE.sub("", text).strip() else [text]
 
 
-def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[Values, ...]]:
     """A system prompt without Hermes' or Qwen's listing of the tools, which the chat template writes, and those tools.
 
     Any other prompt comes back whole, without tools.
@@ -135,7 +134,7 @@ def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[dict[str, Any], 
     return (prompt[: listing_match.start()] + prompt[listing_match.end() :]).strip(), read_tools(tools, path)
 
 
-def name_replies(messages: list[dict[str, Any]]) -> None:
+def name_replies(messages: list[Values]) -> None:
     """Give tool replies without a name the name of the call that they answer, by id or in order."""
     open_calls: list[tuple[str | None, str]] = []
     for message in messages:
@@ -147,40 +146,8 @@ def name_replies(messages: list[dict[str, Any]]) -> None:
             message.setdefault("name", open_calls.pop(index)[1])
 
 
-def has_call(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether a rendered text has this call in a form that parses back to the same name and arguments.
-
-    Forms: JSON with name and arguments (Qwen, Hermes, Llama, Mistral), a name and then JSON (DeepSeek, GPT-OSS, Kimi), tags for
-    each argument (Qwen3 Coder, Nemotron, GLM, Claude's), Python's (LFM2), and Gemma 4's.
-    """
-    return any(parsed == arguments for parsed in _json_calls(text, name)) or any(
-        _equal_arguments(parsed, arguments) for parsed in (*_tagged_calls(text, name), *_other_calls(text, name))
-    )
-
-
 #: The JSON value of a text that begins at a position, and the position after it. Raises ValueError or RecursionError.
 json_at = json.JSONDecoder().raw_decode
-
-
-def _json_calls(text: str, name: str) -> Iterator[Any]:
-    for match in re.finditer(r"\{", text):
-        start = match.start()
-        try:
-            value, _ = json_at(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and any(value.get(key) == name for key in _NAME_KEYS):
-            yield next((value[key] for key in _ARGUMENT_KEYS if key in value), None)
-        if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])[^{{}}]{{0,80}}$", text[max(0, start - len(name) - 82) : start]):
-            yield value
-
-
-def _tagged_calls(text: str, name: str) -> Iterator[dict[str, str]]:
-    opening = (
-        rf"<function={re.escape(name)}>|<[\w:|]*invoke name=\"{re.escape(name)}\">|<tool_call>\s*{re.escape(name)}\s*(?=<)"
-    )
-    for match in re.finditer(opening, text):
-        yield tagged_arguments(text, match.end())[0]
 
 
 #: An argument in tags. Its end counts only before the next argument or the end of the call: it may be part of a value.
@@ -205,25 +172,7 @@ def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
     return arguments, position
 
 
-def _other_calls(text: str, name: str) -> Iterator[dict[str, Any]]:
-    for match in re.finditer(rf"(?<![\w.]){re.escape(name)}\(", text):
-        for end in (parenthesis.end() for parenthesis in re.finditer(r"\)", text[match.start() :])):
-            source = text[match.start() : match.start() + end]
-            try:
-                call = ast.parse(source, mode="eval").body
-            except (SyntaxError, ValueError, MemoryError, RecursionError):
-                continue
-            if isinstance(call, ast.Call):
-                yield python_arguments(call)
-            break
-    for match in re.finditer(rf"call:{re.escape(name)}(?=\{{)", text):
-        try:
-            yield gemma_arguments(text, match.end())[0]
-        except (ValueError, RecursionError):
-            continue
-
-
-def python_arguments(call: ast.Call) -> dict[str, Any]:
+def python_arguments(call: ast.Call) -> Values:
     """The keyword arguments of a call as in Python."""
     return {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
 
@@ -232,7 +181,7 @@ def python_arguments(call: ast.Call) -> dict[str, Any]:
 _GEMMA_TOKEN = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{,])\s*([^\s"{}\[\],:<]+):|[{}\[\]]|[^{}\[\],<]+|,|<', re.S)
 
 
-def gemma_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
+def gemma_arguments(text: str, position: int) -> tuple[Values, int]:
     """Gemma 4's `{key:<|"|>text<|"|>}` at a position, and the position after it. Raises ValueError or RecursionError."""
     strings: list[str] = []
     source, depth = "", 0
@@ -278,20 +227,3 @@ def _with_strings(value: Any, strings: list[str]) -> Any:
     if isinstance(value, dict):
         return {key: _with_strings(item, strings) for key, item in value.items()}
     return [_with_strings(item, strings) for item in value] if isinstance(value, list) else value
-
-
-def _equal_arguments(parsed: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """Whether arguments are equal; a form that writes them as text loses their types."""
-    return parsed.keys() == arguments.keys() and all(
-        parsed[name] == value or (isinstance(parsed[name], str) and _text_equals(parsed[name], value))
-        for name, value in arguments.items()
-    )
-
-
-def _text_equals(text: str, value: Any) -> bool:
-    if isinstance(value, str):
-        return text.strip() == value.strip()
-    try:
-        return bool(json.loads(text) == value)
-    except ValueError:
-        return text in (str(value), str(value).lower())

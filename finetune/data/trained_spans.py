@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def example_spans(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
-    """Training sequence `index` as (text, is trained) spans, with special tokens; joined they are the whole text.
-
-    Empty without any training sequence. Raises FinetuneError for an index out of range.
-    """
+    """Training sequence `index` as (text, is trained) spans with special tokens; empty without any. Raises FinetuneError."""
     count = len(prepared.lengths)
     if not count:
         return []

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.checks import SPLITS
+from finetune.data.checks import SPLITS, Values
 from finetune.data.column_kinds import describe, is_harmless, kinds_of
-from finetune.data.column_semantics import FIXES, MEANINGS, changes_meaning
+from finetune.data.column_semantics import FIXES, changes_meaning, changes_message, meaning_of
 from finetune.data.report import printable
 
 #: Different values that are counted. Short texts that differ as often are no names of sources.
@@ -44,26 +44,23 @@ class ColumnUse:
         self.kinds |= other.kinds
         self.values |= other.values
 
-    def final_kinds(self) -> set[str]:
-        """The kinds, once all rows are known: short texts of which nearly each is another are texts."""
-        is_prose = "label" in self.kinds and len(self.values) >= min(_MAX_VALUES, max(4, self.count // 2))
-        return self.kinds | {"text"} if is_prose else self.kinds
-
 
 @dataclass
-class UnusedValues:
-    """What some rows of a source have that isn't read. Those of several batches are merged.
+class UnusedColumns:
+    """What some rows of a source have in columns and fields of messages that isn't read. Batches of the source are merged.
 
     `meanings`: columns and fields whose name says that they change the meaning; `columns`, `fields`: all others.
     """
 
+    file: str
+    format: str
     rows: int = 0
     messages: int = 0
     meanings: dict[str, ColumnUse] = field(default_factory=dict)
     columns: dict[str, ColumnUse] = field(default_factory=dict)
     fields: dict[str, ColumnUse] = field(default_factory=dict)
 
-    def merge(self, other: UnusedValues) -> None:
+    def merge(self, other: UnusedColumns) -> None:
         """Add those of other rows."""
         self.rows += other.rows
         self.messages += other.messages
@@ -71,98 +68,76 @@ class UnusedValues:
             for name, use in getattr(other, kind).items():
                 getattr(self, kind).setdefault(name, ColumnUse()).merge(use)
 
-
-class UnusedColumns:
-    """Collects what the rows of a source have in columns and fields of messages that aren't read."""
-
-    def __init__(self, file: str, format_name: str) -> None:
-        self._file, self._format = file, format_name
-        self.values = UnusedValues()
-
-    def add_meanings(self, unread: dict[str, Any], number: int) -> dict[str, Any]:
-        """Count the columns of a row that aren't read and whose names say that they change the meaning; returns those
-        whose names don't decide it."""
+    def add_meanings(self, unread: Values, number: int) -> Values:
+        """Count the columns whose names say that they change the meaning; returns those whose names don't decide it."""
         undecided = {}
         for column, value in unread.items():
-            decision = changes_meaning(column, value, self._format)
+            decision = changes_meaning(column, value, self.format)
             if decision:
-                self.values.meanings.setdefault(column, ColumnUse()).add(number, value=value)
+                self.meanings.setdefault(column, ColumnUse()).add(number, value=value)
             elif decision is None:
                 undecided[column] = value
         return undecided
 
-    def add_field(self, name: str, number: int) -> None:
-        """Count a field of a message whose name says that it changes the meaning."""
-        self.values.meanings.setdefault(name, ColumnUse()).add(number)
-
-    def add_row(self, undecided: dict[str, Any], number: int, texts: list[str]) -> None:
+    def add_row(self, undecided: Values, number: int, texts: list[str]) -> None:
         """Add the other columns of a row that can be trained on. `texts`: what is read of it."""
-        self.values.rows += 1
+        self.rows += 1
         for column, value in undecided.items():
-            _add(self.values.columns, column, value, number, texts)
+            _add(self.columns, column, value, number, texts)
 
-    def add_messages(self, messages: list[dict[str, Any]], number: int) -> None:
+    def add_messages(self, messages: list[Values], number: int) -> None:
         """Add the fields of a row's messages that aren't read; one mapping for each message."""
-        self.values.messages += len(messages)
+        self.messages += len(messages)
+        for name in {name: None for message in messages for name in message if changes_message(name, message[name])}:
+            self.meanings.setdefault(name, ColumnUse()).add(number)
         for message in messages:
             for name, value in message.items():
-                if changes_meaning(name, value, self._format) is None:
-                    _add(self.values.fields, name, value, number, [])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them, to print."""
-        return (*map(printable, self.values.columns), *(f"messages[].{printable(name)}" for name in self.values.fields))
+                if changes_meaning(name, value, self.format) is None:
+                    _add(self.fields, name, value, number, [])
 
     @property
     def stops_run(self) -> bool:
         """Whether `asked` will name some, whatever rows follow."""
-        return bool(set(self.values.meanings) - {"split"}) or any(
-            self._is_asked(name, use, use.kinds, total, is_field) for name, use, total, is_field in self._general_uses()
-        )
+        return bool({*self.meanings} - {"split"} or self._asked(all_rows=False))
 
     def asked(self, rows_read: int) -> dict[str, ColumnUse]:
         """Those that stop a run. A `split` in all `rows_read` rows is no mixture; a single row can't show what is constant."""
-        meanings = {name: use for name, use in self.values.meanings.items() if name != "split" or use.count != rows_read}
-        others = {
-            name: use
-            for name, use, total, is_field in self._general_uses()
-            if self._is_asked(name, use, use.final_kinds(), max(total, 2), is_field)
-        }
-        return {**meanings, **others}
+        meanings = {name: use for name, use in self.meanings.items() if name != "split" or use.count != rows_read}
+        return {**meanings, **self._asked(all_rows=True)}
+
+    def _asked(self, *, all_rows: bool) -> dict[str, ColumnUse]:
+        asked = {}
+        for uses, total in ((self.columns, self.rows), (self.fields, self.messages)):
+            for name, use in uses.items():
+                # short texts of which nearly each is another are texts
+                is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
+                kinds = use.kinds | {"text"} if is_prose else use.kinds
+                differ = len(use.values) > 1 or use.count < max(total, 1 + all_rows)  # or some rows have none
+                is_flag = uses is self.fields and bool(kinds & {"truth", "bit"})
+                if use.count and (differ or is_flag) and not is_harmless(name, kinds, has_answer=self.format != "text"):
+                    asked[name] = use
+        return asked
 
     def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
         """What to say about them: a line for each whose name is known, and one line for the others."""
         lines = [
-            f"{self._file}: '{printable(name)}' isn't used, and it says {MEANINGS[name.lower()]}: {_rows(use)}"
+            f"{self.file}: '{printable(name)}' isn't used, and it says {meaning_of(name)}: {use.count:,} row(s), the first "
+            f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
             for name, use in asked.items()
-            if name in self.values.meanings
+            if name in self.meanings
         ]
-        others = {name: use for name, use in asked.items() if name not in self.values.meanings}
-        for owner, uses in (("columns", self.values.columns), ("fields of messages", self.values.fields)):
-            described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in others.items() if uses.get(name) is use]
+        for owner, uses in (("columns", self.columns), ("fields of messages", self.fields)):
+            described = [f"{printable(name)} ({describe(use.kinds)})" for name, use in asked.items() if uses.get(name) is use]
             if described:
-                lines.append(f"{self._file}: {owner} that aren't used may change what is learnt: {', '.join(described)}")
+                lines.append(f"{self.file}: {owner} that aren't used may change what is learnt: {', '.join(described)}")
         return lines
-
-    def _general_uses(self) -> list[tuple[str, ColumnUse, int, bool]]:
-        return [
-            *((name, use, self.values.rows, False) for name, use in self.values.columns.items()),
-            *((name, use, self.values.messages, True) for name, use in self.values.fields.items()),
-        ]
-
-    def _is_asked(self, name: str, use: ColumnUse, kinds: set[str], total: int, is_field: bool) -> bool:
-        if not use.count or is_harmless(name, kinds, has_answer=self._format != "text"):
-            return False
-        differ = len(use.values) > 1 or use.count < total  # or some rows have none
-        return differ or (is_field and bool(kinds & {"truth", "bit"}))
 
 
 def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
     """What to do about columns and fields whose names are known."""
     fixes: dict[str, str] = {}
     for name, use in asked.items():
-        meaning = MEANINGS.get(name.lower(), "")
+        meaning = meaning_of(name)
         split = next((split for split in SPLITS if _digest(split) in use.values), "test")
         text = FIXES.get(meaning, "").replace("NAME", json.dumps(name)).replace("SPLIT", split)
         fixes.setdefault(meaning, text.replace("FILE", shlex.quote(file)))
@@ -171,11 +146,6 @@ def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def _rows(use: ColumnUse) -> str:
-    first_rows = ", ".join(map(str, use.first_rows)) + (", ..." if use.count > len(use.first_rows) else "")
-    return f"{use.count:,} row(s), the first {first_rows}"
 
 
 def _add(uses: dict[str, ColumnUse], name: str, value: Any, number: int, texts: list[str]) -> None:

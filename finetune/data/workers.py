@@ -90,7 +90,6 @@ class _TaskError(NamedTuple):
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
-    """Run tasks until the pipe closes. `inherited`: the parent's connections, which are closed here."""
     for connection in inherited:
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from finetune.doctor.downloads import check_data, check_hub, check_login, check_model
 from finetune.doctor.findings import Check, Finding, run_checks, worst
 from finetune.doctor.machine import check_cards, check_disk, check_driver, check_memory, check_port, check_spill
 from finetune.doctor.packages import check_compiler, check_packages, check_stack
+from finetune.printable import Progress
 from finetune.settings import Recipe
 
 __all__ = ["Finding", "examine", "worst"]
@@ -17,7 +16,7 @@ __all__ = ["Finding", "examine", "worst"]
 DEADLINE_S, STACK_DEADLINE_S, PROBE_MARGIN_S = 9.5, 180.0, 0.7
 
 
-def examine(recipe: Recipe | None = None, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
+def examine(recipe: Recipe | None, progress: Progress) -> list[Finding]:
     """All findings, in a fixed order; with a recipe also those on its model and data. `progress` gets what is waited for."""
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,

@@ -88,9 +88,8 @@ def check_model(recipe: Recipe) -> Finding:
 
 def check_data(recipe: Recipe) -> list[Finding]:
     """Does each data file of the recipe exist, and is a hub dataset in the cache of `datasets`?"""
-    dataset = recipe.dataset
     try:
-        training, held_out = sources_of(dataset)
+        training, held_out = sources_of(recipe.dataset)
     except FinetuneError as error:
         return [Finding("data", "fail", " ".join(error.problems), error.fix)]
     return [_source_finding(source) for source in (*training, *held_out)]

@@ -31,17 +31,18 @@ RECOMMENDED_MEMORY_BYTES, MINIMUM_MEMORY_BYTES = 8 * GIB, 2 * GIB
 RECOMMENDED_DISK_BYTES, MINIMUM_DISK_BYTES = 20 * GIB, GIB
 #: Where `finetune ui` listens.
 PORT = 7860
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def check_driver(pci: Path = Path("/sys/bus/pci/devices"), system: str | None = None) -> Finding:
-    """Does the driver answer, and which CUDA does it support? `pci`: where to look for a card when it doesn't."""
+def check_driver() -> Finding:
+    """Does the driver answer, and which CUDA does it support?"""
     try:
         driver, cuda = nvidia.driver_versions()
     except DriverError as error:
         reason = str(error).rstrip(".")
         if error.was_updated:
             return Finding("driver", "fail", f"the driver was updated while it ran ({reason})", "Restart the machine.")
-        makers = _makers_of_cards(pci) | ({"Apple"} if (system or platform.system()) == "Darwin" else set())
+        makers = _makers_of_cards() | ({"Apple"} if platform.system() == "Darwin" else set())
         if "NVIDIA" in makers:
             what = f"there is an NVIDIA card, but its driver does not answer ({reason})"
             return Finding("driver", "fail", what, nvidia.DRIVER_FIX)
@@ -86,63 +87,61 @@ def _card_finding(device: Device, *, hidden: bool) -> Finding:
     return Finding("card memory", "warn", f"{what}; {format_bytes(used_bytes)} in use{by}", fix, facts)
 
 
-def check_memory(recommended: int = RECOMMENDED_MEMORY_BYTES, minimum: int = MINIMUM_MEMORY_BYTES) -> Finding:
+def check_memory() -> Finding:
     """Available host memory in bytes, within the container's limit if there is one."""
     host = find_card("cpu")
     what = f"{format_bytes(host.free_bytes)} of {format_bytes(host.total_bytes)} available"
     facts = {"free_bytes": host.free_bytes, "total_bytes": host.total_bytes}
-    if host.free_bytes >= recommended:
+    if host.free_bytes >= RECOMMENDED_MEMORY_BYTES:
         return Finding("host memory", "ok", what, facts=facts)
     fix = "Close other programs. WSL gets half of the host's: raise memory= in .wslconfig. A container's limit can be raised."
-    if host.free_bytes >= minimum:
+    if host.free_bytes >= MINIMUM_MEMORY_BYTES:
         return Finding("host memory", "warn", f"{what}; loading a large model may be slow, or be killed", fix, facts)
-    return Finding("host memory", "fail", f"{what}; at least {format_bytes(minimum)} are needed", fix, facts)
+    return Finding("host memory", "fail", f"{what}; at least {format_bytes(MINIMUM_MEMORY_BYTES)} are needed", fix, facts)
 
 
-def check_disk(
-    folders: dict[str, Path] | None = None, recommended: int = RECOMMENDED_DISK_BYTES, minimum: int = MINIMUM_DISK_BYTES
-) -> Iterator[Finding]:
+def check_disk() -> Iterator[Finding]:
     """Free space in bytes, and permission to write, where runs are written (here) and where the hub's cache is."""
     from huggingface_hub import constants
 
-    for use, folder in (folders or {"runs": Path.cwd(), "hub cache": Path(constants.HF_HUB_CACHE)}).items():
+    for use, folder in (("runs", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
         existing, free = existing_parent(folder), free_disk_bytes(folder)
         what = f"{use}: {format_bytes(free)} free at {existing}"
         facts = {"use": use, "path": str(existing), "free_bytes": free}
         if not _is_writable(existing):
             fix = f"Take ownership (sudo chown -R $USER {existing}), or choose another folder."
             yield Finding("disk", "fail", f"{use}: {existing} can't be written to", fix, facts)
-        elif free < minimum:
+        elif free < MINIMUM_DISK_BYTES:
             fix = "Free some space: old checkpoints in runs/, models you don't need with `hf cache ls` and `hf cache rm`."
             yield Finding("disk", "fail", what, fix, facts)
-        elif free < recommended:
+        elif free < RECOMMENDED_DISK_BYTES:
             fix = "The weights of a 7B model alone are 15 GB: free some space, or set output_dir and HF_HOME to another disk."
             yield Finding("disk", "warn", what, fix, facts)
         else:
             yield Finding("disk", "ok", what, facts=facts)
 
 
-def check_port(port: int = PORT) -> Finding:
+def check_port() -> Finding:
     """Can the page listen on its default port?"""
     with port_socket() as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", PORT))
         except OSError as error:
-            what = f"{port} is in use or not allowed ({(error.strerror or str(error)).lower()})"
-            return Finding("port", "warn", what, f"Perhaps the page is already running. If not: finetune ui --port {port + 1}")
-    return Finding("port", "ok", f"{port} is free for finetune ui")
+            what = f"{PORT} is in use or not allowed ({(error.strerror or str(error)).lower()})"
+            return Finding("port", "warn", what, f"Perhaps the page is already running. If not: finetune ui --port {PORT + 1}")
+    return Finding("port", "ok", f"{PORT} is free for finetune ui")
 
 
-def check_spill(system: str | None = None, release: str | None = None) -> Finding:
+def check_spill() -> Finding:
     """Does the driver fall back to system memory when the card is full, as on Windows and so under WSL?
 
     Nothing then runs out of memory, and everything is 10 to 50 times slower. The driver's setting can't be read from here.
-    Arguments: as `platform`'s.
     """
-    system, release = system or platform.system(), release or platform.release()
-    wsl = "microsoft" in release.lower()
-    if system != "Windows" and not wsl:
-        return Finding("spill", "ok", f"{system}: a full card is an out-of-memory error, with no fallback to system memory")
+    wsl = "microsoft" in platform.release().lower()
+    if platform.system() != "Windows" and not wsl:
+        return Finding(
+            "spill", "ok", f"{platform.system()}: a full card is an out-of-memory error, with no fallback to system memory"
+        )
     where = "WSL: the Windows driver" if wsl else "Windows: the driver"
     fix = (
         "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback"
@@ -152,10 +151,10 @@ def check_spill(system: str | None = None, release: str | None = None) -> Findin
     return Finding("spill", "warn", what, fix)
 
 
-def _makers_of_cards(pci: Path) -> set[str]:
+def _makers_of_cards() -> set[str]:
     """Makers of the display and 3D controllers (class 0x03) on the PCI bus, by their vendor ids."""
     makers = set()
-    for device in pci.glob("*"):
+    for device in PCI_DEVICES.glob("*"):
         try:
             vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         except OSError:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from finetune.card import nvidia
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.doctor.findings import Finding
+from finetune.printable import Progress
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
 
@@ -31,10 +32,10 @@ _FIXES = {
 MOST_QUANTISATION_ERROR = 0.18
 
 
-def check_packages(requirements: list[str] | None = None) -> Finding:
-    """Are the dependencies, and the page's if installed, of supported versions? `requirements`: as in package metadata."""
+def check_packages() -> Finding:
+    """Are the dependencies, and the page's if installed, of supported versions?"""
     try:
-        every = packages(requirements, extra="ui")
+        every = packages(extra="ui")
     except PackageNotFoundError:
         fix = "Install it: pip install -e '.[ui]' in the checkout."
         return Finding("packages", "warn", "finetune runs from its source and is not installed; versions are not checked", fix)
@@ -50,17 +51,17 @@ def check_packages(requirements: list[str] | None = None) -> Finding:
     return Finding("packages", "fail", "; ".join(map(str, wrong)), how_to_install(wrong), facts)
 
 
-def check_compiler(include: str | None = None) -> Finding:
-    """Compile an extension as Triton does when a run starts. `include`: where Python.h is."""
+def check_compiler() -> Finding:
+    """Compile an extension as Triton does when a run starts."""
     if WINDOWS:
         return Finding("compiler", "skip", "only Triton needs one, and torch for Windows comes without Triton")
-    if problem := compiler_problem(include):
+    if problem := compiler_problem():
         what = f"{problem}; Triton needs one for fast kernels and torch_compile" if find_compiler() is None else problem
         return Finding("compiler", "warn", what, COMPILER_FIX)
     return Finding("compiler", "ok", f"{Path(find_compiler() or '').name} compiles Python extensions")
 
 
-def check_stack(deadline_s: float, progress: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
     """Does torch see the card, does its wheel have kernels for it, does bitsandbytes quantise, does Triton compile?"""
     parts, problem = run_probe(deadline_s, progress)
     for name, (check, findings_of) in _PARTS.items():
@@ -80,7 +81,7 @@ def check_stack(deadline_s: float, progress: Callable[[str], None] = lambda _: N
             yield Finding(check, "skip", "torch for Windows comes without it" if WINDOWS else "no card to compile for")
 
 
-def run_probe(deadline_s: float, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, dict[str, Any]], str]:
+def run_probe(deadline_s: float, progress: Progress) -> tuple[dict[str, dict[str, Any]], str]:
     """Run `probe` in a process. Returns the reported parts, and why it ended early (empty when it did not). `progress` gets the
     part that is tried, every second."""
     command, began_s = [sys.executable, "-P", "-m", "finetune.doctor.probe"], time.monotonic()
@@ -119,8 +120,8 @@ def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
     yield from (architecture_finding(part, device) for device in part["devices"])
 
 
-def cuda_finding(part: dict[str, Any], driver: tuple[str, tuple[int, int]] | None) -> Finding:
-    """`part`: what the probe reports of torch. `driver`: its version and the newest CUDA it supports, None without one."""
+def cuda_finding(part: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
+    """`part`: what the probe reports of torch. `driver`: None without one."""
     version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
     build = Build(part["version"], part["cuda"], part["hip"])
     if build.platform and not build.cuda:

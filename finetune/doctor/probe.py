@@ -39,7 +39,10 @@ def try_torch() -> dict[str, Any]:
     if torch.version.cuda or torch.version.hip:
         try:
             torch.cuda.init()
-            values["devices"] = [_device(torch, number) for number in range(torch.cuda.device_count())]
+            values["devices"] = [
+                {"name": device.name, "capability": [device.major, device.minor]}
+                for device in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+            ]
         except (RuntimeError, AssertionError) as error:
             values["cuda_error"] = str(error).splitlines()[0]
     return values
@@ -81,11 +84,6 @@ def _report(part: str, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
     return values
-
-
-def _device(torch: Any, number: int) -> dict[str, Any]:
-    device = torch.cuda.get_device_properties(number)
-    return {"name": device.name, "capability": [device.major, device.minor], "total_bytes": device.total_memory}
 
 
 def _optimizer_steps() -> bool:

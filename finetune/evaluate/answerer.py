@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
 from finetune.compat.bitsandbytes import disable_cpu_repacking
-from finetune.data.answer_reader import AnswerReader
+from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import PictureTensors
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
@@ -90,35 +90,30 @@ class Answerer:
             yield
 
     def answer(
-        self, questions: list[list[int]], *, max_new_tokens: int, with_calls: bool = False,
+        self, questions: list[list[int]], *, max_new_tokens: int, with_special_tokens: bool,
         pictures: Sequence[Sequence[PictureSource]] = (),
-    ) -> list[str]:  # fmt: skip
-        """Greedy answers to tokenised prompts, as one batch, without special tokens; `with_calls`: with them, as calls need.
-        `pictures`: of each prompt."""
+    ) -> list[tuple[str, bool]]:  # fmt: skip
+        """Greedy answers to tokenised prompts, as one batch, and whether each was cut. `pictures`: of each prompt."""
         return greedy_answers(
-            self.model, self.tokenizer, questions, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
-            with_special_tokens=with_calls, more_inputs=self.more_inputs(pictures),
+            self.model, self.tokenizer, questions, stops=self._stops(), max_new_tokens=max_new_tokens,
+            with_special_tokens=with_special_tokens, more_inputs=self.more_inputs(pictures),
         )  # fmt: skip
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
         """Makes what the model gets beside a batch's tokens; None for a model of text."""
         return functools.partial(self._tensors, rows=pictures) if self._tensors else None
 
-    def _stops(self, with_calls: bool) -> set[int]:
-        return self.encoder.stops | (self.encoder.answers.stops if with_calls else set())
+    def _stops(self) -> set[int]:
+        return self.encoder.stops | (self.chat_format.call_stops if self.chat_format else set())
 
     def stream(
         self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
-        stopped: Callable[[], bool] = lambda: False, with_calls: bool = False,
-        pictures: Sequence[PictureSource] = (),
+        stopped: Callable[[], bool] = lambda: False, pictures: Sequence[PictureSource] = (),
     ) -> Streamed:  # fmt: skip
-        """The answer to a tokenised prompt, with each piece of its text passed to `say`, until `stopped()`.
-
-        `with_calls`: the text keeps its special tokens, of which the calls of some templates consist.
-        """
+        """The answer to a tokenised prompt, as its chat format reads it, with each piece passed to `say`, until `stopped()`."""
         return streamed_answer(
-            self.model, self.tokenizer, question, stops=self._stops(with_calls), max_new_tokens=max_new_tokens,
-            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=with_calls,
+            self.model, self.tokenizer, question, stops=self._stops(), max_new_tokens=max_new_tokens,
+            sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=self.chat_format is not None,
             more_inputs=self.more_inputs([pictures]),
         )  # fmt: skip
 
@@ -131,16 +126,19 @@ class Answerer:
         return self.encoder.prompt_ids(messages, tools, pictures)
 
     @property
-    def reader(self) -> AnswerReader | None:
-        """Reads this model's answers with their calls; None for prompts or templates without any."""
-        if self.plain or self.tokenizer.chat_template is None:
-            return None
-        return self.encoder.answers if self.encoder.answers.syntax else None
+    def chat_format(self) -> ChatFormat | None:
+        """The format of this model's answers; None for a run on prompts without a chat template."""
+        return None if self.plain or self.tokenizer.chat_template is None else self.encoder.chat_format
 
 
 def is_plain(run: RunDirectory) -> bool:
     """Whether a run was trained on prompts without the chat template, by its data report."""
     return bool((read_object(run.data / "report.json") or {}).get("plain"))
+
+
+def chat_format_of(run: RunDirectory, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+    """The format of a run's answers; None for a run on prompts without a chat template."""
+    return None if is_plain(run) or tokenizer.chat_template is None else Encoder(tokenizer, conversations=True).chat_format
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from finetune.data.answer_reader import AnswerReader
+from finetune.data.chat_format import ChatFormat
 from finetune.data.tokenizer import run_tokenizer
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError
@@ -63,10 +63,10 @@ def measure_no_call(
         rows = no_call_rows(encoder)
     except DataError:
         return None
-    if encoder.answers.syntax is None:
+    if encoder.chat_format.syntax is None:
         return None
     models = (("base", None), ("tuned", adapter_folder(run, last=last)))
-    before, now = _scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.answers)
+    before, now = _scores(run, load, rows, models, "calls", _CALL_TOKENS, progress, encoder.chat_format)
     result = NoCall(len(rows.prompts), before.score, now.score, difference(before.scores, now.scores, span=1.0))
     keep_result(run, f"no-call{'-last' if last else ''}.json", asdict(result))
     return result
@@ -74,13 +74,13 @@ def measure_no_call(
 
 def _scores(
     run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
-    max_new_tokens: int | None, progress: Callable[[str], None], reader: AnswerReader | None = None,
+    max_new_tokens: int | None, progress: Callable[[str], None], chat_format: ChatFormat | None = None,
 ) -> list[Score]:  # fmt: skip
     """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
     from finetune.evaluate.score import ModelOutputs
 
     outputs = (
-        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, reader)
+        ModelOutputs(load, answer_journal(run, model, adapter), rows, model, max_new_tokens, progress, chat_format)
         for model, adapter in models
     )
     return [of_model.score(scorer(name)) for of_model in outputs]

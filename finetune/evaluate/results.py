@@ -23,7 +23,8 @@ class Score:
     `exact_match`: share of rows answered exactly. `loss`: of a trained token, in nats; `perplexity` is its exponential.
     `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
     of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
-    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences.
+    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences. `thoughts` stand before the answers and are not
+    scored; `cut`: answers that were stopped at the limit of tokens.
 
     Of pairs: `margins` are how much likelier the chosen answer is than the rejected one, in nats, `pair_margin` is their mean,
     and `pairs_in_order` the share of pairs in which it is likelier.
@@ -44,6 +45,8 @@ class Score:
     margins: list[float] = field(default_factory=list)
     pair_margin: float | None = None
     pairs_in_order: float | None = None
+    thoughts: list[str] = field(default_factory=list)
+    cut: int = 0
 
     @property
     def in_order(self) -> list[bool]:
@@ -61,6 +64,7 @@ class Comparison:
     one has become likelier by more; one half where nothing was learnt. `against_adapter`: `base` is the adapter that this run
     continued, its method's reference.
     `field_differences`: of the parts of a score of calls, over the rows that have the part.
+    `max_new_tokens`: limit of thought and answer. `base_prompt_end`: ends the base model's prompts, to ask without a thought.
     """
 
     rows: int
@@ -83,6 +87,8 @@ class Comparison:
     labels_in_order: float | None = None
     against_adapter: bool = False
     field_differences: dict[str, Difference] = field(default_factory=dict)
+    max_new_tokens: int | None = None
+    base_prompt_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,13 @@ class TaskScore:
         """Whether the tuned model is worse beyond doubt."""
         gap, sign = self.difference, {True: 1, False: -1, None: 0}[self.higher_is_better]
         return gap is not None and gap.is_significant and sign * gap.value < 0
+
+
+def answers_without_thoughts(run: RunDirectory) -> bool:
+    """Whether the run's model can think and all rows taught it to answer without a thought, by its data report."""
+    report = read_object(run.data / "report.json") or {}
+    findings = {finding["kind"]: finding["rows"] for finding in report.get("findings", ())}
+    return 0 < report.get("rows_used", 0) <= findings.get("unthinking", 0)
 
 
 def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ class EvalRows:
     are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order. `desirable`: of
     labelled rows, whether each answer is marked good.
 
-    `calls` are those that are expected of each row's answer, `tools` those that are offered, `answer_tokens` the most tokens of
-    an expected answer with calls; all are empty if no row has tools.
+    `calls` are expected of each row's answer, `tools` are offered; both are empty if no row has tools.
+    `answer_tokens`: the most tokens of a thought and the answer after it; `has_thoughts`: whether a row has a thought.
 
     `prompt_pictures` are those of each prompt, `pictures` of each sequence; both are empty if no row has any.
     """
@@ -59,6 +59,7 @@ class EvalRows:
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: list[list[dict[str, Any]]] = field(default_factory=list)
     answer_tokens: int = 0
+    has_thoughts: bool = False
     prompt_pictures: list[list[dict[str, Any]]] = field(default_factory=list)
     pictures: list[list[dict[str, Any]]] = field(default_factory=list)
 
@@ -180,5 +181,5 @@ def _eval_rows(questions: list[dict[str, Any]]) -> EvalRows:
     return EvalRows(
         prompts, prompt_ids, answers, calls=lists("calls", "calls"), tools=lists("tools", "calls"),
         answer_tokens=max((int(row.get("answer_tokens") or 0) for row in questions), default=0),
-        prompt_pictures=lists("pictures", "pictures"),
+        has_thoughts=any(row.get("thought") for row in questions), prompt_pictures=lists("pictures", "pictures"),
     )  # fmt: skip

@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from finetune.data.answer_reader import AnswerReader
-from finetune.data.call_syntax import display_text
+from finetune.data.call_syntax import Answer, display_text
+from finetune.data.chat_format import ChatFormat
 from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import source_of
 from finetune.data.tokenizer import ModelPictures, run_tokenizer
-from finetune.data.tokens import Encoder
 from finetune.errors import DataError, OutOfMemory
-from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, answerer_loader
+from finetune.evaluate.answerer import (
+    Answerer,
+    adapter_folder,
+    answer_journal,
+    answer_limit,
+    answerer_loader,
+    chat_format_of,
+)
 from finetune.evaluate.call_score import call_score
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run_halving
@@ -64,15 +70,20 @@ def compare(
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens)
-    reader = Encoder(tokenizer, conversations=True).answers if eval_rows.calls else None
+    chat_format = chat_format_of(run, tokenizer)
     folder = adapter_folder(run, last=last)
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
     load = load or answerer_loader(run, last, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
+    base_prompt_end = ""
+    if chat_format and not (against_adapter or eval_rows.has_thoughts):
+        base_prompt_end = chat_format.before_answer  # asked without a thought: it would fill the limit
+    end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False) if base_prompt_end else []
+    base_rows = replace(eval_rows, prompt_ids=[[*ids, *end_ids] for ids in eval_rows.prompt_ids])
     journals = [answer_journal(run, *model) for model in models]
     outputs = [
-        ModelOutputs(load, journal, eval_rows, model, max_new_tokens, progress, reader)
-        for journal, (model, _) in zip(journals, models, strict=True)
+        ModelOutputs(load, journal, rows_of_model, model, max_new_tokens, progress, chat_format)
+        for journal, rows_of_model, (model, _) in zip(journals, (base_rows, eval_rows), models, strict=True)
     ]
     base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
     span = span_of(chosen_scorer.name, base.scores, tuned.scores)
@@ -85,7 +96,7 @@ def compare(
         forgetting, trained_rows(run, eval_rows) if data else 0,
         difference(base.in_order, tuned.in_order, span=1.0), difference(base.margins, tuned.margins),
         _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
-        _field_differences(*outputs) if chosen_scorer.name == "calls" else {},
+        _field_differences(*outputs) if chosen_scorer.name == "calls" else {}, max_new_tokens, base_prompt_end,
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
@@ -134,18 +145,18 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
 class ModelOutputs:
     """Answers and losses of one model, from an earlier evaluation or computed now, when the model is loaded.
 
-    `max_new_tokens`: limit of an answer, None without answers. `reader`: of answers with calls, which are then shown as text.
+    `max_new_tokens`: limit of an answer, None without answers. `chat_format`: reads the answers, whose calls are shown as text.
     """
 
     def __init__(
         self, load: Callable[[], Answerer], journal: Journal, rows: EvalRows, model: str, max_new_tokens: int | None,
-        progress: Progress, reader: AnswerReader | None = None,
+        progress: Progress, chat_format: ChatFormat | None = None,
     ) -> None:  # fmt: skip
-        self._load, self._journal, self._rows, self._reader = load, journal, rows, reader
+        self._load, self._journal, self._rows, self._format = load, journal, rows, chat_format
         self.row_scores: list[RowScore] = []
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
         self.reused = 0
-        form = ["calls"] if reader else []
+        form = ["with special tokens"] if chat_format else []
         shown, read = _digests(rows.prompt_pictures, rows.prompt_ids), _digests(rows.pictures, rows.ids + rows.rejected_ids)
         prompts = zip(rows.prompt_ids, shown, strict=True) if max_new_tokens else ()
         self._answer_keys = [digest([ids, max_new_tokens, *form, *its]) for ids, its in prompts]
@@ -192,10 +203,13 @@ class ModelOutputs:
     def _add_answers(self, batch: list[int]) -> None:
         questions = [self._rows.prompt_ids[row] for row in batch]
         answers = self._load().answer(
-            questions, max_new_tokens=self._max_new_tokens or 1, with_calls=bool(self._reader),
+            questions, max_new_tokens=self._max_new_tokens or 1, with_special_tokens=self._format is not None,
             pictures=_sources(self._rows.prompt_pictures, batch),
         )  # fmt: skip
-        self._journal.add({self._answer_keys[row]: {"answer": answer} for row, answer in zip(batch, answers, strict=True)})
+        self._journal.add({
+            self._answer_keys[row]: {"answer": answer, "is_cut": is_cut}
+            for row, (answer, is_cut) in zip(batch, answers, strict=True)
+        })  # fmt: skip
 
     def _add_losses(self, batch: list[int]) -> None:
         ids, labels = ([self._sequences[row][part] for row in batch] for part in (0, 1))
@@ -213,11 +227,15 @@ class ModelOutputs:
         row_losses, row_tokens = [entry["loss"] for entry in loss_entries], [entry["tokens"] for entry in loss_entries]
         total = sum(row_loss * count for row_loss, count in zip(row_losses, row_tokens, strict=True))
         loss = total / sum(row_tokens) if any(row_tokens) else None
-        answers = [entries[key]["answer"] for key in self._answer_keys]
-        if self._reader:
-            read = [self._reader.read(answer, tools) for answer, tools in zip(answers, rows.tools, strict=False)]
-            answers = [display_text(answer) for answer in read]
-        if self._reader and scorer.name == "calls":
+        answer_entries = [entries[key] for key in self._answer_keys]
+        read = [Answer(entry["answer"]) for entry in answer_entries]
+        if self._format:
+            read = [
+                self._format.read(entry["answer"], rows.tools[row] if rows.tools else None, is_cut=entry["is_cut"])
+                for row, entry in enumerate(answer_entries)
+            ]
+        answers = [display_text(answer) for answer in read]
+        if scorer.name == "calls":
             expected_calls = zip(rows.calls, rows.tools, read, strict=False)
             row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]
         else:
@@ -234,6 +252,7 @@ class ModelOutputs:
             math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
             sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None, _mean(scores), scores,
             _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
+            [answer.thought for answer in read], sum(entry["is_cut"] for entry in answer_entries),
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal
 from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
-from finetune.evaluate.results import TASKS_FILE, TaskScore, keep_result, read_tasks
+from finetune.evaluate.results import TASKS_FILE, TaskScore, answers_without_thoughts, keep_result, read_tasks
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import RunDirectory, require_data
 
@@ -112,7 +112,15 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
     """The loaded model as the harness takes one: it computes only what the journal lacks, in batches that fit."""
     from lm_eval.models.huggingface import HFLM
 
+    # a task's stop strings would end an empty thought, and its limit a long one
+    without_thought = answers_without_thoughts(answerer.run) and answerer.chat_format
+    prompt_end = without_thought.before_answer if without_thought else ""
+
     class JournalledModel(HFLM):
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            text = super().apply_chat_template(chat_history, add_generation_prompt)
+            return f"{text}{prompt_end}" if add_generation_prompt else str(text)
+
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
             return self._complete("loglikelihood", requests, super().loglikelihood)
 

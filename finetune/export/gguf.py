@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,11 @@ from finetune.export.parity import (
 )
 from finetune.files import read_object, write_json
 from finetune.planner.plan import read_plan
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.serialise import to_json
 from finetune.system import link_or_copy
 
-Progress = Callable[[str], None]
 _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<after>[-+]?)%\}")
 
 
@@ -106,6 +105,7 @@ class _Expected:
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
         from finetune.data.tokens import Encoder
         from finetune.evaluate.answerer import Answerer, adapter_folder, answer_journal, answer_limit, is_plain
+        from finetune.evaluate.results import answers_without_thoughts
         from finetune.evaluate.rows import file_rows, held_out_rows
         from finetune.evaluate.score import ModelOutputs
         from finetune.evaluate.scorers import scorer
@@ -113,13 +113,14 @@ class _Expected:
         plan = read_plan(run.plan)
         self.tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None)
+        self.without_thoughts = answers_without_thoughts(run)
         self.plain = is_plain(run) or self.tokenizer.chat_template is None
         self.stops: set[int] = set(self.encoder.stops)
         eval_rows: EvalRows = file_rows(data, plan.settings, self.tokenizer, limit) if data else held_out_rows(run, limit)
         self.rows = replace(eval_rows, ids=[], labels=[])  # answers, not losses
         if not self.rows.prompt_ids:
             raise CommandError(f"{data or run.path} has no rows with prompts", "Give some: --data FILE")
-        self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references)
+        self.max_new_tokens = answer_limit(self.tokenizer, self.rows.references, self.rows.answer_tokens)
         self.context = max(map(len, self.rows.prompt_ids)) + self.max_new_tokens + 1
         journal, load = answer_journal(run, "tuned", adapter_folder(run)), functools.cache(lambda: Answerer(run))
         outputs = ModelOutputs(load, journal, self.rows, "tuned", self.max_new_tokens, progress)
@@ -127,7 +128,6 @@ class _Expected:
 
 
 def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str, llama_cpp: Path, progress: Progress) -> None:
-    """Merge, or with an `adapter` use the base model; convert it to 16 bit, quantise. Only the GGUF files remain."""
     merged = file.parent / "merged"
     if adapter:
         _base_with_tokenizer(run, merged)
@@ -152,7 +152,6 @@ def _convert(run: RunDirectory, file: Path, adapter: Path | None, gguf_type: str
 
 
 def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
-    """The base model's weights and configuration, with the tokenizer and the chat template of the training."""
     settings = read_plan(run.plan).settings
     folder.mkdir()
     for path in model_folder(settings).iterdir():
@@ -178,7 +177,6 @@ def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *argume
 
 
 def _converter_error(stderr: str) -> Exception:
-    """The exception for a converter that failed, from its output."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     message = [*lines, *errors][-1] if lines else ""
@@ -220,7 +218,6 @@ def without_generation_tags(template: str) -> str:
 def _check_parity(
     file: Path, adapter: Path | None, expected: _Expected, gguf_type: str, progress: Progress
 ) -> tuple[ParityReport, str | None]:  # fmt: skip
-    """Compare the file with the adapter, stage by stage, and write the Modelfile, or return why not. Raises ParityError."""
     with LlamaCpp(file, expected.context, adapter) as model:
         progress("comparing tokens")
         prompts = check_tokens(model, expected.tokenizer, expected.rows.prompt_ids, expected.stops)
@@ -235,7 +232,6 @@ def _check_parity(
 
 
 def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected: _Expected) -> str | None:
-    """Write the Modelfile beside the file; returns None, or why it can't be written."""
     if expected.plain:
         return "trained on prompts without a chat template"
     template = expected.encoder.template
@@ -251,6 +247,8 @@ def _write_modelfile(file: Path, adapter: Path | None, model: LlamaCpp, expected
         messages: list[Any] = [{"role": "user", "content": prompt}]
         if model.tokenise(form.text(messages), bos=model.adds_bos) != expected.encoder.prompt_ids(messages):
             return "this chat template can't be written for Ollama: llama.cpp tokenises its text in another way"
+    if expected.without_thoughts:  # Ollama asks the model as it was taught
+        form = replace(form, generation_prompt=form.generation_prompt + template.format.before_answer)
     stops = [str(expected.tokenizer.decode([stop])) for stop in sorted(expected.stops)]
     text = modelfile(file.name, form, stops, adapter.name if adapter else None)
     (file.parent / "Modelfile").write_text(text, encoding="utf-8")

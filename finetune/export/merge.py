@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from finetune.error_kinds import is_disk_full
 from finetune.errors import CommandError, DiskFull, ModelError, OutOfMemory
 from finetune.files import existing_parent, free_disk_bytes, read_json
 from finetune.planner.plan import read_plan
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
 from finetune.settings import resolved
@@ -42,7 +43,7 @@ def merge(
     target: Path | None = None,
     *,
     max_shard_bytes: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Path:
     """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
 
@@ -51,8 +52,6 @@ def merge(
     without a finished adapter, OutOfMemory and DiskFull if memory or disk don't suffice, before anything is written.
     """
     target = target or run.path / "merged"
-    if not run.adapter.is_dir():
-        raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     require_own_adapter(run, run.adapter, reread=True)
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     with written_folder(target) as building:
@@ -82,9 +81,7 @@ def written_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def write_merged(
-    settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Callable[[str], None]
-) -> None:
+def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Progress) -> None:
     """Write a standard model folder. Raises OutOfMemory and DiskFull before anything is written."""
     from finetune.data.tokenizer import run_tokenizer
     from finetune.export.shards import StoredOtherwiseError, stored_tensors, write_tensors
@@ -114,7 +111,6 @@ def write_merged(
 
 
 def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
-    """Write the merged weights' dtype and the grown vocabulary into config.json, where the base's differ."""
     values = read_json(path, dict)
     if not is_streamed:
         for name in ("quantization_config", "torch_dtype"):
@@ -126,9 +122,7 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _merged_one_by_one(
-    settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Callable[[str], None]
-) -> list[Tensor]:
+def _merged_one_by_one(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
     """Raises StoredOtherwiseError where that is impossible."""
     from finetune.export.shards import StoredOtherwiseError, merged_tensors, with_adapter
     from finetune.model.build import build_base
@@ -144,9 +138,8 @@ def _merged_one_by_one(
 
 
 def _merged_in_memory(
-    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Callable[[str], None]
+    settings: Any, config: Any, adapter: Path, folder: Path, stored: list[Tensor], progress: Progress
 ) -> list[Tensor]:
-    """Load the whole model in 16 bit and merge it: for checkpoints that store weights in another form."""
     from peft import PeftModel
     from transformers.core_model_loading import revert_weight_conversion
 

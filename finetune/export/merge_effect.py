@@ -49,7 +49,7 @@ def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: C
     """Answer at most `rows` held-out rows with both, one model loaded at a time. Raises DataError without held-out rows."""
     eval_rows = held_out_rows(run, rows)
     tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
-    max_new_tokens = answer_limit(tokenizer, references) if references else None
+    max_new_tokens = answer_limit(tokenizer, references, eval_rows.answer_tokens) if references else None
 
     from finetune.evaluate.score import ModelOutputs
 

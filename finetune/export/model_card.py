@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune import __version__
-from finetune.errors import SECRET, FinetuneError, RecipeError
+from finetune.errors import SECRET, FinetuneError
 from finetune.evaluate.paired import Difference, format_difference
-from finetune.evaluate.results import read_evaluations, read_forgetting, unreadable_evaluations
+from finetune.evaluate.results import answers_without_thoughts, read_evaluations, read_forgetting, unreadable_evaluations
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
-from finetune.hub import REPO_ID, cached_file
-from finetune.model.configuration import resolve_model_path
+from finetune.hub import REPO_ID
+from finetune.model.configuration import card_value
 from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.run.base_adapter import base_adapter_of
@@ -92,7 +92,7 @@ def _metadata(plan: Plan, kind: str) -> dict[str, Any]:
     settings, (_, relation, library) = plan.settings, _KINDS[kind]
     name, path = settings.model_name_or_path, settings.dataset.path
     values = {
-        "license": _licence(plan), "base_model": _is_on_hub(name) and name,
+        "license": card_value(settings, "license"), "base_model": _is_on_hub(name) and name,
         "base_model_relation": _is_on_hub(name) and relation,
         "datasets": [*filter(_is_on_hub, path if isinstance(path, list) else [path])],
         "library_name": library, "pipeline_tag": "text-generation", "tags": ["lora", settings.method],
@@ -104,25 +104,12 @@ def _is_on_hub(name: str) -> bool:
     return bool(REPO_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def _licence(plan: Plan) -> str | None:
-    """Return the licence from the base model's card, if the card is on this disk."""
-    try:
-        model = resolve_model_path(plan.settings)
-        path = Path(model) / CARD if Path(model).is_dir() else cached_file(model, CARD, plan.settings.model_revision)
-        text = path.read_text(encoding="utf-8") if path else ""
-    except (RecipeError, OSError, ValueError):  # the base model is gone, or its card is not UTF-8
-        return None
-    front_matter = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
-    match = re.search(r"^license:\s*['\"]?([\w.+-]+)", front_matter, re.M)
-    return match[1] if match else None
-
-
 def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
-    settings, licence, adapter = plan.settings, _licence(plan), read_object(run.adapter / MANIFEST) or {}
+    settings, adapter = plan.settings, read_object(run.adapter / MANIFEST) or {}
     weights = base_format_of(settings)
     revision = f" at revision {settings.model_revision}" if settings.model_revision else ""
     loss = adapter.get("eval_loss")
-    origin = base_adapter_of(run)
+    origin, licence = base_adapter_of(run), card_value(settings, "license")
     lines = [
         f"Base model: {last_part(settings.model_name_or_path)}{revision}.",
         f"Licence: {licence}, by the base model's card." if licence else "Licence: the base model's, which is unknown here.",
@@ -133,6 +120,8 @@ def _description(run: RunDirectory, plan: Plan, kind: str) -> str:
         lines.append(f"Step {step:,} of {plan.total_steps or 0:,}{'' if loss is None else f', held-out loss {loss:.4f}'}.")
     if origin is not None:
         lines.append(f"Training continued the adapter {last_part(origin.name)}.")
+    if answers_without_thoughts(run):
+        lines.append("It answers without a thought: ask it with enable_thinking=False where the chat template has that.")
     if kind == "merged":
         lines.append("The adapter is merged into the base model's 16-bit weights.")
     return "\n".join(lines)
@@ -145,7 +134,6 @@ def _training(run: RunDirectory) -> str:
 
 
 def _data(run: RunDirectory) -> str:
-    """Return the numbers of rows and tokens, and the fingerprint of the data."""
     changes = changes_in(run.data, required=False, only="report.json")
     report = {} if changes else read_object(run.data / "report.json") or {}
     lines = [f"- {change}" for change in changes]

@@ -92,7 +92,6 @@ def conversations(with_system: bool) -> list[list[Message]]:
 
 
 def _infer_form(render: Render) -> RoleForm:
-    """The form with the texts around each role, cut out of a few conversations."""
     user: Message = {"role": "user", "content": _USER}
     answer: Message = {"role": "assistant", "content": _ANSWER}
     second: Message = {"role": "user", "content": _SECOND}

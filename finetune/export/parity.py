@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from finetune.data.tokens import Encoder
 from finetune.errors import CommandError, DataError, FinetuneError
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.export.ollama import conversations
+from finetune.printable import Progress
 
 #: llama.cpp's own script, and the command that fetches it.
 CONVERTER, _CLONE = "convert_hf_to_gguf.py", "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
@@ -135,7 +135,7 @@ def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
 
 def check_answers(
     file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], answers: list[str], stops: set[int], max_tokens: int,
-    gguf_type: str, progress: Callable[[str], None],
+    gguf_type: str, progress: Progress,
 ) -> int:  # fmt: skip
     """Compare greedy answers with the adapter's. Returns how many are equal. Raises ParityError below the type's share."""
     file_answers = []

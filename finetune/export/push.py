@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 from finetune.data.report import first_line
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import CARD, model_card, require_nothing_private, without_local_paths
-from finetune.files import parse_json
+from finetune.files import MAX_JSON_BYTES, parse_json, read_limited
 from finetune.hub import is_switched_off, require_repo
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.fingerprint import require_own_adapter
 
@@ -56,8 +57,6 @@ def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> lis
 def _model_files(run: RunDirectory, kind: str) -> list[Path]:
     folder = run.adapter if kind == "adapter" else run.path / "merged"
     if kind == "adapter":
-        if not folder.is_dir():
-            raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
         require_own_adapter(run, folder, base=False)
     elif not (folder / "config.json").is_file():
         raise CommandError(f"{run.path} has no merged model", f"Merge it first: finetune merge {run.path}")
@@ -66,21 +65,22 @@ def _model_files(run: RunDirectory, kind: str) -> list[Path]:
 
 
 def _shareable_content(path: Path) -> Path | bytes:
-    """The content of a configuration without local paths; the path of any other file."""
     if path.suffix in (".safetensors", ".gguf", ".model") or path.name in _VOCABULARIES:
         return path
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        values = parse_json(text)
-        cleaned = without_local_paths(values)
-        text = text if cleaned == values else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
+    try:
+        text = read_limited(path, MAX_JSON_BYTES).decode("utf-8")
+        values = parse_json(text) if path.suffix == ".json" else None
+    except ValueError as error:
+        raise CommandError(f"{path} can't be read: {error}", "Nothing was sent. Restore the file, or delete it.") from None
+    cleaned = without_local_paths(values)
+    text = text if cleaned == values else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
     require_nothing_private(path.name, text)
     return text.encode()
 
 
 def push(
     repo: str, files: Sequence[HubFile], *, public: bool = False, update: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> str:  # fmt: skip
     """Create the repository, private unless `public`, and commit all files at once. Returns the commit's address.
 
@@ -113,7 +113,6 @@ def push(
 
 
 def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
-    """Create the repository, or accept an existing one; returns whether it has no files yet."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -133,7 +132,6 @@ def _create_repo(api: Any, repo: str, public: bool, update: bool) -> bool:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn errors of the hub and of the network into a FinetuneError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:

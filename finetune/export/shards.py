@@ -21,6 +21,7 @@ from finetune.errors import CommandError
 from finetune.files import read_safetensors_header
 from finetune.model.new_tokens import TRAINED_ROWS
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
+from finetune.printable import Progress
 from finetune.system import sync_file
 
 #: Dtypes of tensors that can change, by their names in a file.
@@ -164,7 +165,6 @@ def _with_rows(first: int, end: int, rows: torch.Tensor, weight: torch.Tensor) -
 
 
 def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
-    """Name in the model without adapters, and the layer with its adapter, of each adapted weight."""
     from peft.tuners.lora.layer import LoraLayer
 
     modules: dict[str, Any] = dict(base.named_modules())
@@ -180,7 +180,6 @@ def _adapted_layers(base: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Name in the model without adapters, first row, end and values of the rows of new tokens, for each table."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     for path, module in base.named_modules():
@@ -191,7 +190,6 @@ def _trained_rows(base: Any) -> Iterator[tuple[str, int, int, torch.Tensor]]:
 
 
 def _stored_shapes(base: Any, parameter: str, layer: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the checkpoint of the tensors that a parameter is stored as."""
     weight = layer.get_param() if getattr(layer, "parameter_name", None) else layer.get_base_layer().weight
     shape = torch.Size(weight.shape)
     try:
@@ -213,7 +211,7 @@ def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def write_tensors(
-    tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Callable[[str], None] = lambda _: None
+    tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Progress = lambda _: None
 ) -> None:
     """Write tensors to the folder `target`: to their files, or to files of at most `max_bytes`.
 

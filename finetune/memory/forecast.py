@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from finetune.card.allocator import AllocatorSettings
+from finetune.settings.vision import Sizes
 from finetune.units import format_bytes
 
 #: The parts of the ledger, in the order in which they are shown.
@@ -107,5 +108,5 @@ class RowShape:
     eval_tokens: int | None = None
     eval_trained_share: float | None = None
     mismatched_tokens: int | None = None
-    pictures: tuple[tuple[int, int], ...] = ()
-    eval_pictures: tuple[tuple[int, int], ...] = ()
+    pictures: Sizes = ()
+    eval_pictures: Sizes = ()

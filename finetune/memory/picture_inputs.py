@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.data.pictures.processing import PictureProcessor, blank
-from finetune.memory.picture_prompt import Sizes, picture_prompt
+from finetune.memory.picture_prompt import picture_prompt
 from finetune.settings import Settings
+from finetune.settings.vision import Sizes
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:

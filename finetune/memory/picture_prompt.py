@@ -23,10 +23,9 @@ from finetune.hub import HOLDS_S
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
 from finetune.settings import DatasetRecipe, Recipe, Settings
-from finetune.settings.vision import pixel_limit
+from finetune.settings.vision import Sizes, pixel_limit
 
 _FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
-Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

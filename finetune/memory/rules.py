@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.layers.varlen_attention import flash_supports_backward
-from finetune.memory.tracker import Rule, StorageTracker
+from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
 
 Capability = tuple[int, int]
@@ -54,7 +54,7 @@ def cublas_workspace_bytes(capability: Capability) -> int:
     return 32 * MIB if capability >= (9, 0) else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
-def _softmax_backward(tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _softmax_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     """First computes grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     out = func(*args, **kwargs)
     tracker.track(out)
@@ -62,12 +62,12 @@ def _softmax_backward(tracker: StorageTracker, func: Any, args: tuple[Any, ...],
     return out
 
 
-def _softmax(_tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _softmax(_tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     """In fp32 it reads 16-bit scores directly; the CPU first copies them to fp32 (SoftMax.cpp, half_to_float on CUDA)."""
     return torch.empty_like(args[0], dtype=torch.float32) if args[2] else func(*args, **kwargs)
 
 
-def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
     """A 4-bit matmul of more than 512 tokens dequantises the whole weight; for fewer this is an upper bound
     (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl)."""
     from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
@@ -78,10 +78,10 @@ def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: tuple[Any, ..
     return out
 
 
-def _int8_quantise(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
     """The search for outliers allocates magnitudes and a mask; outlier columns, which are few, are not forecast
     (bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant)."""
-    values, threshold = args[0], kwargs.get("threshold", args[1] if len(args) > 1 else 0.0)
+    values, threshold = args[0], kwargs.get("threshold") or (args[1] if len(args) > 1 else 0.0)
     with tracker, tracker.tagging("workspace"):
         codes = values.new_empty(values.shape, dtype=torch.int8)
         scales = values.new_empty((values.numel() // values.shape[-1],), dtype=torch.float32)
@@ -91,7 +91,7 @@ def _int8_quantise(tracker: StorageTracker, _func: Any, args: tuple[Any, ...], k
     return codes, scales, outliers
 
 
-def _int8_matmul(tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _int8_matmul(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     """Sums in int32, then fp16, then the compute dtype
     (bitsandbytes/backends/cuda/ops.py, int8_linear_matmul and int8_mm_dequant)."""
     mixed = func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default
@@ -105,9 +105,7 @@ def _int8_matmul(tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwar
     return (out, codes.new_empty((0,), dtype=dtype)) if mixed else out
 
 
-def _attention_backward(
-    capability: Capability, tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _attention_backward(capability: Capability, tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     grads = func(*args, **kwargs)
     query, key, mask = args[1], args[2], kwargs.get("attn_mask")
     for grad in grads:
@@ -165,7 +163,7 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _varlen_backward(tracker: StorageTracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _varlen_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
     """As of flash attention, over packed rows that are padded by 128 tokens each (flash_api.cpp, mha_varlen_bwd)."""
     grads = func(*args, **kwargs)
     query, key = args[1], args[2]

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
 from finetune.compat.torch import backward, fake_tensor_mode
 from finetune.compat.transformers import auxiliary_loss, fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
 from finetune.layers.host_embedding import offload_table
@@ -45,6 +46,7 @@ from finetune.model.quantisation import model_dtype, read_outside, why_experts_s
 from finetune.model.techniques import apply_techniques, step_context
 from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
+from finetune.settings.vision import Sizes
 
 #: The phase of the router's auxiliary loss of a mixture, after the loss.
 AUXILIARY = "auxiliary loss"
@@ -70,8 +72,8 @@ class Batch:
     eval_tokens: int | None = None
     eval_trained_tokens: int | None = None
     mismatched_tokens: int | None = None
-    pictures: tuple[tuple[int, int], ...] = ()
-    eval_pictures: tuple[tuple[int, int], ...] = ()
+    pictures: Sizes = ()
+    eval_pictures: Sizes = ()
 
     def for_evaluation(self) -> Batch:
         tokens = self.tokens if self.eval_tokens is None else self.eval_tokens
@@ -150,16 +152,14 @@ def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> I
     except FinetuneError:
         raise
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0][:300]
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
-            f"{type(error).__name__}: {text}",
+            f"{type(error).__name__}: {first_line(error)}",
             _without_replaced_layers(settings),
         ) from error
 
 
 def _without_replaced_layers(settings: Settings | None) -> str:
-    """What to try for a model that does not run as it is: its own layers."""
     quantised = [f"{base.setting}=false" for base in requested_formats(settings)] if settings else []
     lean = ["lean_layers=false"] if settings and settings.lean_layers is True else []
     own_layers = f"Its own layers may train: {' '.join([*lean, *quantised])}. " if lean or quantised else ""
@@ -264,7 +264,6 @@ def _record_accumulation(tracker: StorageTracker, parameter: torch.Tensor, grad:
 
 
 def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[str, Any]:
-    """The batch that TRL's collator puts on the GPU."""
     tracker.part, tracker.layer = "activations", None
     if settings.vision is True:
         return picture_inputs(settings, batch.rows, batch.tokens, batch.pictures)
@@ -408,7 +407,6 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the libraries' warnings about layers and checkpointing; the run shows them."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -36,8 +36,11 @@ _UPDATES = ("first step", "optimizer")
 Tag = tuple[str, int | None]
 #: (phase of the step, layer number or None)
 PhaseKey = tuple[str, int | None]
+#: Arguments of an operator.
+Positional = tuple[Any, ...]
+Keywords = dict[str, Any]
 #: Replaces an operator that allocates otherwise on the card. Runs outside the tracker; `with tracker:` inside a rule tracks.
-Rule = Callable[["StorageTracker", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["StorageTracker", Any, Positional, Keywords], Any]
 
 
 @dataclass

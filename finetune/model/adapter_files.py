@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if rank is not None and not (type(rank) is int and 0 < rank <= _MAX_RANK):
         problems.append(f"r is {str(rank)[:40]}, not between 1 and {_MAX_RANK:,}")
-    is_number = isinstance(alpha, (int, float)) and math.isfinite(alpha)
-    if alpha is not None and not (is_number and abs(alpha) <= _MAX_ALPHA):
+    if alpha is not None and not (isinstance(alpha, (int, float)) and abs(alpha) <= _MAX_ALPHA):
         problems.append(f"lora_alpha is {str(alpha)[:40]}, not a number of at most {_MAX_ALPHA:,.0f}")
     if isinstance(targets, str):
         try:
@@ -48,11 +46,10 @@ def config_problems(config: dict[str, Any]) -> list[str]:
 
 
 def _tensor_problem(name: str, entry: Any, config: dict[str, Any]) -> str:
-    """What is wrong with a tensor: not of floating point, or of another rank than the configuration's."""
-    dtype, shape = entry.get("dtype"), entry.get("shape")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        return f"{name} is {str(dtype)[:40]}, not floating point"
-    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+    shape = entry["shape"]
+    if entry["dtype"] not in _DTYPES:
+        return f"{name} is {entry['dtype'][:40]}, not floating point"
+    if not shape or not all(shape):
         return f"{name} has the shape {str(shape)[:40]}"
     pattern = config.get("rank_pattern")
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]

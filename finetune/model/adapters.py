@@ -68,7 +68,6 @@ def attach_adapters(model: PreTrainedModel, settings: Settings, tokenizer: PreTr
 
 
 def _why_ends_have_none(model: PreTrainedModel) -> str:
-    """Why the output layer, or an embedding whose table it shares, can't have the adapter that it has got."""
     embedding: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if hasattr(head, "lora_A"):
@@ -79,7 +78,6 @@ def _why_ends_have_none(model: PreTrainedModel) -> str:
 
 
 def _linear_layers(model: torch.nn.Module) -> str:
-    """A sentence with the names of the linear layers, as `target_modules` has them; also of those with an adapter."""
     linear = [name.removesuffix(".base_layer") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     names = sorted({name.rpartition(".")[2] for name in linear if "lora_" not in name})
     return f"Linear layers of this model: {', '.join(names)}"

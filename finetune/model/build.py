@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedCon
 from transformers.utils import is_flash_attn_2_available
 
 from finetune.compat.transformers import loading_with, repeat_keys, replace_with_quantised_layers
+from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
 from finetune.layers.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.configuration import resolve_model_path
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
+from finetune.model.weights import check_weights
 from finetune.settings import Settings
+
+#: In torch's errors about values of a model's files.
+_OF_FILES = ("mismatch", "cannot be converted", "negative dimension", "infer dtype")
 
 
 def build_base(
@@ -49,9 +55,10 @@ def build_base(
         config = _without_quantization(config)  # the quantiser reads the codes itself
     arguments: dict[str, Any] = {"quantization_config": quantization} if quantization is not None else {}
     finish: Any
-    with _load_errors(settings), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
+    path = resolve_model_path(settings)
+    with load_errors(path), loading_with(quantiser), layers_offloaded(settings) if offloads else nullcontext() as finish:
         loaded: Any = _class_to_build(config).from_pretrained(
-            resolve_model_path(settings),
+            path,
             config=config,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
@@ -127,11 +134,10 @@ def _class_to_build(config: PretrainedConfig) -> Any:
 
 @contextmanager
 def _build_errors(config: PretrainedConfig) -> Iterator[None]:
-    """Turn any error of transformers while it builds modules from a configuration into a RecipeError."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - code of hundreds of model types
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = first_line(error)
         if "attention implementation" in text:
             hint = "Set attn_implementation=eager."
         elif isinstance(error, ImportError):
@@ -153,21 +159,32 @@ def _attention(settings: Settings, weights: bool) -> str:
 
 
 @contextmanager
-def _load_errors(settings: Settings) -> Iterator[None]:
-    """Turn errors of transformers and the hub about a model that can't be built into a RecipeError."""
-    name = settings.model_name_or_path
+def load_errors(path: str) -> Iterator[None]:
+    """Turn errors of transformers and the hub about the files of a model into a RecipeError with the damaged file."""
     try:
         yield
-    except (ValueError, ImportError) as error:
-        hint = "Set attn_implementation=eager." if "attention implementation" in str(error) else ""
-        raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None
-    except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "mismatch" not in str(error):
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        SafetensorError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        is_of_file = isinstance(error, RecursionError) or any(text in str(error) for text in _OF_FILES)
+        if isinstance(error, RuntimeError) and not is_of_file:
             raise  # out of memory, among others
-        raise RecipeError(
-            f"model_name_or_path {name}: its weights can't be loaded: {type(error).__name__}: {str(error).splitlines()[0]}",
-            "config.json and the weights are of different models, or a file is damaged: download the model again.",
-        ) from error
-    except OSError as error:
-        hint = "The weights must be safetensors files, present or reachable on the hub (gated models: `hf auth login`)."
-        raise RecipeError(f"model_name_or_path {name}: {str(error).splitlines()[0]}", hint) from None
+        if Path(path).is_dir():
+            check_weights(Path(path))
+        problem, fix = first_line(error), ""
+        if isinstance(error, OSError):
+            fix = "The weights must be safetensors files, present or reachable on the hub (gated models: `hf auth login`)."
+        elif "attention implementation" in problem:
+            fix = "Set attn_implementation=eager."
+        elif not isinstance(error, (ValueError, ImportError)):
+            problem = f"its configurations or weights can't be loaded: {type(error).__name__}: {problem}"
+            fix = "They are of different models, or a file is damaged: download the model again."
+        raise RecipeError(f"model_name_or_path {path}: {problem}", fix) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.bundled import model_path
-from finetune.errors import ModelError
-from finetune.files import parse_json
+from finetune.errors import ModelError, RecipeError
+from finetune.files import GGUF_FIX, IS_GGUF, LFS_FIX, expanded, parse_json, read_limited, read_object
 from finetune.model.catalogue import catalogue
 from finetune.model.names import resolve, suggestions
 from finetune.model.unknown_names import why_unknown
@@ -29,8 +29,12 @@ _EAGER_ONLY = {
     "inkling2_loop_text", "inkling2_text", "mamba", "mamba2", "mimo_v2_flash", "mpt", "openai-gpt", "pp_chart2table", "rwkv",
     "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
-ADAPTER_CONFIG = "adapter_config.json"
-MAX_LAYERS = 10_000
+_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+#: Of what is built one by one.
+_MOST = {"num_hidden_layers": 10_000, "num_labels": 100_000}
+#: Of config.json and of a README that are read.
+_MAX_BYTES = 4_000_000
+DOWNLOAD_AGAIN = f"Download the model again, or give another folder. (Files of git-lfs: {LFS_FIX})"
 #: How a model that nothing here knows is planned.
 FROM_CONFIG = "the folder that holds its config.json: finetune plan path/to/folder"
 
@@ -40,19 +44,13 @@ def resolve_model_path(settings: Recipe) -> str:
     name = settings.model_name_or_path
     if bundled := model_path(name):
         return str(bundled)
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 - of an unknown user it stays as it is
+    refuse_no_model(path := expanded(name), f"model_name_or_path {name}")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            if (path / ADAPTER_CONFIG).is_file():
-                raise ModelError(
-                    f"model_name_or_path {name} holds an adapter, not a model",
-                    "Give the base model, or merge the adapter first.",
-                )
-            raise ModelError(
-                f"model_name_or_path {name} has no config.json", "Give a folder saved with save_pretrained, or a hub id."
-            )
         return str(path)
-    if name.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(name) or path.is_file():
+    if name.startswith(("/", "./", "../", "~")) and not path.exists():
+        problem = f"the folder of the base model is missing: {path.absolute()}"
+        raise ModelError(problem, "Restore it, or give its new path: --model FOLDER")
+    if not hub.HUB_ID.fullmatch(name) or path.is_file():
         raise ModelError(
             f"model_name_or_path {name} is not a model folder and not a hub id",
             f"{_did_you_mean(name)}Give an id such as Qwen/Qwen3-8B, or {FROM_CONFIG}.",
@@ -60,22 +58,44 @@ def resolve_model_path(settings: Recipe) -> str:
     return name
 
 
+def refuse_no_model(path: Path, name: str) -> None:
+    """Raise ModelError for a file or folder that can't be a model, with what it is and what to do."""
+    run = next((folder for folder in (path, path.parent) if (folder / "plan.json").is_file()), None)
+    fix = f"Make a model of it: finetune merge {run}. " if run else ""
+    if path.suffix.lower() == ".gguf":
+        problem, fix = IS_GGUF, GGUF_FIX
+    elif not path.is_dir() or (path / _CONFIG).is_file():
+        return
+    elif (path / ADAPTER_CONFIG).is_file():
+        base = (read_object(path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        problem = "holds an adapter, not a model"
+        fix += f"To train it further, give its base model, {base}, and adapter_name_or_path={path}"
+    elif run == path:
+        problem = "is a run, not a model"
+    elif gguf := next(path.glob("*.gguf"), None):
+        problem, fix = f"has no config.json; {gguf.name} {IS_GGUF}", GGUF_FIX
+    else:
+        problem, fix = "has no config.json", "Give a folder saved with save_pretrained, or a hub id."
+    raise ModelError(f"{name} {problem}", fix)
+
+
 def read_config(settings: Recipe) -> dict[str, Any]:
     """The content of config.json from the folder, the hub's cache, the hub or the catalogue. Raises RecipeError."""
     path = resolve_model_path(settings)
-    if Path(path).is_dir():
-        return _parsed((Path(path) / "config.json").read_bytes(), path)
-    cached = _cached_on_disk(path, settings.model_revision)
-    if cached is not None:
-        return cached
+    if file := _on_disk(path, _CONFIG, settings.model_revision):
+        return _parsed(file, path)
     text, problem = _fetch(path, settings.model_revision or "main")
     if text is not None:
         return _parsed(text, path)
     models = catalogue()
     if path in models:
         return dict(models[path])
-    fix = f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
-    raise ModelError(f"model_name_or_path {path}: {problem}, and it is not in the catalogue", fix)
+    problem = f"{problem}, and it is not in the catalogue"
+    if Path(path).parent.is_dir():  # of a hub id, that is its owner
+        problem = f"there is no folder {Path(path).absolute()}, and as a hub id: {problem}"
+    raise ModelError(
+        f"model_name_or_path {path}: {problem}", f"{_did_you_mean(path)}Give the hub id in full, or {FROM_CONFIG}."
+    )
 
 
 def vocabulary_size(settings: Recipe) -> int | None:
@@ -86,13 +106,19 @@ def vocabulary_size(settings: Recipe) -> int | None:
     return sizes[-1] if sizes else None
 
 
-def read_text(path: str, name: str, revision: str | None) -> str | None:
-    """A small text file beside config.json, from the folder, the hub's cache or the hub; None when there is none."""
-    is_local = Path(path).is_dir()
-    file = Path(path) / name if is_local else hub.cached_file(path, name, revision)
-    if file is not None and file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace")
-    return None if is_local else _fetch(path, revision or "main", name)[0]
+def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | None:
+    """The value of a key in the header of the model's README, the first of several; None where there is none to read."""
+    # by its line: other values may be nested too deeply for a parser
+    try:
+        path, revision = resolve_model_path(settings), settings.model_revision
+        if file := _on_disk(path, "README.md", revision):
+            text = read_limited(file, _MAX_BYTES).decode("utf-8", "replace")
+        else:
+            text = (download and _fetch(path, revision or "main", "README.md")[0]) or ""
+    except (RecipeError, OSError, ValueError):
+        return None
+    match = re.match(rf"---\s*\n(?:(?!---).*\n)*?{key}:(?:\s*-)?[ \t]*\[?[ \t]*['\"]?([\w./+-]+)", text)
+    return match[1] if match else None
 
 
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
@@ -103,10 +129,10 @@ def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     from finetune.settings import resolved
 
     typed, revision = recipe.model_name_or_path, recipe.model_revision
-    if model_path(typed) or revision or typed in catalogue() or Path(os.path.expanduser(typed)).exists():  # noqa: PTH111
+    if model_path(typed) or revision or typed in catalogue() or expanded(typed).exists():
         return recipe, ""
     match = resolve(typed)
-    if match is None or (hub.HUB_ID.fullmatch(typed) and (_cached_on_disk(typed, None) or _fetch(typed, "main")[0])):
+    if match is None or (hub.HUB_ID.fullmatch(typed) and (_on_disk(typed, _CONFIG, None) or _fetch(typed, "main")[0])):
         return recipe, ""
     return resolved(recipe, model_name_or_path=match.name), match.note
 
@@ -123,17 +149,19 @@ def default_attention(values: dict[str, Any]) -> str:
     return "eager" if values.get("model_type") in _EAGER_ONLY else "sdpa"
 
 
-def _parsed(text: str | bytes, path: str) -> dict[str, Any]:
+def _parsed(source: str | Path, path: str) -> dict[str, Any]:
     try:
-        values = parse_json(text, object_hook=_with_floats)
-    except ValueError as error:
-        raise ModelError(f"model_name_or_path {path}: config.json is not JSON: {error}") from None
+        content = source if isinstance(source, str) else read_limited(source, _MAX_BYTES)
+        values = parse_json(content, object_hook=_with_floats)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model_name_or_path {path}: config.json can't be read: {error}", DOWNLOAD_AGAIN) from None
     if not isinstance(values, dict):
-        raise ModelError(f"model_name_or_path {path}: config.json is not an object")
-    for part in (values, values.get("text_config")):  # each layer is built, on fake tensors
-        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
-        if isinstance(layers, (int, float)) and layers > MAX_LAYERS:
-            raise ModelError(f"model_name_or_path {path}: config.json has {layers:,} layers, more than {MAX_LAYERS:,}")
+        raise ModelError(f"model_name_or_path {path}: config.json is not an object", DOWNLOAD_AGAIN)
+    for part in (values, values.get("text_config")):
+        for name, most in _MOST.items():
+            count = part.get(name) if isinstance(part, dict) else None
+            if isinstance(count, (int, float)) and count > most:
+                raise ModelError(f"model_name_or_path {path}: config.json has {name} {count:,}, more than {most:,}")
     return values
 
 
@@ -142,12 +170,11 @@ def _with_floats(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if list(values) == ["__float__"] else values
 
 
-def _cached_on_disk(repo: str, revision: str | None) -> dict[str, Any] | None:
-    config_path = hub.cached_file(repo, "config.json", revision)
-    return _parsed(config_path.read_bytes(), repo) if config_path else None
+def _on_disk(path: str, name: str, revision: str | None) -> Path | None:
+    return Path(path) / name if Path(path).is_dir() else hub.cached_file(path, name, revision)
 
 
-def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | None, str]:
+def _fetch(repo: str, revision: str, name: str = _CONFIG) -> tuple[str | None, str]:
     """A file from the hub, or None and why not. One attempt: the hub client's retries take 20 s without a network."""
     from huggingface_hub import constants, get_token
 
@@ -161,7 +188,7 @@ def _fetch(repo: str, revision: str, name: str = "config.json") -> tuple[str | N
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as answer:
-            return answer.read(4_000_000).decode("utf-8"), ""
+            return answer.read(_MAX_BYTES).decode("utf-8"), ""
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return (

@@ -52,7 +52,8 @@ class CpuAdamW(torch.optim.Optimizer):
         for parameter in touched:
             self._stage(parameter).copy_(parameter.grad, non_blocking=True)
             if not self.state[parameter]:
-                self.state[parameter] = _fresh_state(parameter)
+                self.state[parameter] = {"step": _step_count(parameter), "master": _host(parameter).copy_(parameter)}
+                self.state[parameter] |= {name: _host(parameter).zero_() for name in _MOMENTS}
         for device in {parameter.device for parameter in touched if parameter.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # until the gradients are here
         for group, parameters in groups:
@@ -94,15 +95,9 @@ class CpuAdamW(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _stage(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Host buffer in the weights' dtype, for gradients on their way to the host and weights on their way back."""
         if parameter not in self._staging:
             self._staging[parameter] = host_empty(parameter, pinned=parameter.is_cuda)
         return self._staging[parameter]
-
-
-def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    state = {"step": _step_count(parameter), "master": _host(parameter).copy_(parameter)}
-    return state | {name: _host(parameter).zero_() for name in _MOMENTS}
 
 
 def _host(like: torch.Tensor) -> torch.Tensor:
@@ -110,5 +105,4 @@ def _host(like: torch.Tensor) -> torch.Tensor:
 
 
 def _step_count(parameter: torch.Tensor) -> torch.Tensor:
-    """Step count as a host tensor, which torch's fused kernel increments."""
     return _host(parameter.new_empty(())).zero_()

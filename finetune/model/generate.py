@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from finetune.model.build import load_errors
+
 #: Tokens of a batch -> the other inputs of a model by name.
 MoreInputs = Callable[[torch.Tensor], dict[str, Any]]
 
@@ -49,8 +51,10 @@ def greedy_answers(
     max_new_tokens: int,
     with_special_tokens: bool = False,
     more_inputs: MoreInputs | None = None,
-) -> list[str]:
-    """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`; returns text.
+) -> list[tuple[str, bool]]:
+    """Continue tokenised prompts until one of `stops`, the model's EOS token or `max_new_tokens`.
+
+    Returns each text, and whether it was cut at `max_new_tokens`.
 
     Prompts are padded on the left. The model should be in evaluation mode. No random numbers are drawn.
     `more_inputs`: makes what the model gets beside the tokens, as for pictures.
@@ -59,12 +63,18 @@ def greedy_answers(
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     ids = torch.tensor([[padding] * (width - len(question)) + question for question in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(question)) + [1] * len(question) for question in questions], device=model.device)
-    output_ids = model.generate(
-        input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
-        max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops),
-        **inputs_beside(ids, more_inputs),
-    )  # fmt: skip
-    return tokenizer.batch_decode(output_ids[:, width:], skip_special_tokens=not with_special_tokens)
+    with load_errors(model.config.name_or_path):
+        output_ids = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None, top_k=None, use_cache=True,
+            max_new_tokens=max_new_tokens, pad_token_id=padding, eos_token_id=_end_tokens(model, stops),
+            **inputs_beside(ids, more_inputs),
+        )  # fmt: skip
+    answers, ends = [], _end_tokens(model, stops)
+    for new in output_ids[:, width:].tolist():
+        length = next((index + 1 for index, token_id in enumerate(new) if token_id in ends), None)
+        text = str(tokenizer.decode(new[:length], skip_special_tokens=not with_special_tokens))
+        answers.append((text, length is None))
+    return answers
 
 
 @torch.no_grad()
@@ -100,11 +110,12 @@ def streamed_answer(
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)
     criteria: Any = StoppingCriteriaList([is_stopped])
-    output_ids = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
-        pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
-        **sampled, **inputs_beside(ids, more_inputs),
-    )  # fmt: skip
+    with load_errors(model.config.name_or_path):
+        output_ids = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
+            pad_token_id=padding, eos_token_id=_end_tokens(model, stops), streamer=pieces, stopping_criteria=criteria,
+            **sampled, **inputs_beside(ids, more_inputs),
+        )  # fmt: skip
     new = output_ids[0, len(question) :].tolist()
     text = pieces.finish(new)
     ended = bool(new) and new[-1] in _end_tokens(model, stops)

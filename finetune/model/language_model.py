@@ -113,15 +113,14 @@ def _subclass(whole: type[PreTrainedModel], vision: bool) -> type[PreTrainedMode
 
     def init(self: Any, config: PretrainedConfig, *arguments: Any, **named: Any) -> None:
         whole.__init__(self, config, *arguments, **named)
-        (_name_decoder if vision else _keep_language_model)(self)
+        if vision:
+            self.decoder_path, _ = _find_decoder(self)
+        else:
+            _keep_language_model(self)
 
     return type(
         whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__, "__doc__": whole.__doc__, **members}
     )
-
-
-def _name_decoder(model: Any) -> None:
-    model.decoder_path, _ = _find_decoder(model)
 
 
 def _decoder(model: Any) -> Any:
@@ -130,7 +129,6 @@ def _decoder(model: Any) -> Any:
 
 
 def _body(model: Any) -> Any:
-    """What gives the last hidden state: transformers' `base_model`."""
     decoder = _decoder(model)
     if decoder is None:
         return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model

@@ -74,7 +74,6 @@ def _named(typed: str) -> list[str]:
 
 
 def _begun(typed: str) -> list[str]:
-    """Return ids whose names go on where `typed` ends: both kinds of gemma-3-4b."""
     name = "/" if "/" in typed else _hyphenated(typed)
     return [hub_id for last, hub_id in _last_parts().items() if last.startswith(f"{name}-")]
 
@@ -114,7 +113,6 @@ def _table() -> dict[str, Any]:
 
 @cache
 def _ids() -> dict[str, list[str]]:
-    """Ids by key: of the catalogue, of Ollama's tags, and of the other short names."""
     ids = defaultdict(list)
     for name in entries():
         account, _, last = name.lower().partition("/")

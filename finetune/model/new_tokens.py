@@ -52,14 +52,12 @@ def _tables(model: Any) -> tuple[Any, Any]:
 
 
 def _require_one_table(model: Any, embedding: Any) -> None:
-    """Raise RecipeError for a model that looks its tokens up in other tables, too, which would not grow."""
     others = [part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not embedding]
     if any(other.num_embeddings >= embedding.num_embeddings // 2 for other in others):
         raise RecipeError(f"new_tokens: a {model.config.model_type} model looks its tokens up in several tables")
 
 
 def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[int]]:
-    """Tokens of the text that a new token stands for, by its row."""
     vocabulary = tokenizer.get_vocab()
     texts = {vocabulary[name]: text for name, text in settings.new_tokens.items() if text.strip()}
     return {row: tokenizer(text, add_special_tokens=False)["input_ids"] for row, text in texts.items()}

@@ -91,6 +91,5 @@ def _no_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """A result in attention's shape, (batch, tokens, heads, head_dim)."""
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None

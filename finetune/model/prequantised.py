@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import RecipeError
 from finetune.hub import REPO_ID
-from finetune.model.configuration import read_text, resolve_model_path
+from finetune.model.configuration import card_value
 from finetune.model.names import resolve
 from finetune.settings.base_formats import BITS_16, INT8, NF4, BaseFormat
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 BITSANDBYTES = "bitsandbytes"
 #: Methods that transformers can undo while loading.
 DEQUANTISED = ("mxfp4", "fp8")
-_HEADER = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.S | re.M)
 
 
 def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -70,26 +68,12 @@ def original_of(recipe: Recipe) -> str:
     The catalogue knows it by its name, or the checkpoint's README names it as `base_model`.
     """
     name = recipe.model_name_or_path
-    return _original(name) or _original(name.rstrip("/").rpartition("/")[2]) or _base_in_readme(recipe) or "the 16-bit model"
+    original = _original(name) or _original(name.rstrip("/").rpartition("/")[2])
+    base = original or card_value(recipe, "base_model", download=True) or ""
+    # a copy of a quantised copy names that one
+    return (_original(base) or base) if REPO_ID.fullmatch(base) and base != name else "the 16-bit model"
 
 
 def _original(name: str) -> str | None:
     match = resolve(name)
     return match.name if match is not None and match.name != name else None
-
-
-def _base_in_readme(recipe: Recipe) -> str | None:
-    """`base_model` in the header of the checkpoint's README; of a copy of a quantised copy, the original."""
-    import yaml
-
-    try:
-        text = read_text(resolve_model_path(recipe), "README.md", recipe.model_revision)
-        header = _HEADER.match(text or "")
-        values = yaml.safe_load(header[1]) if header else None
-    except (RecipeError, yaml.YAMLError):
-        return None
-    base = values.get("base_model") if isinstance(values, dict) else None
-    base = base[0] if isinstance(base, list) and base else base
-    if not isinstance(base, str) or not REPO_ID.fullmatch(base) or base == recipe.model_name_or_path:
-        return None
-    return _original(base) or base

@@ -114,13 +114,8 @@ def _own_quantization(settings: Settings, own: dict[str, Any], *, fused_experts:
 
         return (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     stored = method or "an unknown quantisation"
-    original = original_of(settings)
-    fix = f"Give {original}; load_in_4bit=true quantises it while loading."
-    if method in DEQUANTISED:
-        fix = (
-            f"Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give {original}; load_in_4bit=true quantises "
-            "it while loading."
-        )
+    give = "Set load_in_4bit=false load_in_8bit=false to train it in 16 bit, or give" if method in DEQUANTISED else "Give"
     raise RecipeError(
-        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation", fix
+        f"model_name_or_path {name} is stored as {stored}, which does not go with this recipe's quantisation",
+        f"{give} {original_of(settings)}; load_in_4bit=true quantises it while loading.",
     )

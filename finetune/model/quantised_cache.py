@@ -47,12 +47,13 @@ from finetune.units import format_bytes
 
 #: Called with messages for the user.
 Log = Callable[[str], None]
+Device = torch.device | str | int
 _FREE_SPACE_HINT = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
-def open_store(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> Store:
+def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> Store:
     """The model's file, with every part verified; written first where there is none, or where it is damaged.
 
     `device` quantises. One process of a machine writes, others that need the same file wait for it. Raises DiskFull when
@@ -73,7 +74,16 @@ def open_store(settings: Settings, config: PretrainedConfig, device: torch.devic
             log(f"{error}; it is made again")
             delete(path)
         began = time.perf_counter()
-        _quantise_to_file(path, parts, facts, settings, config, torch.device(device))
+        needed, free = file_bytes(parts), free_disk_bytes(path.parent)
+        if needed > free:
+            problem = f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there"
+            raise DiskFull(problem, f"Free some space: {_FREE_SPACE_HINT}.")
+        with _disk_errors(path), StoreWriter(path, parts) as writer:
+            with quantised_on(torch.device(device)), sequential_loading(_LayerWriter(writer)):
+                base = build.build_base(settings, config, device="cpu", weights=True)
+            for part in writer.missing:
+                writer.write(part, {name: value_of(base, name) for name in part.parameters})
+            writer.finish(facts)
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
         log(f"the weights were quantised in {took} and are kept for later starts: {path}, {format_bytes(file_bytes(parts))}")
         _mark_checked(path)
@@ -84,9 +94,11 @@ def _checked(path: Path, parts: tuple[Part, ...]) -> Store:
     store = Store(path)
     if store.parts != parts:
         raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
-    if _read_or_empty(_checked_path(path)) != _file_identity(path):
-        store.verify()
-        _mark_checked(path)
+    with contextlib.suppress(OSError):
+        if _checked_path(path).read_text(encoding="utf-8") == _file_identity(path):
+            return store
+    store.verify()
+    _mark_checked(path)
     return store
 
 
@@ -106,12 +118,6 @@ def _mark_checked(path: Path) -> None:
             write_text(_checked_path(path), _file_identity(path))
 
 
-def _read_or_empty(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8")
-    return ""
-
-
 def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> dict[str, Any]:
     """What decides the bytes of a model's file: the content of its weights, quantisation, dtype, and what computes it."""
     quantization = quantization_config(settings, config)
@@ -123,7 +129,6 @@ def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> 
 
 
 def _fingerprint(settings: Settings) -> str:
-    """The hash of the weights, which are downloaded first where they are missing."""
     fingerprint = weights_fingerprint(settings)
     if fingerprint is None:
         from huggingface_hub import snapshot_download
@@ -146,23 +151,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _quantise_to_file(
-    path: Path, parts: tuple[Part, ...], facts: Mapping[str, Any], settings: Settings, config: PretrainedConfig,
-    device: torch.device,
-) -> None:  # fmt: skip
-    needed, free = file_bytes(parts), free_disk_bytes(path.parent)
-    if needed > free:
-        raise DiskFull(
-            f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there", f"Free some space: {_FREE_SPACE_HINT}."
-        )
-    with _disk_errors(path), StoreWriter(path, parts) as writer:
-        with quantised_on(device), sequential_loading(_LayerWriter(writer)):
-            base = build.build_base(settings, config, device="cpu", weights=True)
-        for part in writer.missing:
-            writer.write(part, {name: value_of(base, name) for name in part.parameters})
-        writer.finish(facts)
 
 
 @contextlib.contextmanager
@@ -221,7 +209,7 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
     return value
 
 
-def load_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:
+def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> PreTrainedModel:
     """The base model on `device`, with layers offloaded as the recipe has it: of 4-bit weights through the model's file.
 
     Without disk space for the file it is loaded from its checkpoint, and `log` is called.
@@ -234,7 +222,7 @@ def load_base(settings: Settings, config: PretrainedConfig, device: torch.device
     return build.build_base(settings, config, device=device, weights=True, offloads=True)
 
 
-def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: torch.device | str | int) -> PreTrainedModel:
+def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: Device) -> PreTrainedModel:
     """The base model on `device` with the weights of its file, as `build_base` would load them, with layers offloaded."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
@@ -271,20 +259,18 @@ def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
     path = resolve_model_path(settings)
     base.name_or_path = base.config.name_or_path = path
     if base.can_generate():
-        with contextlib.suppress(OSError):  # there need not be any
+        with build.load_errors(path), contextlib.suppress(OSError):  # there need not be any
             base.generation_config = GenerationConfig.from_pretrained(path, revision=settings.model_revision or "main")
     return base.eval()
 
 
-def code_books(store: Store, device: torch.device | str | int) -> dict[str, torch.Tensor]:
+def code_books(store: Store, device: Device) -> dict[str, torch.Tensor]:
     """The code books of the file's 4-bit weights; empty where it has none."""
     outside = store.parts[-1]
     return {entry.name: store.rows(outside, entry).to(device) for entry in outside.entries if entry.name in BOOKS}
 
 
-def fill(
-    base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: torch.device | str | int
-) -> None:
+def fill(base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: Device) -> None:
     """Load the parameters and buffers of a part, which are on meta, onto `device`, at each use in the model."""
     uses = parameter_uses(base)
     tables: dict[str, dict[str, torch.Tensor]] = {}

@@ -19,11 +19,11 @@ from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
 from finetune.layers.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import Log, as_loaded, code_books, open_store, parameter_uses, set_value
+from finetune.model.quantised_cache import Device, Log, as_loaded, code_books, open_store, parameter_uses, set_value
 from finetune.settings import Settings
 
 
-def sharded_base(settings: Settings, config: PretrainedConfig, device: torch.device | str | int, log: Log) -> PreTrainedModel:
+def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> PreTrainedModel:
     """The base model without weights, until accelerate has sharded it: then each rank reads its own.
 
     Where its file of weights can't be written, every rank loads the whole model, and `log` is called.
@@ -53,7 +53,7 @@ class Shards:
     `offload`: the rows stay in host memory.
     """
 
-    def __init__(self, base: torch.nn.Module, store: Store, device: torch.device | str | int, *, offload: bool) -> None:
+    def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
         self._store, self._device, self._home = store, device, "cpu" if offload else device
         self._frozen: list[_Frozen] = []
         uses, packed = parameter_uses(base), {}
@@ -108,8 +108,7 @@ class Shards:
         return torch.nn.Parameter(whole, requires_grad=False)
 
 
-def _placeholder(old: Any, entry: Entry, device: torch.device | str | int) -> torch.nn.Parameter:
-    """A parameter of one element on `device` with the real one's shape and dtype; a 4-bit one counts as quantised."""
+def _placeholder(old: Any, entry: Entry, device: Device) -> torch.nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
     value = torch.empty(1, dtype=getattr(torch, entry.dtype), device=device).expand(entry.shape)

@@ -30,14 +30,14 @@ def config_from(values: dict[str, Any], settings: Recipe) -> PretrainedConfig:
     Raises RecipeError for an unknown model type, a model that needs remote code, or missing or impossible dimensions.
     """
     name, kind = settings.model_name_or_path, values.get("model_type")
-    if not kind:
+    if not isinstance(kind, str):
         raise RecipeError(
             f"model_name_or_path {name}: its config.json has no model_type", "Give a model of the transformers library."
         )
     if kind not in CONFIG_MAPPING:
         return _remote_config(name, kind, values, settings)
-    _refuse_missing(name, values, CONFIG_MAPPING[kind])
     config_class = CONFIG_MAPPING[kind]
+    _refuse_missing(name, values, config_class)
     try:
         config = _config_of(config_class, {key: value for key, value in values.items() if key != "model_type"})
         if settings.vision is True:
@@ -71,7 +71,6 @@ def _config_of(config_class: type[PretrainedConfig], values: dict[str, Any]) -> 
 
 
 def _why_no_decoder(config: PretrainedConfig) -> str | None:
-    """Why a configuration is not of a decoder that is trained as it will generate; None when it is."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder with a decoder"
     if hasattr(config, "is_decoder") and config.model_type not in ("gpt_neox", "gpt_neox_japanese"):

@@ -11,9 +11,17 @@ from pathlib import Path
 
 from finetune.checksum import with_checksum
 from finetune.errors import ModelError
-from finetune.files import cache_dir, read_json, read_safetensors_header, sha256_of, write_text
+from finetune.files import (
+    IS_LFS_POINTER,
+    cache_dir,
+    is_lfs_pointer,
+    read_json,
+    read_safetensors_header,
+    sha256_of,
+    write_text,
+)
 from finetune.hub import cached_file
-from finetune.model.configuration import resolve_model_path
+from finetune.model.configuration import ADAPTER_CONFIG, DOWNLOAD_AGAIN, resolve_model_path
 from finetune.serialise import from_json, read_own
 from finetune.settings import Settings
 
@@ -23,31 +31,34 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _HASHING_THREADS = 4
 _DIGEST = re.compile("[0-9a-f]{64}")
-_DOWNLOAD_AGAIN = "Download the weights again, or give another folder. (Files of git-lfs: git lfs pull)"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise RecipeError naming every weight file that is missing, truncated or no safetensors file."""
+    """Raise ModelError naming every weight file, and every file that is loaded with them, that is missing or damaged."""
     names = weight_files(folder)
     if not names:
         raise ModelError(f"{folder} has no weights (no *.safetensors)", "Save them with save_pretrained, or download them.")
+    names += [name for name in (GENERATION_CONFIG, ADAPTER_CONFIG) if (folder / name).exists()]
     problems = [f"{folder / name}: {problem}" for name in names if (problem := file_problem(folder / name))]
     if problems:
-        raise ModelError(problems, _DOWNLOAD_AGAIN)
+        raise ModelError(problems, DOWNLOAD_AGAIN)
 
 
 def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
     """One hash of the base model's weight files; None when they are not on this disk.
 
     A file whose size, time and inode are those of the last time is hashed again only with `reread`, which also sees what a
-    failing disk has changed. Raises ModelError for a file of the hub's cache that is not what the hub has sent.
+    failing disk has changed. Raises ModelError for one that can't be read or that differs from what the hub has sent.
     """
     folder = _folder_on_disk(settings)
     if folder is None:
         return None
     names = weight_files(folder)
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
+    try:
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+            digests = list(pool.map(lambda name: _hash(folder / name, reread), names))
+    except OSError as error:
+        raise ModelError(f"{error.filename} can't be read: {error.strerror}", DOWNLOAD_AGAIN) from None
     hashes = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
     return hashlib.sha256(hashes.encode()).hexdigest()
 
@@ -81,7 +92,6 @@ def _folder_on_disk(settings: Settings) -> Path | None:
 
 
 def _hash(path: Path, reread: bool) -> str:
-    """The file's SHA-256, from the hub's cache (which names large files by it), this project's cache, or the content."""
     path = path.resolve()
     is_of_hub = bool(_DIGEST.fullmatch(path.name))
     if is_of_hub and not reread:
@@ -94,7 +104,7 @@ def _hash(path: Path, reread: bool) -> str:
     digest = sha256_of(path)
     if is_of_hub:
         if digest != path.name:
-            raise ModelError(f"{path} is damaged: its content is not what the hub has sent", f"Delete it. {_DOWNLOAD_AGAIN}")
+            raise ModelError(f"{path} is damaged: its content is not what the hub has sent", f"Delete it. {DOWNLOAD_AGAIN}")
         return digest
     with contextlib.suppress(OSError):  # without a cache it is hashed again
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,26 +120,23 @@ def weight_files(folder: Path) -> list[str]:
     try:
         return sorted(set(from_json(dict[str, str], read_json(index, dict).get("weight_map")).values()))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", _DOWNLOAD_AGAIN) from None
+        raise ModelError(f"{index} can't be read: {type(error).__name__}: {error}", DOWNLOAD_AGAIN) from None
 
 
 def file_problem(path: Path) -> str:
-    """What is wrong with a safetensors file; empty when it is as long as its header says."""
+    """What is wrong with a file: JSON without an object, or safetensors of another length than its header says; or nothing."""
     try:
-        size = path.stat().st_size
+        if is_lfs_pointer(path):
+            return IS_LFS_POINTER
+        if path.suffix == ".json":
+            read_json(path, dict, may_be_edited=True)
+            return ""
         with path.open("rb") as file:
-            beginning = file.read(8)
-            length = int.from_bytes(beginning, "little")
-            if beginning == b"version ":
-                return "is a pointer of git-lfs, not the file"
-            if len(beginning) < 8 or length > size - 8:
-                return f"is truncated or no safetensors file ({size:,} bytes)"
-            file.seek(0)
-            header, _ = read_safetensors_header(file)
-        data = max((part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"), default=0)
+            header, begin = read_safetensors_header(file)
+        ends = (part["data_offsets"][1] for name, part in header.items() if name != "__metadata__")
+        size, end = path.stat().st_size, begin + max(ends, default=0)
     except FileNotFoundError:
         return "is missing"
     except (OSError, ValueError) as error:
-        return f"can't be read as safetensors: {error}"
-    end = 8 + length + data
+        return f"can't be read as {'JSON' if path.suffix == '.json' else 'safetensors'}: {error}"
     return "" if size == end else f"is {'truncated' if size < end else 'damaged'}: {size:,} of {end:,} bytes"

@@ -36,13 +36,21 @@ TILE, LONG_ROW = 4096, 8192
 CADENCE = 10
 #: The planner never chooses a limit below this.
 LEAST_LENGTH = 256
+#: Model types (also `<type>_text`) whose activations or gradients exceed float16's 65,504, each with its source.
+EXCEEDS_FLOAT16 = {
+    **dict.fromkeys(("gemma2", "glm4"), "vllm/config/model.py refuses it"),
+    "gemma3": "huggingface/transformers#39972",
+    "gpt_oss": "microsoft/onnxruntime-genai#2444",
+    **dict.fromkeys(("gemma4", "gemma4_unified", "glm4_moe", "glm4_moe_lite", "qwen3_moe"), "unslothai/unsloth-zoo#866"),
+    **dict.fromkeys(("gemma3n", "qwen3_5", "qwen3_5_moe"), "FORCE_FLOAT32 in unsloth_zoo/model_lists.py, August 2026"),
+}
 
 
 def choose_basics(
     choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
     """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
-    choices = choices.choose("dtype", *_dtype(card)).choose("vision", False, "no row has a picture")
+    choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has a picture")
     pixels = "pictures keep their size" if choices.value("vision") else "no row has a picture"
     choices = choices.choose("max_pixels", None, pixels)
     choices = choose_packing(choices, card, config, data, unpacked)
@@ -61,13 +69,26 @@ def choose_basics(
     )
 
 
-def _dtype(card: Card) -> tuple[str, str]:
+def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
     if card.is_cpu:
         return "float32", "16-bit arithmetic is slow or missing on most CPUs"
     if card.supports_bf16:
         return "bfloat16", "half the bytes of float32 with the same range; native on this card"
     generation = "this card" if card.capability is None else f"compute capability {card.capability[0]}.{card.capability[1]}"
+    is_exceeded, why = float16_risk(config)
+    if is_exceeded:
+        return "float32", f"{generation} has no bfloat16; not float16, as {why}. Slower: float32 has no tensor cores"
     return "float16", f"{generation} has no bfloat16"
+
+
+def float16_risk(config: dict[str, Any]) -> tuple[bool, str]:
+    """Return whether the model exceeds float16's range, and how; no text for a model published in float16 or float32."""
+    parts = (config, config.get("text_config") or {})
+    for part in parts:
+        if source := EXCEEDS_FLOAT16.get(str(part.get("model_type")).removesuffix("_text")):
+            return True, f"{part['model_type']} exceeds its range ({source})"
+    dtypes = {part.get(key) for part in parts for key in ("dtype", "torch_dtype")} - {None}  # none in the catalogue
+    return False, "models published in bfloat16 may exceed its range" if dtypes <= {"bfloat16"} else ""
 
 
 def _tile(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:

@@ -7,11 +7,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.choices import AS_SET, Choices
-from finetune.planner.plan import Alternative, Verdict, verdict_of
+from finetune.planner.plan import Alternative, Verdict, as_overrides, verdict_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import Strategy
 from finetune.settings import AUTO, Recipe
-from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
+from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED
 from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
 from finetune.units import format_bytes
@@ -90,8 +90,9 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
         if on_cpu:
             return "no quantisation on CPU unless the recipe asks for it"
         return f"{base.title} weights fit: no dequantisation; {compare.against(base=NF4)} vs {NF4.label}"
-    why = "" if compare.fits(base=BITS_16) else ", which do not fit"
-    return f"{base.label} {compare.against(base=BITS_16)} vs 16-bit weights{why}"
+    plain = BITS_32 if compare.search.job.float32 else BITS_16
+    why = "" if compare.fits(base=plain) else ", which do not fit"
+    return f"{base.label} {compare.against(base=plain)} vs {plain.title} weights{why}"
 
 
 def _faster_in_4_bit(compare: Comparison, recipe: Recipe) -> str:
@@ -185,7 +186,7 @@ def alternatives(
             step_s=timing.step_s * step_time_factor if times_known else None,
             tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
             verdict=verdict_of(candidate.forecast, search.budget_bytes),
-            overrides=_as_overrides(values), differs=_as_overrides(differing),
+            overrides=as_overrides(values), differs=as_overrides(differing),
         )  # fmt: skip
         rows.append((not row.chosen, timing.step_s, row.overrides, row))
     return tuple(row for *_, row in sorted(rows, key=lambda sorted_by: sorted_by[:3]))
@@ -212,10 +213,6 @@ def describe(strategy: Strategy, job: Job) -> str:
     table = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
     return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
-
-
-def _as_overrides(values: dict[str, Any]) -> str:
-    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())
 
 
 def explain_compiling(choices: Choices, search: Search, strategy: Strategy, steps: int | None) -> Choices:

@@ -12,10 +12,11 @@ from finetune.model.catalogue import entries
 from finetune.model.configuration import read_config
 from finetune.planner.choices import Choices
 from finetune.planner.plan import DataStatistics, Plan
-from finetune.planner.planner import MakeForecast, Progress, make_plan, plan_if_fits
+from finetune.planner.planner import MakeForecast, make_plan, plan_if_fits
 from finetune.planner.planning import RowsRead, for_rows, prepared
 from finetune.planner.resources import choose_budget
 from finetune.planner.shape import ModelShape, shape_of
+from finetune.printable import Progress
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED

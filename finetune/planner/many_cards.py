@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import CardNeeds, ManyCards, verdict_of
+from finetune.planner.plan import CardNeeds, ManyCards, as_overrides, verdict_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, base_format_of, switches
 from finetune.settings.compatibility import NOT_REENTRANT
@@ -42,7 +42,7 @@ def needs_of_each_card(
         changes = _changes(launch, cards, settings)
         typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
         typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
-        row = CardNeeds(name, " ".join(f"{key}={str(value).lower()}" for key, value in typed.items()))
+        row = CardNeeds(name, as_overrides(typed))
         try:
             forecast = forecasts(resolved(settings, **changes))
         except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded

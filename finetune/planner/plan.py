@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from finetune.planner.run_time import RunTime
 from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
+from finetune.settings.vision import Sizes
 from finetune.units import format_bytes, format_seconds
 
 #: Version of plan.json, raised with each field that leaves or changes its type.
@@ -75,11 +77,11 @@ class DataStatistics:
     eval_longest: int = 0  # tokens of the longest held-out row
     eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
     longest_mismatched: int = 0  # the longest prompt and the longest answer together; 0: not known
-    pictures: tuple[tuple[int, int], ...] = ()  # width and height of those of the row with most pixels, after max_pixels
-    eval_pictures: tuple[tuple[int, int], ...] = ()  # of the held-out row with most
+    pictures: Sizes = ()  # width and height of those of the row with most pixels, after max_pixels
+    eval_pictures: Sizes = ()  # of the held-out row with most
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
     most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
-    usual_pictures: tuple[tuple[int, int], ...] = ()  # of the row nearest to the mean pixel values of those with pictures
+    usual_pictures: Sizes = ()  # of the row nearest to the mean pixel values of those with pictures
     picture_share: float = 1.0  # mean pixel values of all rows, of that row's
 
     @property
@@ -299,7 +301,7 @@ class Plan:
     `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
     refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it. `workload_s`: the whole run by the
     speed model, in an arbitrary unit where the GPU's rates are unknown. `run_time`: its length by earlier runs on this machine,
-    None where none was measured. `cost`: None without price_per_hour.
+    None where none was measured. `cost`: None without price_per_hour. `base_folder`: absolute path of a run's local base model.
     """
 
     settings: Settings
@@ -323,6 +325,7 @@ class Plan:
     workload_s: float | None = None
     run_time: RunTime | None = None
     cost: float | None = None
+    base_folder: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -371,11 +374,25 @@ def plan_was_edited(path: Path) -> bool:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan of a run directory's plan.json. Raises RecipeError when it is damaged."""
+    """Return the plan of a run, with the present path of a local base model. Raises RecipeError when plan.json is damaged."""
     try:
-        return Plan.from_json(read_json(path, dict, may_be_edited=True))
+        plan = Plan.from_json(read_json(path, dict, may_be_edited=True))
     except (OSError, ValueError) as error:
         raise CommandError(
             f"{path} can't be read: {type(error).__name__}: {error}",
             f"Restore it, or start again: finetune run {path.with_name('recipe.yaml')}",
         ) from None
+    if plan.base_folder is None:
+        return plan
+    last_path, run_path = Path(plan.base_folder), path.parent.absolute()
+    as_given = Path(os.path.expanduser(plan.settings.model_name_or_path))  # noqa: PTH111 - of an unknown user it stays
+    folders = (last_path, as_given, *(folder / as_given for folder in (run_path, *run_path.parents)))  # a project may move
+    base_path = next((folder.absolute() for folder in folders if (folder / "config.json").is_file()), None)
+    if base_path == as_given.absolute():
+        return plan
+    return replace(plan, settings=plan.settings.model_copy(update={"model_name_or_path": str(base_path or last_path)}))
+
+
+def as_overrides(values: dict[str, Any]) -> str:
+    """Settings as they are typed."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

@@ -22,6 +22,7 @@ from finetune.planner.defaults import (
     batches_of,
     choose_basics,
     choose_cadence,
+    float16_risk,
     length_costs,
     open_lengths,
     total_steps,
@@ -47,12 +48,12 @@ from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
+from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import METHODS, method_of
 
-Progress = Callable[[str], None]
 #: `make_forecast`, or another with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -272,12 +273,16 @@ class _Planner:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
         notes: list[str] = []
         if strategy.offload_target == "nvme":
-            rate = f"{job.drive_bytes_s / 1e9:.1f} GB/s"
-            notes.append(f"a drive that reads {rate} is assumed; a run measures it before it starts")
+            notes.append(
+                f"a drive that reads {job.drive_bytes_s / 1e9:.1f} GB/s is assumed; a run measures it before it starts"
+            )
         if self.history.runs:
             notes.append(self.history.summary(self.card.name))
         if attempt.verdict != Verdict.FITS and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
             notes.append(note)
+        if attempt.choices.value("dtype") == "float16" and (risk := float16_risk(self.config)[1]):
+            fix = "leave dtype out" if self.card.supports_bf16 else "set dtype=float32"
+            notes.append(f"float16 is a risk: {risk}; if the loss becomes NaN, {fix}")
         return (*notes, *stored_notes(self.stored))
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
@@ -294,6 +299,7 @@ class _Planner:
             job = Job(
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
+                float32=choices.value("dtype") == "float32",
                 compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
@@ -360,18 +366,14 @@ class _Planner:
     def _advice(self, attempt: _Attempt, settings: Settings, forecast: Forecast) -> dict[str, Any]:
         longest = attempt.search.job.batches.longest
 
-        def forecast_of(changed: Settings) -> Forecast:
-            self.report_progress("forecasting a smaller setting")
-            return self._forecast(self.config, changed, min(changed.max_length, longest))
-
-        def forecast_model(config: dict[str, Any], changed: Settings) -> Forecast:
-            self.report_progress(f"forecasting {changed.model_name_or_path}")
-            return self._forecast(config, changed, longest)
+        def forecast_of(changed: Settings, config: dict[str, Any] | None = None) -> Forecast:
+            self.report_progress(f"forecasting {changed.model_name_or_path if config else 'a smaller setting'}")
+            return self._forecast(config or self.config, changed, min(changed.max_length, longest))
 
         suggestions = suggest(self.recipe, settings, forecast, forecast_of, self.data)
         if attempt.verdict != Verdict.NO_FIT:
             return {"suggestions": suggestions}
-        largest = largest_model(self.recipe, settings, self.budget, forecast_model)
+        largest = largest_model(self.recipe, settings, self.budget, forecast_of)
         part = max(forecast.parts, key=lambda name: forecast.parts[name])
         shortfall = Shortfall(forecast.peak_high_bytes - self.budget, part, forecast.parts[part], largest)
         return {"suggestions": suggestions, "shortfall": shortfall}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from finetune.model.configuration import named_model, read_config, vocabulary_si
 from finetune.planner.base_adapter import inherit_settings
 from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics, Verdict
 from finetune.planner.planner import make_plan, plan_if_fits
-from finetune.planner.quantisation_cost import held_out_sequences, read_cost, with_quote
+from finetune.planner.quantisation_cost import with_measured_cost
 from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
-from finetune.settings.vision import with_vision
+from finetune.settings.vision import Sizes, with_vision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from finetune.card.card import Card
     from finetune.data.preparation import EncodedRows, SelectedRows
+    from finetune.data.splits import LimitedSplit
     from finetune.memory.forecast import Forecast
     from finetune.planner.plan import Plan
-    from finetune.planner.planner import Progress
-    from finetune.planner.quantisation_cost import Sequences
+    from finetune.printable import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
 #: The planner never chooses a max_pixels below this: 256 x 256.
@@ -41,14 +41,14 @@ LEAST_PIXELS = 2**16
 class RowsRead:
     """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not.
 
-    `held_out`: reads the held-out sequences on which quantising is measured. `trained_embedding_rows`: first and end.
+    `splits`: training and held-out rows. `trained_embedding_rows`: first and end.
     """
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
-    held_out: Callable[[], Sequences] | None = None
-    trained_embedding_rows: tuple[int, ...] = ()
+    splits: Sequence[LimitedSplit] = ()
+    trained_embedding_rows: Sequence[int] = ()
 
     @property
     def has_pictures(self) -> bool:
@@ -73,9 +73,8 @@ def plan_recipe(
         def completed(plan: Plan) -> Plan:
             for note in (renamed, *read.notes, _picture_note(plan)):
                 plan = plan.with_note(note)
-            cost = read_cost(plan.settings, read.held_out, on_cpu=plan.card.is_cpu) if read.held_out else None
-            every_reason = with_quote({**plan.reasons, **reasons}, plan.settings, cost)
-            return dataclasses.replace(plan, reasons=every_reason, data_problem=read.problem)
+            plan = dataclasses.replace(plan, reasons={**plan.reasons, **reasons}, data_problem=read.problem)
+            return with_measured_cost(plan, read.splits)
 
         shown = (lambda plan: show(completed(plan))) if show else None
         return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
@@ -171,7 +170,7 @@ def without_rows(_recipe: Recipe) -> RowsRead:
     return RowsRead()
 
 
-def rows_with_pictures(pictures: tuple[tuple[int, int], ...]) -> Callable[[Recipe], RowsRead]:
+def rows_with_pictures(pictures: Sizes) -> Callable[[Recipe], RowsRead]:
     """In place of rows: a plan for rows of max_length, each with pictures of these sizes."""
 
     def read(recipe: Recipe) -> RowsRead:
@@ -211,11 +210,11 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
     except DataError as error:
         problem = DataProblem(tuple(error.problems), error.fix)
     statistics = statistics_of(selected) if len(selected.lengths) else None
-    held_out, token_rows = held_out_sequences(selected.splits), tuple(selected.encoded.trained_embedding_rows)
-    return RowsRead(statistics, problem, tuple(selected.notes), held_out, token_rows)
+    token_rows = selected.encoded.trained_embedding_rows
+    return RowsRead(statistics, problem, tuple(selected.notes), selected.splits, token_rows)
 
 
-def encode_rows(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> EncodedRows:
+def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
     from finetune.data.row_progress import RowProgress
 

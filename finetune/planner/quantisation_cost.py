@@ -5,45 +5,36 @@ finetune/evaluate/quantisation.py measures it; a plan's reason for its number of
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.files import cache_dir
+from finetune.files import cache_dir, sha256_of
+from finetune.memory.cache import key_of
 from finetune.model.weights import configuration_fingerprint, weights_fingerprint
 from finetune.serialise import read_own, to_json
-from finetune.settings.base_formats import NF4, base_format_of
+from finetune.settings.base_formats import INT8, NF4, base_format_of
 
 if TYPE_CHECKING:
     from finetune.data.splits import LimitedSplit
+    from finetune.planner.plan import Plan
     from finetune.settings import Settings
 
 #: Held-out sequences that are measured, evenly chosen where there are more: the losses are paired, so few tell much.
 MOST_ROWS = 1_000
-_LIBRARIES = ("bitsandbytes", "torch", "transformers")
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Tokens and labels (-100: not trained) of held-out sequences."""
-
-    ids: list[list[int]]
-    labels: list[list[int]]
+#: `input_ids` and `labels` (-100: not trained) of sequences.
+Rows = dict[str, list[list[int]]]
 
 
 @dataclass(frozen=True)
 class FormatLoss:
     """Mean loss of a trained token, in nats, with base weights in this format.
 
-    `cost`: loss minus that of the plain format, with its 95 % interval; None of the plain one and for fewer than two rows.
+    `cost`: loss minus the plain format's, with its 95 % interval; None of the plain one and for fewer than two rows.
     """
 
     label: str
@@ -70,7 +61,7 @@ class FormatLoss:
 class QuantisationCost:
     """Losses of a model on the same rows by format of its base weights, the plain format first.
 
-    `tuned`: with a run's adapter. `tokens`: trained tokens of the rows. `left_out`: formats that were not measured, and why.
+    `tuned`: with a run's adapter. `tokens`: trained tokens of the rows. int8 is missing where it neither fits nor is offloaded.
     """
 
     model: str
@@ -78,101 +69,69 @@ class QuantisationCost:
     tokens: int
     formats: tuple[FormatLoss, ...]
     tuned: bool = False
-    left_out: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
         plain, *others = self.formats
         who = "the tuned model" if self.tuned else "the base model"
         measured = f"on {self.rows:,} held-out rows {who} has a loss of {plain.loss:.4f} in {plain.label}"
-        return "; ".join([measured, *(other.summary for other in others), *self.left_out])
-
-    def of(self, label: str) -> FormatLoss | None:
-        return next((entry for entry in self.formats if entry.label == label), None)
+        parts = [measured, *(entry.summary for entry in others)]
+        if INT8.label not in (entry.label for entry in others):
+            parts.append("int8 was not measured: it does not fit, and its layers can't be offloaded")
+        return "; ".join(parts)
 
     def quote(self, label: str) -> str:
-        """What a reason for this format says; empty where it was not measured."""
-        plain, chosen, nf4 = self.formats[0], self.of(label), self.of(NF4.label)
-        entry = nf4 if chosen is plain else chosen
-        if entry is None or entry is plain:
-            return ""
-        return f"measured on {self.rows:,} of your held-out rows: {entry.summary} against {plain.label}"
+        """The end of a reason for this format; empty if it was not measured."""
+        plain, *others = self.formats
+        quoted = NF4.label if label == plain.label else label
+        for entry in others:
+            if entry.label == quoted:
+                return f"measured on {self.rows:,} of your held-out rows: {entry.summary} against {plain.label}"
+        return ""
 
     def as_json(self) -> dict[str, Any]:
         """As documented in docs/sweeps.md."""
         return {**to_json(self), "sentence": self.sentence}
 
 
-def held_out_sequences(splits: Sequence[LimitedSplit]) -> Callable[[], Sequences] | None:
-    """Reads the held-out sequences that are measured (of pairs the chosen answers); None where no rows are held out.
-
-    `splits`: the training rows, and the held-out ones if there are any.
-    """
-    if len(splits) < 2 or not len(splits[1].lengths):  # noqa: PLR2004 - training rows, held-out rows
-        return None
-    return lambda: _chosen(splits[1].tables(), len(splits[1].lengths))
+def held_out_rows(splits: Sequence[LimitedSplit]) -> Rows:
+    """The rows of the second split that are measured; of pairs the chosen answers."""
+    return chosen_rows(table for split in splits[1:] for table in split.tables())
 
 
-def stored_sequences(folder: Path) -> Callable[[], Sequences] | None:
-    """The same of a run's held-out rows; None where it has none."""
-    if not folder.is_dir():
-        return None
+def chosen_rows(tables: Iterable[Any]) -> Rows:
+    """At most MOST_ROWS rows of these pyarrow tables, evenly chosen."""
+    import pyarrow as pa
 
-    def read() -> Sequences:
-        from datasets import load_from_disk
-
-        rows: Any = load_from_disk(str(folder))
-        return _chosen([rows.with_format("arrow")[:]], len(rows))
-
-    return read
+    columns = ["input_ids", "labels"]
+    selected = [table.select(columns) for table in tables]
+    if not selected:
+        return {column: [] for column in columns}
+    rows = pa.concat_tables(selected)
+    return rows.take(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(np.int64)).to_pydict()
 
 
-def _chosen(tables: Iterable[Any], count: int) -> Sequences:
-    """At most MOST_ROWS of `count` rows, evenly."""
-    chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_ROWS)).round().astype(np.int64))
-    ids, labels, first = [], [], 0
-    for table in tables:
-        rows = table.take(chosen[(chosen >= first) & (chosen < first + table.num_rows)] - first)
-        first += table.num_rows
-        ids += rows["input_ids"].to_pylist()
-        labels += rows["labels"].to_pylist()
-    return Sequences(ids, labels)
+def cost_path(settings: Settings, rows: Rows, *, on_cpu: bool, adapter: Path | None = None) -> Path:
+    """The file of a measurement, by everything that decides its result."""
+    facts = [weights_fingerprint(settings), configuration_fingerprint(settings), settings.dtype, settings.attn_implementation]
+    adapter_hashes = [sha256_of(file) for file in sorted(adapter.glob("adapter_*"))] if adapter else []
+    return _folder(settings) / f"{key_of(facts=[*facts, on_cpu, adapter_hashes, rows])}.json"
 
 
-def read_cost(settings: Settings, sequences: Callable[[], Sequences], *, on_cpu: bool) -> QuantisationCost | None:
-    """The base model's cost on these rows where an earlier measurement is in the cache; else None."""
-    folder, prefix = _folder_and_prefix(settings)
-    if not any(folder.glob(f"{prefix}*.json")):  # without it no weights are hashed
-        return None
+def with_measured_cost(plan: Plan, splits: Sequence[LimitedSplit]) -> Plan:
+    """The plan with the cost on its held-out rows, if that was measured before, in its reason for the number of bits."""
+    settings = plan.settings
+    if not _folder(settings).is_dir():  # without it no weights are hashed
+        return plan
     try:
-        path = cost_path(settings, sequences(), on_cpu=on_cpu)
+        path = cost_path(settings, held_out_rows(splits), on_cpu=plan.card.is_cpu)
     except (OSError, ValueError):  # rows or weights are gone: the plan only lacks the quote
-        return None
-    return read_own(path, QuantisationCost, "cost")
+        return plan
+    cost, base = read_own(path, QuantisationCost), base_format_of(settings)
+    setting, quote = base.setting or NF4.setting, cost.quote(base.label) if cost else ""
+    reason = plan.reasons.get(setting, quote)
+    return plan if quote in reason else replace(plan, reasons={**plan.reasons, setting: f"{reason}; {quote}"})
 
 
-def cost_path(settings: Settings, sequences: Sequences, *, on_cpu: bool, adapter: Sequence[str] = ()) -> Path:
-    """The file of a measurement, by all that decides it: weights, rows, dtype, libraries, hashes of an adapter's files."""
-    rows = hashlib.sha256()
-    for row in (*sequences.ids, *sequences.labels):
-        rows.update(np.asarray(row, dtype=np.int64).tobytes() + b"|")
-    facts = [
-        weights_fingerprint(settings), configuration_fingerprint(settings), rows.hexdigest(), settings.dtype,
-        settings.attn_implementation, "cpu" if on_cpu else "cuda", list(adapter), {name: version(name) for name in _LIBRARIES},
-    ]  # fmt: skip
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-    folder, prefix = _folder_and_prefix(settings)
-    return folder / f"{prefix}{key}.json"
-
-
-def with_quote(reasons: dict[str, str], settings: Settings, cost: QuantisationCost | None) -> dict[str, str]:
-    """The reasons, with the measured cost in that for the number of bits."""
-    base = base_format_of(settings)
-    quote = cost.quote(base.label) if cost else ""
-    setting = base.setting or NF4.setting
-    return {**reasons, setting: f"{reasons[setting]}; {quote}"} if quote and setting in reasons else reasons
-
-
-def _folder_and_prefix(settings: Settings) -> tuple[Path, str]:
-    slug = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
-    return cache_dir() / "quantisation", f"{slug}-"
+def _folder(settings: Settings) -> Path:
+    return cache_dir() / "quantisation" / Path(settings.model_name_or_path).name

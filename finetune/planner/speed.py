@@ -126,6 +126,8 @@ LAYER_DISPATCH_S = 1.05e-3
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
+#: Share of a card's fp32 rate that large products reach, as a step's do (benchmarks/speed_accuracy.py).
+FP32_SHARE = 0.6
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
@@ -146,6 +148,7 @@ class Job:
     batch: int
     world: int
     rank: int
+    float32: bool = False
     compiled: bool = False
     offloading: bool = False
     lean: bool = False
@@ -199,6 +202,8 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     flops = (card.bf16_flops or usual_flops) * card.flops_share
     bandwidth = (card.bandwidth_bytes_s or usual_bandwidth) * card.bandwidth_share
     pcie = card.pcie_bytes_s or ASSUMED_PCIE
+    if job.float32 and card.fp32_flops:  # no tensor cores, and numbers of twice the bytes
+        flops, bandwidth, pcie = card.fp32_flops * FP32_SHARE, bandwidth / 2, pcie / 2
     width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = job.micro_batch_tokens(strategy, width)
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
@@ -207,6 +212,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     repeated = recomputed_share + references  # forward passes beyond the first
     used = shape.used_share(tokens)
     eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.layers * shape.heads * (tokens * width)
+    moved = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * repeated + strategy.base.product_bytes * (1 + repeated)
     dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
     micro = {
         "matmul": max(
@@ -214,7 +220,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
             passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
-        "elementwise": _elementwise_bytes(shape, strategy, tokens, repeated) * overhead / bandwidth,
+        "elementwise": moved * shape.layer_width * shape.layers * tokens * overhead / bandwidth,
         "scores": eager_bytes * overhead / bandwidth if job.attention == "eager" else 0.0,
         "routing": _routed_bytes(shape, tokens, repeated) * overhead / bandwidth,
         "dequantisation": passes * dequantised * strategy.base.dequantise_bytes / bandwidth,
@@ -224,7 +230,10 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         micro["transfer"] += 2 * shape.hidden * tokens / pcie
     if job.offloading:
         saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
-        micro["transfer"] = _exposed_transfer_s(saved / pcie, sum(micro.values()), passes)
+        computing_s = sum(micro.values())
+        # beside the computation, out in the forward pass and back in the rest: what is longer than these is waited for
+        waits = (saved / pcie - part for part in (computing_s / passes, computing_s - computing_s / passes))
+        micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     dispatch *= EXPERTS_DISPATCH if shape.experts else 1.0
     launches = (1 + passes) * shape.layers * LAYER_DISPATCH_S * overhead * dispatch
@@ -277,12 +286,6 @@ def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> f
     return shape.layers * tokens * (of_a_row * shape.experts_used * shape.hidden + scores)
 
 
-def _exposed_transfer_s(one_way_s: float, computing_s: float, passes: float) -> float:
-    """Transfers take place beside the computation, out in the forward pass and back in the rest: what is longer than these."""
-    forward_s = computing_s / passes
-    return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - (computing_s - forward_s))
-
-
 def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> LayerCopies:
     """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
 
@@ -297,12 +300,6 @@ def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, pas
         2 * steps * fetched * layer_bytes, rate,
         forward_computing_s=computing / passes, backward_computing_s=computing * (1 - 1 / passes),
     ).at(rate)  # fmt: skip
-
-
-def _elementwise_bytes(shape: ModelShape, strategy: Strategy, tokens: float, recomputed_share: float) -> float:
-    token_bytes = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * recomputed_share
-    token_bytes += strategy.base.product_bytes * (1 + recomputed_share)
-    return token_bytes * shape.layer_width * shape.layers * tokens
 
 
 def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pcie: float) -> float:

@@ -12,7 +12,7 @@ from finetune.card.card import Card
 from finetune.errors import RecipeError
 from finetune.planner.choices import Choices
 from finetune.settings import AUTO
-from finetune.settings.base_formats import BITS_16, BITS_32, QUANTISED, BaseFormat, is_open, requested_formats, switches
+from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED, BaseFormat, is_open, requested_formats, switches
 from finetune.settings.compatibility import NOT_REENTRANT, is_sharded, is_zero3, layer_offloading_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
@@ -156,13 +156,13 @@ def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tu
     recipe, plain = choices.recipe, BITS_32 if choices.value("dtype") == "float32" else BITS_16
     if requested := requested_formats(recipe):
         return (requested[0],)
-    still_open = tuple(base for base in QUANTISED if is_open(recipe, base))
+    exact = QUANTISED if plain is BITS_16 else (NF4,)  # int8's kernels compute in float16
+    still_open = tuple(base for base in exact if is_open(recipe, base))
     if stored:
         return stored if len(stored) == 1 or stored[-1] in still_open else (plain,)
     if card.is_cpu:
         return (plain,)
-    sharded = is_sharded(recipe.launch)
-    return (plain, *(base for base in reversed(still_open) if base.planned and (base.shards or not sharded)))
+    return (plain, *(base for base in reversed(still_open) if base.planned and (base.shards or not is_sharded(recipe.launch))))
 
 
 def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int], ...]:

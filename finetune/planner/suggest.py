@@ -8,7 +8,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.memory.forecast import Forecast
 from finetune.model.catalogue import entries
-from finetune.planner.plan import DataStatistics, Suggestion
+from finetune.planner.plan import DataStatistics, Suggestion, as_overrides
 from finetune.planner.shape import shape_of
 from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import NF4, QUANTISED, base_format_of, is_open, switches
@@ -38,8 +38,7 @@ def suggest(
         lower = forecasts(changed)
         saved = forecast.peak_high_bytes - lower.peak_high_bytes
         if saved > 0:
-            override = " ".join(f"{name}={str(value).lower()}" for name, value in changes.items())
-            rows.append(Suggestion(override, saved, lower.peak_high_bytes, cost))
+            rows.append(Suggestion(as_overrides(changes), saved, lower.peak_high_bytes, cost))
     return tuple(sorted(rows, key=lambda row: -row.saves_bytes))
 
 
@@ -87,7 +86,7 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
 
 
 def largest_model(
-    recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[dict[str, Any], Settings], Forecast]
+    recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
     """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
     tried = 0
@@ -105,7 +104,7 @@ def largest_model(
             if shape.weight_bytes(NF4) > 0.95 * budget_bytes:
                 continue
             tried += 1
-            forecast = forecaster(values, other)
+            forecast = forecaster(other, values)
         except FinetuneError:  # e.g. layers named in target_modules that this model doesn't have
             continue
         if forecast.peak_high_bytes <= budget_bytes:

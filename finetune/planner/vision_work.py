@@ -9,6 +9,7 @@ from typing import Any
 from finetune.memory import cache
 from finetune.planner.shape import bare, unquantised
 from finetune.settings import Recipe
+from finetune.settings.vision import Sizes
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class VisionWork:
         return 2 if self.backward_flops else 1
 
 
-def vision_work(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, int], ...]) -> VisionWork | None:
+def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork | None:
     """The work on a row with pictures of these sizes, cached on disk; None without any.
 
     Raises RecipeError where nothing here knows the model's processor.
@@ -66,7 +67,7 @@ class _Reached(Exception):
     """The language model is called: the pictures are done."""
 
 
-def _count(config: dict[str, Any], recipe: Recipe, pictures: tuple[tuple[int, int], ...]) -> VisionWork:
+def _count(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork:
     """Run the whole model up to its language model, on fake tensors, with adapters of rank 1."""
     import torch
     from torch.utils._pytree import tree_iter

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import yaml as pyyaml
 
 from finetune.errors import RecipeError
 from finetune.recipe import load, yaml
+from finetune.recipe.yaml import Values
 from finetune.settings.methods import METHODS
 from finetune.settings.schema import ALIASES, SWITCHES, Recipe
 
@@ -44,10 +46,10 @@ _UNREAD = {
 class Tool:
     """A table of `tools/`, with the rows that all tools share."""
 
-    table: dict[str, Any]
-    keys: dict[str, Any]
+    table: Values
+    keys: Values
     reasons: dict[str, tuple[Outcome, str]]
-    defaults: dict[str, Any]
+    defaults: Values
     notes: dict[str, str]
 
     @property
@@ -63,7 +65,7 @@ class Tool:
         """Whether the table has keys inside the mapping `key`."""
         return any(name.startswith(f"{key}.") for name in (*self.keys, *self.reasons))
 
-    def meaning(self, key: str, value: Any) -> tuple[Outcome, str, dict[str, Any]]:
+    def meaning(self, key: str, value: Any) -> tuple[Outcome, str, Values]:
         """What becomes of a key: the outcome, its reason, and our settings."""
         row = self.keys.get(key)
         item = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -84,7 +86,7 @@ class Tool:
         return *self.reasons.get(key, ("not carried over", unknown)), {}
 
 
-def _carried(settings: dict[str, Any]) -> tuple[Outcome, str, dict[str, Any]]:
+def _carried(settings: Values) -> tuple[Outcome, str, Values]:
     if not settings:
         return "no effect", "needs no setting here", {}
     return "carried over", ", ".join(f"{setting}: {short(value)}" for setting, value in settings.items()), settings
@@ -131,9 +133,9 @@ class Conversion:
 
     tool: Tool
     keys: dict[str, KeyReport] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
     key_of: dict[str, str] = field(default_factory=dict)  # setting -> the key that set it
-    assumed: dict[str, Any] = field(default_factory=dict)
+    assumed: Values = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -146,7 +148,7 @@ class Conversion:
         return sorted((key for key in self.keys.values() if key.outcome == outcome), key=lambda key: key.line or 0)
 
 
-def tool_of(values: dict[str, Any]) -> Tool | None:
+def tool_of(values: Values) -> Tool | None:
     """The tool whose configuration this is, None for a recipe."""
     marked = [tool for tool in tools() if not values.keys().isdisjoint(tool.table["markers"].split())]
     if marked:
@@ -156,7 +158,7 @@ def tool_of(values: dict[str, Any]) -> Tool | None:
     return trl if len(others) >= 3 and all(trl.knows(key) for key in values) else None
 
 
-def unread_tool(values: dict[str, Any]) -> str | None:
+def unread_tool(values: Values) -> str | None:
     """The name of the tool whose file this is, if `finetune convert` does not read it."""
     nested = {f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value}
     keys = values.keys() | nested
@@ -177,12 +179,12 @@ def hint_for_key(key: str) -> str | None:
     return None
 
 
-def convert_file(source: str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[Recipe, Conversion]:
+def convert_file(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
     """Another tool's configuration as a recipe. Raises RecipeError with all problems."""
     return convert_text(load.read_text(Path(source)), source, overrides)
 
 
-def convert_text(text: str, name: str, overrides: list[str] | tuple[str, ...] = ()) -> tuple[Recipe, Conversion]:
+def convert_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Conversion]:
     """The same from the text; `name` is the prefix of each problem."""
     document = yaml.parse(text, name, yaml_1_1=True)  # as other tools read it
     if unread := unread_tool(document.values):
@@ -191,7 +193,7 @@ def convert_text(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
     if tool is None:
         readable = ", ".join(tool.name for tool in tools())
         raise RecipeError(f"{name} is not a configuration of {readable}, which `finetune convert` reads")
-    chosen: dict[str, Any] = {}
+    chosen: Values = {}
     for override in overrides:
         load.apply_override(override, chosen, {})
     conversion = Conversion(tool, problems=list(document.problems))
@@ -225,9 +227,8 @@ def convert_text(text: str, name: str, overrides: list[str] | tuple[str, ...] = 
     return recipe, conversion
 
 
-def _flat(tool: Tool, values: dict[str, Any]) -> dict[str, Any]:
-    """Values with dotted names for the mappings, and lists of one mapping, whose keys the table has."""
-    flat: dict[str, Any] = {}
+def _flat(tool: Tool, values: Values) -> Values:
+    flat: Values = {}
     for key, value in values.items():
         inner = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(inner, dict) and tool.has_inner(key):
@@ -237,8 +238,7 @@ def _flat(tool: Tool, values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _read_keys(conversion: Conversion, values: dict[str, Any]) -> dict[str, str]:
-    """Read each key by its row; returns switches that must be on, by the key that needs them."""
+def _read_keys(conversion: Conversion, values: Values) -> dict[str, str]:
     requirements, tool = {}, conversion.tool
     for key in sorted(values, key=lambda key: [*tool.keys].index(key) if key in tool.keys else -1):
         outcome, text, settings = tool.meaning(key, values[key])
@@ -252,8 +252,7 @@ def _read_keys(conversion: Conversion, values: dict[str, Any]) -> dict[str, str]
     return requirements
 
 
-def _read_batch(conversion: Conversion, values: dict[str, Any], processes: int) -> None:
-    """The effective batch: micro-batch x gradient accumulation x processes, which the plan keeps."""
+def _read_batch(conversion: Conversion, values: Values, processes: int) -> None:
     keys = conversion.tool.table["batch"]
     factors = [values[key] if values.get(key) is not None else conversion.tool.defaults[key] for key in keys]
     wrong = [key for key, factor in zip(keys, factors, strict=True) if type(factor) is not int or factor < 1]
@@ -270,7 +269,7 @@ def _read_batch(conversion: Conversion, values: dict[str, Any], processes: int) 
         conversion.assumed["effective_batch_size"] = size
 
 
-def _read_method(conversion: Conversion, values: dict[str, Any], chosen: str | None) -> str:
+def _read_method(conversion: Conversion, values: Values, chosen: str | None) -> str:
     """Return the method, by the tool's own key, else by keys that only one method has; leave out settings of other methods."""
     table, settings = conversion.tool.table, conversion.settings
     by_key = (name for name, row in table["methods"].items() if not values.keys().isdisjoint(row.get("keys", "").split()))
@@ -285,8 +284,7 @@ def _read_method(conversion: Conversion, values: dict[str, Any], chosen: str | N
     return str(method)
 
 
-def _add_defaults(conversion: Conversion, values: dict[str, Any], method: str, name: str) -> None:
-    """Add the tool's defaults for absent keys and its fixed settings, each with a note."""
+def _add_defaults(conversion: Conversion, values: Values, method: str, name: str) -> None:
     tool, settings = conversion.tool, conversion.settings
     row = tool.table["methods"].get(method, {})
     notes = [tool.notes.get(key) for key in (method, *(key for key, value in values.items() if value))]
@@ -311,8 +309,8 @@ def _add_defaults(conversion: Conversion, values: dict[str, Any], method: str, n
     conversion.notes += [note for note in notes if note]
 
 
-def _validated(conversion: Conversion, overrides: list[str] | tuple[str, ...], name: str) -> Recipe:
-    nested: dict[str, Any] = {}
+def _validated(conversion: Conversion, overrides: Sequence[str], name: str) -> Recipe:
+    nested: Values = {}
     for setting, value in conversion.settings.items():
         *sections, leaf = setting.split(".")
         target = nested

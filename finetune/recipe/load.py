@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from collections.abc import Sequence
+from os.path import isdir  # False for a name that no folder can have
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from finetune.bundled import model_path
 from finetune.errors import SECRET, RecipeError
 from finetune.recipe import yaml
+from finetune.recipe.yaml import Values
 from finetune.settings.schema import ALIASES, SWITCHES, DatasetRecipe, LaunchRecipe, Recipe
 
 #: The dataset of a plan that is made without one.
@@ -22,12 +26,21 @@ _TOKENIZER_TOKEN = re.compile(r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|eot|i
 _SECRET_NAME = re.compile(r"(^|_)(token|api_key|apikey|password|secret)($|_)", re.I)
 
 
-def load_recipe(source: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems."""
-    return parse_recipe(read_text(find_recipe(source)), str(source), overrides)
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file (or the name of a shipped one) with overrides applied. Raises RecipeError with all problems.
+
+    Folders of the model and the adapter are looked for in the working folder, then beside the file.
+    """
+    path = find_recipe(source)
+    recipe = parse_recipe(read_text(path), str(source), overrides)
+    for name in ("model_name_or_path", "adapter_name_or_path"):
+        value = getattr(recipe, name)
+        if value and not model_path(value) and not isdir(value) and isdir(beside := path.parent / value):  # noqa: PTH112
+            recipe = recipe.model_copy(update={name: str(beside)})
+    return recipe
 
 
-def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+def parse_recipe(text: str, name: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """The same from the recipe's text. `name` is the prefix of each problem."""
     document = yaml.parse(text, name)
     _refuse_other_tool(document.values, name)
@@ -37,8 +50,7 @@ def parse_recipe(text: str, name: str = "recipe", overrides: list[str] | tuple[s
     return validated(document.values, locations, name, document.problems)
 
 
-def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
-    """Raise RecipeError, one sentence, for another tool's configuration."""
+def _refuse_other_tool(values: Values, name: str) -> None:
     if {*Recipe.model_fields, *ALIASES, *SWITCHES}.issuperset(values):
         return
     from finetune.recipe import foreign  # the tables, which a recipe doesn't need
@@ -55,14 +67,14 @@ def _refuse_other_tool(values: dict[str, Any], name: str) -> None:
         )
 
 
-def recipe_from(values: dict[str, Any]) -> Recipe:
+def recipe_from(values: Values) -> Recipe:
     """A Recipe from plain values, such as a form's. Raises RecipeError with all problems."""
     return validated(values, {}, "recipe")
 
 
-def load_changes(overrides: list[str]) -> dict[str, Any]:
+def load_changes(overrides: list[str]) -> Values:
     """`key=value` overrides as settings by their own names, not validated. Raises RecipeError for unknown names."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for override in overrides:
         apply_override(override, values, {})
     problems = [
@@ -92,7 +104,10 @@ def find_recipe(source: str | Path) -> Path:
     path, shipped = Path(source), shipped_recipes()
     try:
         if path.is_file():
-            _refuse_data(path)
+            if {suffix.lower() for suffix in path.suffixes} & _DATA_SUFFIXES:
+                argument = shlex.quote(f"dataset.path={path}")
+                fix = f"Name a recipe, and the data after it:  finetune run tiny-cpu {argument}"
+                raise RecipeError(f"{path} is data, not a recipe", fix)
             return path
     except OSError as error:
         raise RecipeError(
@@ -127,16 +142,7 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def _refuse_data(path: Path) -> None:
-    """Raise RecipeError for a file of rows in the place of a recipe."""
-    if {suffix.lower() for suffix in path.suffixes} & _DATA_SUFFIXES:
-        argument = shlex.quote(f"dataset.path={path}")
-        raise RecipeError(
-            f"{path} is data, not a recipe", f"Name a recipe, and the data after it:  finetune run tiny-cpu {argument}"
-        )
-
-
-def apply_override(override: str, values: dict[str, Any], locations: dict[str, str]) -> None:
+def apply_override(override: str, values: Values, locations: dict[str, str]) -> None:
     """Set the value of a `key=value` override."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
@@ -166,9 +172,7 @@ def apply_override(override: str, values: dict[str, Any], locations: dict[str, s
     locations[".".join([*parents, name])] = f"override {override}"
 
 
-def validated(
-    values: dict[str, Any], locations: dict[str, str], name: str, problems: list[str] | tuple[str, ...] = ()
-) -> Recipe:
+def validated(values: Values, locations: dict[str, str], name: str, problems: Sequence[str] = ()) -> Recipe:
     """The recipe of these values. Raises RecipeError with `problems` and all others."""
     problems = list(problems)
     # a value refused as YAML is None here, but it was meant to be set: that is not a second problem
@@ -186,11 +190,8 @@ def validated(
     return recipe
 
 
-def _with_canonical_names(
-    values: dict[str, Any], locations: dict[str, str], problems: list[str], refused: set[str]
-) -> dict[str, Any]:
-    """Values with canonical keys; secrets and unknown keys become problems. A dataset may be just a path."""
-    renamed: dict[str, Any] = {}
+def _with_canonical_names(values: Values, locations: dict[str, str], problems: list[str], refused: set[str]) -> Values:
+    renamed: Values = {}
     for key, value in values.items():
         location, canonical = locations.get(key, key), ALIASES.get(key, key)
         if secret_key := secret_in(key, value):
@@ -231,9 +232,7 @@ def secret_in(key: str, value: Any) -> str | None:
     return next((f"{key}.{name}" for name in nested_secrets if name), None)
 
 
-def _known_settings(
-    section: str, values: dict[str, Any], locations: dict[str, str], problems: list[str], refused: set[str]
-) -> dict[str, Any]:
+def _known_settings(section: str, values: Values, locations: dict[str, str], problems: list[str], refused: set[str]) -> Values:
     fields = _SECTIONS[section].model_fields
     values = {key: value for key, value in values.items() if value is not None or locations.get(f"{section}.{key}") in refused}
     for key in [key for key in values if key not in fields]:
@@ -243,7 +242,6 @@ def _known_settings(
 
 
 def _did_you_mean(key: str, candidates: list[str]) -> str:
-    """A hint for an unknown key: its meaning in another tool, or a similar name."""
     from finetune.recipe import foreign
 
     if meaning := foreign.hint_for_key(key):
@@ -254,7 +252,6 @@ def _did_you_mean(key: str, candidates: list[str]) -> str:
 
 
 def _explain(item: Any, locations: dict[str, str], name: str) -> str:
-    """A pydantic error as one line: location, value, allowed values."""
     parts = [str(part) for part in item["loc"]]
     paths = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     path = next((path for path in paths if path in locations), ".".join(parts[:2]))

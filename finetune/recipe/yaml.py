@@ -13,6 +13,8 @@ import yaml
 
 from finetune.errors import RecipeError
 
+#: Settings by name, as a file has them.
+Values = dict[str, Any]
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 1_000_000, 12, 10_000
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -21,6 +23,11 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _CONSTRUCTED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null")}
 #: Tags that a scalar gets without writing one.
 _IMPLICIT = {*_CONSTRUCTED, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "timestamp", "merge", "value"))}
+#: Another tool's training command, and the configuration that it names.
+_TRAINING_COMMAND = re.compile(
+    r"^[^#\n]*?\b((?:llamafactory-cli|lmf|axolotl|trl|swift) +(?:train|sft|pt|rlhf|dpo|kto))\b(?:.*?\s([\w./~-]+\.ya?ml)\b)?",
+    re.M,
+)
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -28,7 +35,7 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 class Document:
     """Parsed values, and the line (from 1) of each dotted path."""
 
-    values: dict[str, Any]
+    values: Values
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # refused values; syntax errors are raised
 
@@ -44,6 +51,7 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
         _refuse_hostile(text, name, yaml_1_1)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
+        _refuse_command(text, name)
         position = getattr(error, "problem_mark", None)
         location = f"{name}:{position.line + 1}" if position else name
         raise RecipeError(f"{location}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
@@ -51,10 +59,19 @@ def parse(text: str, name: str, yaml_1_1: bool = False) -> Document:
     if root is None:
         raise RecipeError(f"{name}: the file is empty", "Start from `finetune recipes show tiny-cpu`.")
     if not isinstance(root, yaml.MappingNode):
+        _refuse_command(text, name)
         fix = f"If it is data: finetune data tiny-cpu dataset.path={name}" if isinstance(root, yaml.SequenceNode) else ""
         raise RecipeError(f"{name}: not a recipe; it must be a list of `key: value` lines", fix)
     document.values = _Reader(document, name, yaml_1_1).mapping(root, "")
     return document
+
+
+def _refuse_command(text: str, name: str) -> None:
+    if match := _TRAINING_COMMAND.search(text.replace("\\\n", " ")):
+        fix = "Write its options into a recipe: `finetune recipes show tiny-cpu` is one, `finetune recipes keys` lists them."
+        if match[2]:
+            fix = f"Convert the file that it names: finetune convert {match[2]} -o recipe.yaml"
+        raise RecipeError(f"{name} is a command of another tool, {match[1]}, not a recipe", fix)
 
 
 def parse_value(text: str) -> Any:
@@ -70,7 +87,7 @@ def parse_value(text: str) -> Any:
     return text if document.problems else document.values["value"]
 
 
-def dump(values: dict[str, Any]) -> str:
+def dump(values: Values) -> str:
     """Write values so that `parse` reads the same ones back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
@@ -113,8 +130,8 @@ class _Reader:
         scalar = _scalar_1_1 if self.yaml_1_1 else _scalar
         return scalar(node, self.problems, f"{self.name}:{node.start_mark.line + 1}")
 
-    def mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def mapping(self, node: yaml.MappingNode, path: str) -> Values:
+        values: Values = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
@@ -132,7 +149,7 @@ class _Reader:
         return self._merged(values) if self.yaml_1_1 else values
 
     @staticmethod
-    def _merged(values: dict[str, Any]) -> dict[str, Any]:
+    def _merged(values: Values) -> Values:
         """`<<: *defaults` is the other mapping's keys, under the mapping's own."""
         defaults = values.pop("<<", {})
         for mapping in reversed(defaults) if isinstance(defaults, list) else [defaults]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from finetune.card.context import record_measurement
 from finetune.events import Event, ForecastCheck, Memory, Start, State, Step
@@ -56,13 +56,11 @@ def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
 
 def highest(memories: Sequence[Memory]) -> Memory:
     """The highest of each peak; the card's without other programs."""
-    return Memory(
-        peak_allocated_bytes=_highest(memory.peak_allocated_bytes for memory in memories),
-        peak_reserved_bytes=_highest(memory.peak_reserved_bytes for memory in memories),
-        peak_segments=_highest(memory.peak_segments for memory in memories),
-        card_used_bytes=_highest(memory.own_card_bytes for memory in memories),
-        other_processes_bytes=0,
-    )
+    peaks = {
+        name: max((size for memory in memories if (size := getattr(memory, name)) is not None), default=None)
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "own_card_bytes")
+    }
+    return Memory(card_used_bytes=peaks.pop("own_card_bytes"), other_processes_bytes=0, **peaks)
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
@@ -80,14 +78,10 @@ def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, f
     Raises OSError when the cache can't be written.
     """
     later, peaks = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s], highest(steps)
+    load_s, train_s = whole_run or (None, None)
     record_run(
         plan, step_s=statistics.median(later) if later else None, allocated_bytes=peaks.peak_allocated_bytes,
-        reserved_bytes=peaks.peak_reserved_bytes, segments=peaks.peak_segments,
-        load_s=whole_run[0] if whole_run else None, train_s=whole_run[1] if whole_run else None,
+        reserved_bytes=peaks.peak_reserved_bytes, segments=peaks.peak_segments, load_s=load_s, train_s=train_s,
     )  # fmt: skip
     if measured := [size for step in steps if (size := step.context_bytes) and size > 0]:
         record_measurement(plan.card.name, int(statistics.median(measured)))
-
-
-def _highest(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -15,7 +15,7 @@ from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import RunDirectory, open_run
-from finetune.run.seal import MANIFEST, newest_verified, require_unchanged, write_manifest
+from finetune.run.seal import MANIFEST, require_unchanged, write_manifest
 from finetune.settings import Recipe, Settings
 
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.
@@ -69,7 +69,9 @@ def require_usable_adapter(settings: Settings) -> None:
     if problems := adapter_problems(adapter.folder):
         problems = [f"the adapter in {adapter.folder} can't be loaded: {problem}" for problem in problems]
         raise RecipeError(problems, "Give another adapter.")
-    sealed, now = facts_of(adapter.folder).base or _weights_of(adapter.base_model, settings), weights_fingerprint(settings)
+    sealed, base_model, now = facts_of(adapter.folder).base, adapter.base_model, weights_fingerprint(settings)
+    if sealed is None and base_model and (Path(base_model) / CONFIG).is_file():  # a folder of this machine, however it is spelt
+        sealed = weights_fingerprint(settings.model_copy(update={"model_name_or_path": base_model}))
     if sealed is not None and now is not None:
         differs = sealed != now
     else:  # a folder of another machine says nothing, a name on the hub does
@@ -82,21 +84,11 @@ def require_usable_adapter(settings: Settings) -> None:
         )
 
 
-def _weights_of(base_model: str | None, settings: Settings) -> str | None:
-    """The hash of the weights in a folder of this machine, however it is spelt; None for other names."""
-    if not base_model or not (Path(base_model) / CONFIG).is_file():
-        return None
-    return weights_fingerprint(settings.model_copy(update={"model_name_or_path": base_model}))
-
-
 def facts_of(folder: Path) -> BaseAdapterFacts:
     """What is known of the adapter in a folder."""
     manifest = read_object(folder / MANIFEST) or {}
     run = _run_of(folder)
-    base = manifest.get("base") or manifest.get("facts", {}).get("base")
-    if base is None and run is not None:  # of a run from before an adapter had it
-        checkpoint, _ = newest_verified(run / "checkpoints")
-        base = checkpoint.facts.get("base") if checkpoint else None
+    base = manifest.get("facts", {}).get("base")
     return BaseAdapterFacts(str(run or folder), manifest.get("step"), manifest.get("eval_loss"), base)
 
 

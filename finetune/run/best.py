@@ -107,7 +107,6 @@ def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
 
 
 def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep | None:
-    """The best step when it is not the last one and its checkpoint is intact."""
     best = trainer.best
     if best is None or best.step == trainer.state.global_step:
         return None
@@ -119,7 +118,6 @@ def _best_earlier_step(trainer: RunTrainer, run: RunDirectory) -> EvaluatedStep 
 
 
 def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: float | None) -> None:
-    """Add tokenizer, plan and manifest, and rename the folder to `target`."""
     (building / "training_args.bin").unlink(missing_ok=True)  # a pickle, unsafe to load
     trainer.processing_class.save_pretrained(str(building))  # type: ignore[union-attr]
     shutil.copymode(building / ADAPTER_CONFIG, building / ADAPTER_WEIGHTS)  # its library lets only the owner read it

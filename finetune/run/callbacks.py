@@ -73,7 +73,7 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
-        self._began, self._skipped_steps, self._collapsed_steps = 0.0, 0, 0
+        self._began, self._skipped_steps, self.collapsed_steps = 0.0, 0, 0
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
         events.listeners.append(self._watch.observe)
         self.spike: str | None = None
@@ -83,10 +83,10 @@ class RunCallback(TrainerCallback):
         self._first: list[Memory] = []
         self._compilations = Compilations()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.perf_counter()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Touch events.jsonl after each micro-batch, so that a long step does not look like a hang."""
         self._require_directory()
         os.utime(self._events.path)
@@ -101,7 +101,6 @@ class RunCallback(TrainerCallback):
             control.should_training_stop, control.should_evaluate = True, args.eval_strategy != "no"
 
     def _require_directory(self) -> None:
-        """End a run whose directory was deleted: its result could not be written."""
         if not self._events.path.exists():
             raise FinetuneError(f"{self._events.path.parent} was deleted while the run trained", "Start it again.")
 
@@ -178,7 +177,7 @@ class RunCallback(TrainerCallback):
             control.should_training_stop = True
             control.should_save = False  # a checkpoint of this step would continue past it
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Look for a leak: between epochs only long-lived tensors are allocated."""
         for message in self._watch.epoch(self._memory.sample()):
             self._events.warn(message)
@@ -222,16 +221,16 @@ class RunCallback(TrainerCallback):
             if skipped and name == "grad_norm" and self._skipped_steps < _MOST_SKIPPED_STEPS:
                 continue
             if value is not None and not math.isfinite(value):
-                self.diverged = f"{name} is {value} at step {step}"
+                self.diverged = f"{name} is {value} at step {step}."
                 _end_now(control)
 
     def _check_collapse(self, step: int, counts: dict[str, Any], control: Any) -> None:
         """End a run whose chosen answers have become unlikely: losses on pairs ask only that rejected ones become more so."""
         collapse = self.trainer.method.collapse(counts)
-        self._collapsed_steps = self._collapsed_steps + 1 if collapse else 0
-        if self._collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
+        self.collapsed_steps = self.collapsed_steps + 1 if collapse else 0
+        if self.collapsed_steps == _COLLAPSED_STEPS and self.diverged is None:
             weight = " or sft_weight=1" if "sft_weight" in METHODS[self.trainer.plan.settings.method].settings else ""
-            self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely"
+            self.diverged = f"at step {step} {collapse}; a higher beta{weight} keeps them likely."
             _end_now(control)
 
 

@@ -146,7 +146,13 @@ def kernel_problem(plan: Plan) -> str:
     Raises CardError when the plan can't do without them. They are used by TRL's loss and by torch_compile; bitsandbytes
     has kernels of its own.
     """
-    problem = _triton_problem()
+    problem = triton_needs()
+    if not problem:
+        try:
+            cuda.try_kernel()
+        except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver each have errors of their own
+            line = (str(error).strip().splitlines() or [""])[0][:300]
+            problem = f"Triton can't compile: {type(error).__name__}: {line}"
     if problem and plan.settings.torch_compile:
         raise CardError(f"torch_compile needs Triton: {problem}", f"{COMPILER_FIX}. Or set torch_compile=false.")
     return problem
@@ -159,18 +165,7 @@ def triton_needs() -> str:
     return compiler_problem() if sys.platform == "linux" else ""
 
 
-def _triton_problem() -> str:
-    if problem := triton_needs():
-        return problem
-    try:
-        cuda.try_kernel()
-    except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver each have errors of their own
-        return f"Triton can't compile: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-    return ""
-
-
 def _why_not(card: Card, error: Exception) -> tuple[str, str]:
-    """Why a card can't be opened, and the fix."""
     try:
         driver = nvidia.driver_versions()
     except DriverError:

@@ -13,6 +13,7 @@ from finetune.memory.cache import LIBRARIES
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import RunDirectory, require_data
+from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjusted_plan
 from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
 from finetune.system import start_detached
@@ -56,6 +57,7 @@ def resume(run: RunDirectory) -> int:
     if state.state == "finished":
         raise CommandError(f"{run.path} has finished; there is nothing to resume", f"Chat with it: finetune chat {run.path}")
     adjusted_plan(run)
+    find_base(run)
     require_data(run)
     return start(run)
 

@@ -107,7 +107,10 @@ def create(path: Path, fill: Any) -> RunDirectory:
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(path.parent)
+        for mark in path.parent.glob(f".*/{_UNFINISHED}"):
+            with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
+                if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
+                    shutil.rmtree(mark.parent, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         building.chmod(0o755)
         lock = take_lock(building / _UNFINISHED, 1)
@@ -129,13 +132,6 @@ def create(path: Path, fill: Any) -> RunDirectory:
             lock.release()
         if building is not None and building.exists():
             shutil.rmtree(building, ignore_errors=True)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    for mark in folder.glob(f".*/{_UNFINISHED}"):
-        with contextlib.suppress(FileNotFoundError):  # another process has finished its directory
-            if time.time() - mark.stat().st_mtime > _LOCKED_AFTER_S and not is_locked(mark):
-                shutil.rmtree(mark.parent, ignore_errors=True)
 
 
 def _rename_to_free_name(building: Path, path: Path) -> Path:

@@ -31,7 +31,6 @@ def describe(error: BaseException, phase: str, plan: Plan, memory: MemorySampler
 
 
 def _free(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
-    """What was free and could not be used; all null without a snapshot."""
     free = free_memory(snapshot, asked)
     if free is None:
         return {}

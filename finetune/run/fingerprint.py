@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CommandError
-from finetune.files import read_object, sha256_of
+from finetune.errors import CommandError, ModelError
+from finetune.files import read_json, read_object, sha256_of, write_json
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
@@ -15,7 +16,7 @@ from finetune.model.weights import (
     generation_fingerprint,
     weights_fingerprint,
 )  # fmt: skip
-from finetune.planner.plan import Plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
 from finetune.run.seal import MANIFEST, facts_differ, require_unchanged
@@ -60,7 +61,7 @@ def base_facts(settings: Settings, *, reread: bool = False) -> dict[str, str]:
 
 def deciding_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that must be equal to resume from a checkpoint; when others change, resuming is not bit-exact."""
-    names = {*settings_that_decide(Decides.RESULT), *_HASHES} - {"dataset"}
+    names = {*settings_that_decide(Decides.RESULT), *_HASHES} - _NAMES_OF_INPUTS
     return {name: value for name, value in facts.items() if name in names}
 
 
@@ -69,6 +70,10 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
 
     `reread`: hash the base model's files, whatever their time is.
     """
+    if not folder.is_dir():
+        raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
+    if base:
+        find_base(run)
     fix = f"Delete or rename {folder} to use the newest sealed checkpoint, or train again."
     require_unchanged(folder, CommandError, fix)
     if problems := adapter_problems(folder):
@@ -80,7 +85,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
     own = deciding_facts(seal_facts(plan, run, base=False))
     if folder.parent == run.path:  # a retry may have lowered it since a checkpoint
         own["learning_rate"] = plan.settings.learning_rate
-    if differences := facts_differ(sealed, {name: value for name, value in own.items() if name not in _NAMES_OF_INPUTS}):
+    if differences := facts_differ(sealed, own):
         raise CommandError([f"{folder} is not of this run: {line}" for line in differences[:5]], fix)
     if base:
         require_same_base(folder, plan.settings, reread=reread)
@@ -94,8 +99,37 @@ def require_same_base(folder: Path, settings: Settings, *, reread: bool = False)
     if differences := facts_differ(sealed, base_facts(settings, reread=reread)):
         raise CommandError(
             [f"the adapter in {folder} can't be used with {settings.model_name_or_path}: {line}" for line in differences],
-            "An adapter only fits the base model that it was trained on: restore its files, or set model_revision.",
+            "An adapter only fits the base model that it was trained on: give its folder (--model), or set model_revision.",
         )
+
+
+def find_base(run: RunDirectory, name: str | None = None) -> None:
+    """Save `name`, if it is given, as the folder where a run's base model is now.
+
+    Raises ModelError when that folder, or the one of before, is missing, and CommandError for another model.
+    """
+    settings = read_plan(run.plan).settings
+    folder = Path(os.path.expanduser(name or settings.model_name_or_path))  # noqa: PTH111 - of an unknown user it stays
+    if (name or folder.is_absolute()) and not folder.is_dir():
+        raise ModelError(
+            f"the folder of the base model is missing: {folder.absolute()}",
+            f"If it has moved, give its new path once: finetune {'chat' if run.adapter.is_dir() else 'resume'} {run.path} "
+            "--model FOLDER",
+        )
+    if name is None:
+        return
+    saved = [run.adapter, *run.checkpoints.glob("checkpoint-*")]
+    sealed = next((path for path in saved if "base" in _sealed_facts(path)), None)
+    if sealed is None:
+        raise CommandError(
+            f"{run.path} has no checkpoint yet, and so no hash of its base model",
+            f"Start a new run: finetune run {run.recipe} --model {name}",
+        )
+    require_same_base(sealed, settings.model_copy(update={"model_name_or_path": str(folder)}))
+    values, times = read_json(run.plan, dict, may_be_edited=True), run.plan.stat()
+    values.pop("checksum", None)
+    write_json(run.plan, {**values, "base_folder": str(folder.absolute())}, checksum=True)
+    os.utime(run.plan, ns=(times.st_atime_ns, times.st_mtime_ns))  # which orders the runs
 
 
 def _sealed_facts(folder: Path) -> dict[str, Any]:

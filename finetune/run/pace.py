@@ -46,7 +46,10 @@ class Pace:
                 self.last, self._evaluation = event, None
 
     def _add_step(self, step: Step) -> None:
-        interval_s = _interval(step, self.last)
+        seconds, before = step.step_s, self.last  # after a start, the step's own
+        if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
+            seconds = step.time_s - before.time_s
+        interval_s = _plausible(seconds)
         if self._evaluation is not None and (evaluation_s := _plausible(self._evaluation.eval_s)) is not None:
             if interval_s is not None and step.step_s is not None and interval_s > step.step_s:  # with its samples
                 evaluation_s, interval_s = max(evaluation_s, interval_s - step.step_s), step.step_s
@@ -83,13 +86,6 @@ class Pace:
         return pace
 
 
-def _interval(step: Step, before: Step | Start | None) -> float | None:
-    """Seconds from the end of the step before; the step's own after a start. None where a damaged file has no such time."""
-    seconds = step.step_s
-    if isinstance(before, Step) and before.time_s and step.time_s and step.step == before.step + 1:
-        seconds = step.time_s - before.time_s
-    return _plausible(seconds)
-
-
 def _plausible(seconds: float | None) -> float | None:
+    """None where a damaged file has no such time."""
     return seconds if seconds is not None and 0 <= seconds < _MOST_STEP_S else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Verdict
 from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_recipe, statistics_of
-from finetune.planner.quantisation_cost import held_out_sequences
+from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.card import triton_needs
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
     from finetune.run.directory import RunDirectory
     from finetune.settings import Recipe
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -91,12 +88,11 @@ class _Rows:
         model = Path(resolve_model_path(recipe))
         if model.is_dir():
             check_weights(model)
-        self.selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
-        self.selected.raise_problems()
+        self.selected = selected = encode_rows(recipe, self._progress).select(recipe, limit_of(recipe))
+        selected.raise_problems()
         self._progress("planning")
-        token_rows = tuple(self.selected.encoded.trained_embedding_rows)
-        held_out = held_out_sequences(self.selected.splits)
-        return RowsRead(statistics_of(self.selected), held_out=held_out, trained_embedding_rows=token_rows)
+        token_rows = selected.encoded.trained_embedding_rows
+        return RowsRead(statistics_of(selected), splits=selected.splits, trained_embedding_rows=token_rows)
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
@@ -156,13 +152,14 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     if settings.adapter_name_or_path is not None:
         copy_base_adapter(run, Path(settings.adapter_name_or_path))
     run.checkpoints.mkdir()
-    write_json(run.plan, prepared.plan.as_json(), checksum=True)
+    base = Path(settings.model_name_or_path).expanduser()
+    plan = replace(prepared.plan, base_folder=str(base.absolute()) if base.is_dir() else None)
+    write_json(run.plan, plan.as_json(), checksum=True)
 
 
 def _shortfall(plan: Plan) -> tuple[list[str], str]:
     forecast, card = plan.forecast, plan.card
-    if forecast is None:
-        return ["the plan does not fit"], ""
+    assert forecast is not None
     short = forecast.peak_high_bytes - card.free_bytes
     largest = max(forecast.parts, key=forecast.parts.__getitem__)
     problems = [

@@ -15,7 +15,7 @@ from finetune.files import read_json, write_json
 from finetune.memory.forecast import Forecast
 from finetune.model.configuration import read_config
 from finetune.planner.choices import AS_SET
-from finetune.planner.plan import DataStatistics, Plan, read_plan
+from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import resolved
@@ -26,6 +26,7 @@ from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
 
 MOST_RETRIES = 4
+_EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
@@ -57,10 +58,18 @@ def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
-    from finetune.planner.planning import reforecast
+    from datasets import load_from_disk
+
+    from finetune.methods.row_order import row_lengths, trained_counts
+    from finetune.planner.planning import reforecast, statistics_of_lengths
 
     try:
-        forecast = reforecast(plan, _statistics(run))
+        counts: list[Any] = []
+        for folder in (run.data / "train", run.data / "eval"):  # plan.json has no lengths
+            if folder.is_dir():
+                rows = load_from_disk(str(folder))
+                counts += [row_lengths(rows), trained_counts(rows)]
+        forecast = reforecast(plan, statistics_of_lengths(*counts))
     except Exception:  # noqa: BLE001 - the run continues without one
         traceback.print_exc()
         return dataclasses.replace(plan, forecast=None)
@@ -82,21 +91,6 @@ def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) ->
         changes |= smaller
         plan = forecast_adjusted(run, adjusted_plan(run))
     return plan, changes
-
-
-def _statistics(run: RunDirectory) -> DataStatistics:
-    """Of the prepared rows on the disk; plan.json has no lengths."""
-    from datasets import load_from_disk
-
-    from finetune.methods.row_order import row_lengths, trained_counts
-    from finetune.planner.planning import statistics_of_lengths
-
-    counts: list[Any] = []
-    for name in ("train", "eval"):
-        if (run.data / name).is_dir():
-            rows = load_from_disk(str(run.data / name))
-            counts += [row_lengths(rows), trained_counts(rows)]
-    return statistics_of_lengths(*counts)
 
 
 def adjusted_since_s(run: RunDirectory) -> float:
@@ -130,7 +124,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     if divisor and not settings.packing:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
-        return {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        return _EVERY_LAYER
     if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
     return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)
@@ -159,7 +153,7 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
         return None
     changes: dict[str, Any] = {"layer_offloading": "cpu", "offloaded_layers": forecast.layers}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
-        changes |= {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 1}
+        changes |= _EVERY_LAYER
     with contextlib.suppress(ValueError):  # something else in the recipe excludes it
         resolved(settings, **changes)
         return changes

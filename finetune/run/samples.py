@@ -37,10 +37,11 @@ class Samples:
         """Emit a `sample` event per prompt. `model` is in evaluation mode. Out of memory ends sampling, not the run."""
         if not self._rows:
             return
+        from finetune.data.call_syntax import Answer
         from finetune.data.tokens import Encoder
         from finetune.model.generate import greedy_answers
 
-        stops = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None).stops
+        encoder = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None)
         questions = [row["prompt_ids"] for row in self._rows]
         try:
             more = None
@@ -48,14 +49,18 @@ class Samples:
                 sources = [[source_of(value) for value in row.get("pictures", ())] for row in self._rows]
                 more = partial(self._tensors, rows=sources)
             answers = greedy_answers(
-                model, self._tokenizer, questions, stops=stops, max_new_tokens=_ANSWER_TOKENS, more_inputs=more
-            )
+                model, self._tokenizer, questions, stops=encoder.stops, max_new_tokens=_ANSWER_TOKENS,
+                with_special_tokens=encoder.template is not None, more_inputs=more,
+            )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._rows = []
             events.warn("no more sample answers: not enough memory to generate them")
             return
-        for row, answer in zip(self._rows, answers, strict=True):
-            pictures = tuple(picture["path"] for picture in row.get("pictures", ()))
-            events.emit(Sample(step=step, prompt=row["prompt"], expected=row["answer"], answer=answer, pictures=pictures))
+        for row, (text, is_cut) in zip(self._rows, answers, strict=True):
+            read = encoder.template.format.read(text, None, is_cut=is_cut) if encoder.template else Answer(text)
+            events.emit(Sample(
+                step=step, prompt=row["prompt"], expected=row["answer"], answer=read.text or read.thought,
+                pictures=tuple(picture["path"] for picture in row.get("pictures", ())),
+            ))  # fmt: skip

@@ -145,7 +145,10 @@ def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
 def facts_differ(sealed: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Facts of a checkpoint that differ `now`, one line each."""
     changed = {name: was for name, was in sealed.items() if name in now and was != now[name]}
-    return [_HASHED.get(name) or f"{name} was {was} and is now {now[name]}" for name, was in changed.items()]
+    return [
+        f"{_HASHED[name]}: {was[:12]}, now {now[name][:12]}" if name in _HASHED else f"{name} was {was} and is now {now[name]}"
+        for name, was in changed.items()
+    ]
 
 
 def _seal_of(manifest: dict[str, Any]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from finetune.card import cuda
 from finetune.events import Memory
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.system import replace
@@ -28,7 +28,7 @@ class MemoryHistory:
     disk is full.
     """
 
-    def __init__(self, run: RunDirectory, warn: Callable[[str], None], *, records: bool) -> None:
+    def __init__(self, run: RunDirectory, warn: Progress, *, records: bool) -> None:
         self._run, self._warn, self._records = run, warn, records
         self._peak_bytes = self._written_bytes = 0
 
@@ -69,7 +69,7 @@ class MemoryHistory:
             partial.unlink(missing_ok=True)
 
 
-def request_history(run: RunDirectory, deadline_s: float, progress: Callable[[str], None]) -> bool:
+def request_history(run: RunDirectory, deadline_s: float, progress: Progress) -> bool:
     """Ask a living run for its allocator's history, which it writes after its step; False when it has not by the deadline."""
     run.snapshot_request.touch()
     end = time.monotonic() + deadline_s

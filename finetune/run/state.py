@@ -47,7 +47,10 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
 
     `events`: the newest of each kind, from a caller that follows the events; read from the file if None.
     """
-    events = _last_events(run.events) if events is None else events
+    if events is None:
+        events = []
+        with contextlib.suppress(FileNotFoundError):  # the end of the file: long runs take no longer to read
+            events = EventReader(run.events, max(0, run.events.stat().st_size - _TAIL_BYTES)).new()
     last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
     state, message = (last.state, last.message) if last else ("starting", "")
     values: dict[str, Any] = {
@@ -112,10 +115,3 @@ def _ticks(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _last_events(path: Path) -> list[Event]:
-    """Events at the end of the file, so that long runs take no longer to read."""
-    with contextlib.suppress(FileNotFoundError):
-        return EventReader(path, max(0, path.stat().st_size - _TAIL_BYTES)).new()
-    return []

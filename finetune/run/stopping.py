@@ -27,8 +27,9 @@ def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
     with contextlib.suppress(OSError):  # a full disk: better two requests than none
         lock = take_lock(run.stop_lock, wait_s=1)
     try:
-        if _has_request(run):
-            return
+        with contextlib.suppress(OSError):  # no request yet
+            if run.stop_requests.stat().st_size > 0:
+                return
         request_stop(run, pid, number)
         if not WINDOWS:
             with contextlib.suppress(OSError), run.stop_requests.open("ab") as file:
@@ -36,13 +37,6 @@ def request_stop_once(run: RunDirectory, pid: int, number: int) -> None:
     finally:
         if lock is not None:
             lock.release()
-
-
-def _has_request(run: RunDirectory) -> bool:
-    try:
-        return run.stop_requests.stat().st_size > 0
-    except OSError:
-        return False
 
 
 def read_stop_requests(run: RunDirectory) -> list[int]:

@@ -1,4 +1,4 @@
-"""Update a run's settings when it is resumed: those that do not affect the result."""
+"""Update a run's settings when it is resumed: those that do not affect the result, and where its base model is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from finetune.errors import RecipeError
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_changes, recipe_from
 from finetune.run.directory import RunDirectory
+from finetune.run.fingerprint import find_base
 from finetune.run.retry import adjust
 from finetune.settings.schema import AUTO, Decides, decided_by
 
@@ -22,6 +23,7 @@ _WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
     """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError with every one that can't be."""
     changes = load_changes(overrides)
+    base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
     problems = []
     for name, value in changes.items():
@@ -33,8 +35,11 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
             problems.append(f"{name}=auto: the plan is made; give a value")
     if problems:
         raise RecipeError(problems, fix)
+    if base is not None:
+        find_base(run, str(base))
     settings = read_plan(run.plan).settings
     recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
     typed = {name: recipe.model_dump(mode="json")[name] for name in changes}
-    adjust(run, typed)
-    return typed
+    if typed:
+        adjust(run, typed)
+    return typed if base is None else {"model_name_or_path": base, **typed}

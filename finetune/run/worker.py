@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,7 @@ class Worker:
         if callback.spike:
             raise LossSpike(callback.spike, "")
         if callback.diverged:
-            raise Diverged(callback.diverged, self._after_divergence(trainer.model))
+            raise Diverged(callback.diverged, self._after_divergence(trainer.model, callback.collapsed_steps))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
             message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
@@ -135,18 +136,15 @@ class Worker:
         self.phase = "save"
         message = self._save_result(trainer, callback.stopped_early)
         if self.rank.is_local_rank_0:
-            self._check_forecast()
+            since_s = adjusted_since_s(self.run)
+            every = events.read_events(self.run.events)
+            steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
+            if check := compare_at_end(self.plan, steps):
+                self.events.emit(check)
+            with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
+                record_measurements(self.plan, steps, whole_run_s(every))
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
-
-    def _check_forecast(self) -> None:
-        since_s = adjusted_since_s(self.run)
-        every = events.read_events(self.run.events)
-        steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
-        if check := compare_at_end(self.plan, steps):
-            self.events.emit(check)
-        with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-            record_measurements(self.plan, steps, whole_run_s(every))
 
     def _build(self) -> tuple[Any, Any]:
         from datasets import load_from_disk
@@ -243,7 +241,8 @@ class Worker:
             resumed_from=checkpoint.path.name if checkpoint else None, step=checkpoint.step if checkpoint else 0,
             total_steps=self.plan.total_steps, eval_steps=eval_steps, exact=not approximate,
             approximate_because=tuple(approximate),
-            versions=versions(), trainable_parameters=sum(size for size, trains in sizes if trains),
+            versions={name: version(name) for name in _LIBRARIES},
+            trainable_parameters=sum(size for size, trains in sizes if trains),
             memory_is="process" if self.plan.card.is_cpu else "card",
         ))  # fmt: skip
         self.events.emit(events.State(state="running"))
@@ -296,16 +295,19 @@ class Worker:
         text = result_summary(result, self.run, trainer.state.max_steps)
         return f"{stopped_early}; {text}" if stopped_early else text
 
-    def _after_divergence(self, model: Any) -> str:
+    def _after_divergence(self, model: Any, collapsed_steps: int) -> str:
         if names := frozen_not_finite(model):
             return f"The base model has values that are not finite, in {', '.join(names[:3])}: download it again."
         good, _ = newest_verified(self.run.checkpoints)
         last = f"The last good checkpoint is {good.path.name}." if good else "There is no checkpoint yet."
         rate = self.plan.settings.learning_rate
-        return f"{last} Usual causes: the learning rate ({rate}; try learning_rate={rate / 4:.2g}), fp16, or broken rows."
+        overflows = self.plan.settings.dtype == "float16" and not collapsed_steps
+        float16 = "float16, which holds at most 65,504 (try dtype=float32); " if overflows else ""
+        return f"{last} Usual causes: {float16}the learning rate ({rate}; try learning_rate={rate / 4:.2g}), or broken rows."
 
 
 _PREDECESSOR_S = 10.0  # in which a killed attempt is gone
+_LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")
 
 
 def frozen_not_finite(model: Any) -> list[str]:
@@ -336,13 +338,6 @@ def approximations(plan: Plan, sealed: dict[str, Any]) -> list[str]:
     values = plan.settings.model_dump(mode="json")
     changed = [name for name in settings_that_decide(Decides.EXACTNESS) if name in sealed and name != "launch"]
     return reasons + facts_differ({name: sealed[name] for name in changed}, {name: values[name] for name in changed})
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that compute, for the start event."""
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets")}
 
 
 def main() -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from finetune.settings.schema import Recipe
 
+#: Width and height of each picture of a row, in pixels.
+Sizes = tuple[tuple[int, int], ...]
 _AUTO = "auto"
 #: Setting -> its only value that was checked with pictures, and why the others are refused.
 _ONLY: dict[str, tuple[Any, str]] = {

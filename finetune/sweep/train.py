@@ -13,6 +13,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import Trial, TrialState
 
 from finetune.errors import CommandError, DataError, DoesNotFit, FinetuneError, OutOfMemory
+from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -31,7 +32,7 @@ _STOP_DEADLINE_S = 600.0
 
 def create_sweep(
     recipe_of: Callable[[dict[str, Any]], Recipe], swept: dict[str, list[Any]], *, budget_s: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Sweep:  # fmt: skip
     """Plan the arms and write them. `recipe_of`: the recipe with an arm's values; no values: the plain one.
 

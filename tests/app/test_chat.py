@@ -63,7 +63,7 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_wrot
         {**question("a", "one?"), "models": ["tuned"]}, piece("a", "tuned", "It is "), piece("a", "tuned", "<b>late"),
     )  # fmt: skip
     [turn] = chats.turns(run)
-    assert (turn.partial, turn.answers) == ({"tuned": "It is <b>late"}, {})
+    assert (turn.partial["tuned"].text, turn.answers) == ("It is <b>late", {})
     assert "It is &lt;b&gt;late" in _conversation([turn]) and 'class="ft-turn base"' not in _conversation([turn])
     chats, run = chats_with(
         question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,

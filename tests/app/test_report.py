@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 
 from app.report import page
-from finetune.cli import main
 from finetune.run.directory import RunDirectory
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
@@ -94,12 +93,7 @@ def test_a_run_that_has_only_a_plan_is_reported_too(runs):
 
 
 @pytest.mark.slow
-def test_the_commands_write_it_and_say_what_is_wrong(runs, home, monkeypatch, capsys):
-    def finetune(*arguments):
-        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
-        code = main()
-        return code, " ".join("".join(capsys.readouterr()).split())
-
+def test_the_commands_write_it_and_say_what_is_wrong(runs, home, finetune):
     assert finetune("report", "one")[0] == 0 and (runs[0].path / "report.html").read_text().startswith("<!doctype html>")
     assert finetune("compare", "one", "two", "--output", "both.html")[0] == 0 and (home / "both.html").is_file()
     (home / "file").touch()

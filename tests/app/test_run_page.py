@@ -42,6 +42,15 @@ def test_a_diverged_run_says_why_at_which_step_and_offers_half_the_rate(follow):
     assert "New run with half the rate, 0.002" in card and "Resume from step 10" in card and "finetune" not in card
 
 
+def test_a_run_that_diverged_in_float16_is_offered_other_settings_before_a_lower_rate(follow, monkeypatch):
+    live = follow(*steps(1, 20), State(state="diverged", message="loss is nan at step 20. Usual causes: float16"))
+    plan = live.plan()
+    half = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"dtype": "float16"}))
+    monkeypatch.setattr(live, "plan", lambda: half)
+    card = failure(live, live.state())
+    assert "float16" in card and "New run with other settings" in card and "rate" not in card
+
+
 def test_out_of_memory_names_what_held_the_memory(follow):
     event = OutOfMemory(phase="train", message="x", asked_bytes=2 * GIB, holders={"activations of layer 12": 4 * GIB})
     live = follow(*steps(1, 4), event, State(state="failed", message="out of memory in phase train", exit_code=5))

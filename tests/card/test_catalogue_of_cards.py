@@ -89,6 +89,12 @@ def test_only_turing_and_volta_lack_bf16():
     assert all(catalogue()[name].capability < (8, 0) for name in without)
 
 
+def test_cards_without_bf16_have_their_fp32_rate():
+    """Tensor cores are 8 times as fast; a GeForce's with fp32 accumulation 4 times."""
+    ratios = {card.bf16_flops / card.fp32_flops for card in catalogue().values() if not card.supports_bf16}
+    assert {round(ratio) for ratio in ratios} == {4, 8}
+
+
 def test_free_memory_can_be_given_up_to_the_cards_total():
     assert find_card("rtx-4090", free_bytes=20 * GIB).free_bytes == 20 * GIB
     with pytest.raises(RecipeError, match="30.0 GiB free is not possible: rtx-4090 has 23.5 GiB"):

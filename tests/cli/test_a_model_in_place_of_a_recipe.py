@@ -20,6 +20,22 @@ def test_a_folder_with_only_a_config_is_a_model(tmp_path):
     assert recipe_of(str(tmp_path), []).model_name_or_path == str(tmp_path)
 
 
+@pytest.mark.parametrize("as_model", [True, False])
+def test_an_adapter_a_run_or_a_gguf_file_is_no_model_and_the_next_command_is_named(tmp_path, as_model):
+    adapter = tmp_path / "runs" / "x" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    (adapter.parent / "plan.json").write_text("{}")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\x00")
+    refused = [(adapter, "holds an adapter, not a model", f"finetune merge {adapter.parent}"),
+               (tmp_path / "x.gguf", "is a GGUF file, which can't be trained", "finetune export RUN --to gguf")]  # fmt: skip
+    refused += [(adapter.parent, "is a run, not a model", f"finetune merge {adapter.parent}")] if as_model else []
+    for path, problem, fix in refused:
+        with pytest.raises(RecipeError, match=f"{path.name} {problem}") as caught:
+            recipe_of(None if as_model else str(path), [], model=str(path) if as_model else None)
+        assert fix in caught.value.fix
+
+
 def test_model_and_data_replace_those_of_a_recipe_or_make_one():
     recipe = recipe_of("lora_r=8", ["max_length=512"], model="qwen3-4b", data="mine rows.jsonl")
     assert (recipe.model_name_or_path, recipe.dataset.path, recipe.lora_r) == ("qwen3-4b", "mine rows.jsonl", 8)
@@ -63,10 +79,7 @@ def test_a_plan_of_a_careless_name_names_the_hub_id_and_the_assumed_rows(monkeyp
 
 
 @pytest.mark.slow
-def test_a_7b_model_is_planned_for_a_4090_without_a_recipe_data_or_a_network(monkeypatch, capsys):
-    from finetune.cli import main
-
+def test_a_7b_model_is_planned_for_a_4090_without_a_recipe_data_or_a_network(monkeypatch, finetune):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("sys.argv", ["finetune", "plan", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "4090"])
-    assert main() == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("fits on rtx-4090: needs ")
+    code, shown = finetune("plan", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "4090")
+    assert code == 0 and shown.out.splitlines()[-1].startswith("fits on rtx-4090: needs ")

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from finetune.cli import main
 from finetune.recipe import load_recipe
 from finetune.run.prepare import create_run, prepare
 from finetune.run.seal import write_manifest
@@ -25,16 +24,15 @@ def run_path(tmp_path_factory):
 
 
 @pytest.fixture
-def answer(run_path, tmp_path, monkeypatch, capsys):
+def answer(run_path, tmp_path, monkeypatch, finetune):
     """answer(break_it, *command) -> exit code and the JSON that a command about a broken copy of the run printed."""
     monkeypatch.chdir(tmp_path)
 
     def ask(break_it, *command):
         shutil.copytree(run_path, tmp_path / "runs" / "broken")
         break_it(tmp_path / "runs" / "broken")
-        monkeypatch.setattr("sys.argv", ["finetune", *command, "broken", "--json"])
-        code = main()
-        return code, json.loads(capsys.readouterr().out)
+        code, shown = finetune(*command, "broken", "--json")
+        return code, json.loads(shown.out)
 
     return ask
 
@@ -56,11 +54,10 @@ def test_a_damaged_adapter(answer):
     assert code == 2 and "adapter can't be loaded" in error["problems"][0].replace("in runs/broken/", "")
 
 
-def test_events_that_are_no_file_do_not_hide_the_other_runs(run_path, tmp_path, monkeypatch, capsys):
+def test_events_that_are_no_file_do_not_hide_the_other_runs(run_path, tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         shutil.copytree(run_path, tmp_path / "runs" / name)
     (tmp_path / "runs/one/events.jsonl").mkdir()
-    monkeypatch.setattr("sys.argv", ["finetune", "runs", "--json"])
-    assert main() == 0
-    assert len(json.loads(capsys.readouterr().out)) == 2
+    code, shown = finetune("runs", "--json")
+    assert code == 0 and len(json.loads(shown.out)) == 2

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.text import Text
 
-from finetune.cli import main, render
+from finetune.cli import render
 from finetune.cli.output import print_json
 from finetune.cli.render import SafeConsole, print_error, show_progress, table
 from finetune.errors import CommandError
@@ -55,8 +55,7 @@ def test_json_has_no_such_character_and_the_same_values(capsys):
 
 
 @pytest.mark.parametrize("line", ['"\\e[2Jkey": 1', 'method: "\\e]0;x\\a"', 'method: "\\u202Edpo"'])
-def test_a_recipes_keys_and_values_are_escaped(tmp_path, monkeypatch, capsys, line):
+def test_a_recipes_keys_and_values_are_escaped(tmp_path, finetune, line):
     (tmp_path / "recipe.yaml").write_text(f"model_name_or_path: tiny\ndataset: support\n{line}\n")
-    monkeypatch.setattr("sys.argv", ["finetune", "plan", str(tmp_path / "recipe.yaml")])
-    assert main() == 2
-    assert not set(ACTING) & set(capsys.readouterr().err)
+    code, shown = finetune("plan", tmp_path / "recipe.yaml")
+    assert code == 2 and not set(ACTING) & set(shown.err)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.entry import main
 from finetune.errors import RecipeError
 from finetune.events import EventWriter, State
 from finetune.files import parse_checked, write_json
@@ -18,12 +17,6 @@ from finetune.run.directory import RunDirectory, open_run, remember, runs_from_h
 from finetune.run.rename_delete import delete_run, rename_run
 from finetune.run.state import process_record
 from finetune.run.update_settings import update_settings
-
-
-def finetune(capsys, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-    code = main()
-    return code, capsys.readouterr()
 
 
 def make_run_directory(path: Path) -> RunDirectory:
@@ -42,22 +35,22 @@ def planned(tmp_path, monkeypatch):
     return create_run(prepare(load_recipe("tiny-cpu", ["output_dir=elsewhere/mine"])))
 
 
-def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, capsys, monkeypatch, kept_run):
+def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetune):
     run = RunDirectory(kept_run(tmp_path))
     (run.path / "evaluations").mkdir()
     score = {"exact_match": 0.25, "loss": 1.5}
     values = {"rows": 8, "base": score, "tuned": score, "prompts": [], "references": [], "seconds": 1.0}
     (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps(values))
-    code, captured = finetune(capsys, monkeypatch, "runs", "show", str(run.path))
+    code, captured = finetune("runs", "show", str(run.path))
     assert code == 0 and "step 6 of 6" in captured.out and "lowest held-out loss" in captured.out
     assert "exact match" in captured.out and "0.2500" in captured.out and "lora_r: 1" in captured.out
-    code, captured = finetune(capsys, monkeypatch, "runs", "show", str(run.path), "--json")
+    code, captured = finetune("runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
 
 
-def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, capsys, monkeypatch, kept_run):
+def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, kept_run, finetune):
     run = kept_run(tmp_path)
-    stopped, paused = (finetune(capsys, monkeypatch, command, str(run)) for command in ("stop", "pause"))
+    stopped, paused = (finetune(command, str(run)) for command in ("stop", "pause"))
     assert stopped == paused and stopped[0] == 0 and "finished" in stopped[1].out
 
 
@@ -75,19 +68,19 @@ def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, capsys, m
         (["plan", "tiny-cpu", "--free", ""], "--free: "),
     ],
 )
-def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, capsys, monkeypatch, arguments, says):
+def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, monkeypatch, arguments, says, finetune):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     make_run_directory(tmp_path / "runs" / "a")
-    code, captured = finetune(capsys, monkeypatch, *arguments)
+    code, captured = finetune(*arguments)
     assert code == 2 and captured.err.startswith("This can't be done\n") and says in " ".join(captured.err.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 
-def test_a_run_named_twice_is_deleted_once(tmp_path, capsys, monkeypatch):
+def test_a_run_named_twice_is_deleted_once(tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
     run = make_run_directory(tmp_path / "runs" / "a")
-    code, captured = finetune(capsys, monkeypatch, "runs", "rm", "a", "runs/a", "--json")
+    code, captured = finetune("runs", "rm", "a", "runs/a", "--json")
     assert code == 0 and len(captured.out.splitlines()) == 1 and not run.path.exists()
 
 
@@ -148,21 +141,21 @@ def test_the_list_of_runs_fits_sixty_columns(tmp_path, monkeypatch, capsys):
     assert max(map(len, lines)) <= 60 and "state" in lines[0] and "loss" in lines[0]
 
 
-def test_convert_writes_a_recipe(tmp_path, monkeypatch, capsys):
+def test_convert_writes_a_recipe(tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
-    code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "recipe.yaml")
+    code, captured = finetune("convert", str(source), "-o", "recipe.yaml")
     assert code == 0 and "written" in captured.out and "LLaMA-Factory's default" in captured.err
     assert "lora_r: 8" in Path("recipe.yaml").read_text()
 
 
-def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(monkeypatch, capsys):
+def test_a_file_that_can_not_be_written_is_a_problem_of_the_disk(finetune):
     source = Path(__file__).parents[1] / "recipe" / "foreign" / "llama-factory.yaml"
-    code, captured = finetune(capsys, monkeypatch, "convert", str(source), "-o", "/sys/recipe.yaml")
+    code, captured = finetune("convert", str(source), "-o", "/sys/recipe.yaml")
     assert code == 7 and "/sys/" in captured.err and "Internal error" not in captured.err
 
 
-def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, capsys, monkeypatch, kept_run):
+def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, monkeypatch, kept_run, finetune):
     run = RunDirectory(kept_run(tmp_path))
     write_json(run.process, {"supervisor": process_record(os.getpid())})
     monkeypatch.setattr(Path, "touch", lambda path, **_: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -170,13 +163,13 @@ def test_finish_of_a_run_that_waits_or_can_not_be_written_says_so(tmp_path, caps
         writer = EventWriter(run.events)
         writer.emit(State(state=state, message="1 ahead"))
         writer.close()
-        refused, captured = finetune(capsys, monkeypatch, "finish", str(run.path))
+        refused, captured = finetune("finish", str(run.path))
         assert refused == code and reason in " ".join(captured.err.split())
 
 
-def test_export_names_all_that_is_missing_at_once(tmp_path, capsys, monkeypatch, kept_run):
+def test_export_names_all_that_is_missing_at_once(tmp_path, monkeypatch, kept_run, finetune):
     monkeypatch.setattr("finetune.export.parity.find_spec", lambda name: None)
-    code, captured = finetune(capsys, monkeypatch, "export", str(kept_run(tmp_path)))
+    code, captured = finetune("export", str(kept_run(tmp_path)))
     assert code == 2 and "converter is missing" in captured.err and "llama-cpp-python" in captured.err
 
 
@@ -189,34 +182,32 @@ def test_a_note_on_held_out_rows_says_so():
     assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))
 
 
-def test_an_empty_gpu_and_a_file_that_is_not_there_are_named(tmp_path, capsys, monkeypatch, kept_run):
+def test_a_file_of_rows_that_is_not_there_brings_up_its_neighbour(tmp_path, monkeypatch, kept_run, finetune):
     run = str(kept_run(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "orders.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    code, captured = finetune(capsys, monkeypatch, "plan", "tiny-cpu", "--gpu", "")
-    assert code == 2 and "gpu is ''" in captured.err
-    code, captured = finetune(capsys, monkeypatch, "eval", run, "--data", "order.jsonl")
+    code, captured = finetune("eval", run, "--data", "order.jsonl")
     assert code == 4 and "order.jsonl: there is no such file" in captured.err and "Did you mean orders.jsonl?" in captured.err
 
 
-def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, capsys, monkeypatch, kept_run):
+def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypatch, kept_run, finetune):
     from finetune.evaluate import score
     from finetune.evaluate.results import Comparison, Score
 
-    scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4])
+    scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4], thoughts=[""])
     result = Comparison(1, scores, scores, ["p"], ['{"n": 1}'], 1.0, data="orders.jsonl", trained_rows=1)
     monkeypatch.setattr(score, "compare", lambda *_, **__: result)
-    code, captured = finetune(capsys, monkeypatch, "eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
+    code, captured = finetune("eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
     printed = " ".join(captured.out.split())
     assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
     assert "the expected answers are JSON; to score them field by field: --score json" in printed
 
 
-def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, capsys, monkeypatch, kept_run):
+def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, kept_run, finetune):
     run = kept_run(tmp_path)
-    printed = finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
+    printed = finetune("serve", str(run), "--commands")[1].out
     assert "vllm serve" in printed and "--lora-modules" in printed and "llama-server" not in printed
     gguf = run / "gguf-f16" / f"{run.name}-f16.gguf"
     gguf.parent.mkdir()
     gguf.touch()
-    assert f"llama-server --model {gguf}" in finetune(capsys, monkeypatch, "serve", str(run), "--commands")[1].out
+    assert f"llama-server --model {gguf}" in finetune("serve", str(run), "--commands")[1].out

@@ -2,14 +2,12 @@
 
 import json
 from importlib import import_module
-from inspect import signature
+from inspect import getclosurevars, signature
 
 import pytest
 import typer
 
-from finetune.cli.app import COMMANDS as TABLE
 from finetune.cli.app import cli
-from finetune.cli.entry import main
 
 COMMANDS = {name: command for name, command in typer.main.get_command(cli).commands.items() if not command.hidden}
 #: Arguments and options of these names have the same flags in each command that has them.
@@ -36,11 +34,13 @@ def test_each_command_that_reads_a_recipe_takes_a_model_and_data():
     assert all({"model", "data"} <= {option.name for option in COMMANDS[name].params} for name in readers)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_each_function_takes_the_options_of_its_command(row):
-    module, name = row.function.split(".")
+@pytest.mark.parametrize("command", cli.registered_commands, ids=lambda command: command.name)
+def test_each_function_takes_the_options_of_its_command(command):
+    module, name = getclosurevars(command.callback).nonlocals["function"].split(".")
     function = getattr(import_module(f"finetune.cli.{module}"), name)
-    signature(function).bind(**dict.fromkeys([parameter.name for parameter in row.parameters] + ["alone"] * row.alone))
+    options, taken = signature(command.callback).parameters.keys() - {"context"}, signature(function)
+    options -= {"base_folder"} - taken.parameters.keys()  # used before the function is called
+    taken.bind(**dict.fromkeys([*options, *({"alone"} & taken.parameters.keys())]))
 
 
 def test_every_option_is_explained_and_runs_are_named_alike():
@@ -49,20 +49,18 @@ def test_every_option_is_explained_and_runs_are_named_alike():
     assert all("latest" in option.help for option in options if option.metavar == "RUN")
 
 
-def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, capsys):
+def test_convert_and_doctor_take_a_model_and_data(tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lora.yaml").write_text("base_model: a/b\nadapter: lora\ndatasets:\n  - {path: x.jsonl, type: alpaca}\n")
-    monkeypatch.setattr("sys.argv", ["finetune", "convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json"])
-    assert main() == 0
-    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    code, shown = finetune("convert", "lora.yaml", "--model", "c/d", "--data", "y.jsonl", "--json")
+    assert code == 0
+    recipe = json.loads(shown.out)["recipe"]
     assert "c/d" in recipe and "y.jsonl" in recipe and "a/b" not in recipe
 
 
-def test_help_lists_each_command_in_its_group_on_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["finetune", "--help"])
+def test_help_lists_each_command_in_its_group_on_one_line(monkeypatch, finetune):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main() == 0
-    boxes = capsys.readouterr().out.split("╭─")[2:]
+    boxes = finetune("--help")[1].out.split("╭─")[2:]
     assert [" ".join(line.split()[1] for line in box.splitlines() if line.startswith("│")) for box in boxes] == [
         "run plan data sweep recipes convert ui", "runs watch pause finish resume compare",
         "eval chat merge export push report serve", "doctor cache",

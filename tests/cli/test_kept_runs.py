@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from app.live import LiveRun
-from finetune.cli import main
 from finetune.planner.plan import read_plan
 from finetune.run.directory import list_runs, open_run
 from finetune.run.state import read_state
@@ -20,14 +19,12 @@ def both(home, kept_run):
 
 
 @pytest.fixture
-def answer(monkeypatch, capsys):
+def answer(finetune):
     """answer(*command) -> exit code and the values of each line that it printed."""
 
     def ask(*command):
-        monkeypatch.setattr("sys.argv", ["finetune", *command, "--json"])
-        code = main()
-        printed = capsys.readouterr().out
-        return code, [json.loads(line) for line in printed.splitlines()]
+        code, shown = finetune(*command, "--json")
+        return code, [json.loads(line) for line in shown.out.splitlines()]
 
     return ask
 

@@ -65,11 +65,6 @@ def test_chat_answers_differently_from_the_base(finished_run, finetune_again):
     assert set(json.loads(tuned)) == {"queue", "priority", "product"} and tuned != base
 
 
-def test_runs_lists_path_and_state(finished_run, finetune_again):
-    (row,) = json.loads(finetune_again("runs", "--json"))
-    assert row["path"] == finished_run[1][-1]["run"] and row["state"] == "finished"
-
-
 def test_a_finished_run_is_not_resumed(finished_run, finetune_again):
     finetune_again("resume", "latest", code=2)
 

@@ -7,7 +7,6 @@ import pytest
 from rich.text import Text
 
 from finetune.card import find_card
-from finetune.cli import main
 from finetune.cli.data import show_data
 from finetune.cli.plan import last_line, show_plan
 from finetune.cli.run import pause_run
@@ -108,17 +107,15 @@ def test_data_that_a_run_would_refuse_ends_with_the_runs_exit_code(rows, overrid
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--model", "--data"])
-def test_an_option_without_a_value_is_refused(option, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["finetune", "plan", "tiny-cpu", option, ""])
-    assert main() == 2
-    assert "The recipe needs a change" in capsys.readouterr().err
+def test_an_option_without_a_value_is_refused(option, finetune):
+    code, shown = finetune("plan", "tiny-cpu", option, "")
+    assert code == 2 and "The recipe needs a change" in shown.err
 
 
-def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, monkeypatch, capsys):
+def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, finetune):
     (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{GOOD}\n")
-    monkeypatch.setattr("sys.argv", ["finetune", "data", "--model", "tiny", "--data", str(tmp_path / "rows.jsonl"), "--json"])
-    assert main() == 0
-    assert json.loads(capsys.readouterr().out)["rows_used"] == 2
+    code, shown = finetune("data", "--model", "tiny", "--data", tmp_path / "rows.jsonl", "--json")
+    assert code == 0 and json.loads(shown.out)["rows_used"] == 2
 
 
 @pytest.mark.parametrize(
@@ -132,7 +129,6 @@ def test_data_takes_rows_and_a_model_as_plan_does(tmp_path, monkeypatch, capsys)
         (["run", "tiny-cpu", "attn_implementation=flash_attention_2", "dtype=bfloat16"], "This machine lacks something"),
     ],
 )
-def test_the_title_of_an_error_names_what_is_wrong(arguments, title, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["finetune", *arguments])
-    assert main() == 2
-    assert title in capsys.readouterr().err.splitlines()
+def test_the_title_of_an_error_names_what_is_wrong(arguments, title, finetune):
+    code, shown = finetune(*arguments)
+    assert code == 2 and title in shown.err.splitlines()

@@ -73,6 +73,19 @@ def test_vllm_gets_base_adapter_template_and_a_rank_that_it_accepts(run):
     assert options["--host"] == "127.0.0.1" and options["--port"] == "8123" and options["--chat-template"].endswith(".jinja")
 
 
+def test_a_model_taught_without_thoughts_is_not_asked_to_think(run):
+    thinking = '{"enable_thinking": false}'
+    (run.adapter / "chat_template.jinja").write_text("{{ messages }}{% if enable_thinking %}<think>{% endif %}")
+    write_manifest(run.adapter, {})
+    write_gguf(run)
+    run.data.mkdir()
+    for rows, is_said in ((9, False), (10, True)):  # one row of ten has a thought; none has
+        write_json(run.data / "report.json", {"rows_used": 10, "findings": [{"kind": "unthinking", "rows": rows}]})
+        llama, vllm = server_commands(run, 8000)[0]
+        assert ("--chat-template-kwargs" in llama) == ("--default-chat-template-kwargs" in vllm) == is_said
+        assert (llama.count(thinking), vllm.count(thinking)) == (is_said, is_said)
+
+
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"trainable_token_indices": [1]}, {"r": 513}])
 def test_an_adapter_that_vllm_can_not_read_is_merged_first(run, config):
     seal_adapter(run, **config)

@@ -1,6 +1,7 @@
 """What an error says to type is typed, on the file that caused it: the rows are then read, and as they are meant."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,30 +17,25 @@ FILES = {
     "text and output": ({"text": "Send shelf {n}.", "output": ORDER}, ORDER),
     "text and summary": ({"text": "Shelf {n} is here.", "summary": "A shelf {n}."}, "A shelf {n}."),
     "text and sentiment": ({"text": "Shelf {n} is here.", "sentiment": "good {n}"}, "good {n}"),
-    "content and summary": ({"content": "Shelf {n} is here.", "summary": "A shelf {n}."}, "A shelf {n}."),
     "dialogue and summary": ({"dialogue": "A: Is it shelf {n}?", "summary": "A shelf {n}."}, "A shelf {n}."),
     "input and output": ({"input": "Shelf {n}?", "output": "Yes {n}."}, "Yes {n}."),
-    "problem and solution": ({"problem": "Shelf {n}?", "solution": "Yes {n}."}, "Yes {n}."),
-    "request and response": ({"request": "Shelf {n}?", "response": "Yes {n}."}, "Yes {n}."),
     "user and assistant": ({"user": "Shelf {n}?", "assistant": "Yes {n}."}, "Yes {n}."),
-    "source and target": ({"source": "Shelf {n}?", "target": "Yes {n}."}, "Yes {n}."),
-    "instruction and answer": ({"instruction": "Shelf {n}?", "answer": "Yes {n}."}, "Yes {n}."),
     "prompt and output": ({"prompt": "Shelf {n}?", "output": "Yes {n}."}, "Yes {n}."),
-    "article and highlights": ({"article": "Shelf {n}.", "highlights": "A shelf {n}."}, "A shelf {n}."),
     "in capitals": ({"Question": "Shelf {n}?", "Answer": "Yes {n}."}, "Yes {n}."),
     "with spaces": ({" Instruction ": "Shelf {n}?", "Output ": "Yes {n}."}, "Yes {n}."),
     "any two names": ({"frage 1": "Shelf {n}?", "yes: or no": "Yes {n}."}, "Yes {n}."),
     "a passage": ({"question": "Where?", "answer": "Here {n}.", "passage": "Shelf {n} is here."}, "Here {n}."),
     "a context": ({"query": "Where?", "response": "Here {n}.", "context": "Shelf {n} is here."}, "Here {n}."),
     "chosen and rejected": ({"prompt": "Shelf {n}?", "chosen": "Yes {n}.", "rejected": "No.", "margin": "{n}.5"}, "Yes {n}."),
+    "a conversation and two answers": (
+        {"conversations": [{"from": "human", "value": "Shelf {n}?"}], "chosen": {"from": "gpt", "value": "Yes {n}."},
+         "rejected": {"from": "gpt", "value": "No."}}, "Yes {n}.",
+    ),
     "two dialogues": ({"chosen": "\n\nHuman: Shelf {n}?\n\nAssistant: Yes.", "rejected": "\n\nHuman: Shelf?"}, None),
     "a conversation of pairs": (
         {"system": "Be brief {n}.", "conversation": [{"human": "Shelf {n}?", "assistant": "Yes {n}."}]}, "Yes {n}.",
     ),
     "turns under another name": ({"dialog": [{"role": "user", "content": "{n}?"}, {"role": "bot", "content": "{n}."}]}, "{n}."),
-    "two sentences": (
-        {"sentence1": "Is it shelf {n}?", "sentence2": "It is shelf {n}.", "label": "yes {n}", "source": "web"}, "yes {n}",
-    ),
     "a system prompt": (
         {"system_message": "Be number {n}.", "messages": [
             {"role": "user", "content": "{n}?"}, {"role": "assistant", "content": "{n}."}]}, "{n}.",
@@ -67,6 +63,79 @@ def test_each_suggestion_reads_the_file_that_caused_it(write, name):
     assert first.reference() == (answer and answer.format(n=3))
     whole = f"{first.question()}{first.text or ''}{first.reference()}"
     assert "3" in whole and not any("suggest" in str(text) for text in first.texts())
+
+
+#: Letter -> the value of a column: question, context, reasoning, answer, score, and a text that must not be in the prompt.
+VALUES = {
+    "Q": "Is it Q{n}?",
+    "C": "As C{n} says.",
+    "R": "I think R{n}.",
+    "A": "It is A{n}.",
+    "S": "{n}.25",
+    "X": "X{n} is here.",
+}
+COLUMNS = """
+Question:Q Complex_CoT:R Response:A | Question:Q Context:C Complex_CoT:R Response:A | Problem:Q Thought:R Solution:A Score:S
+prompt:Q reasoning:R completion:A | prompt:Q completion:A chain_of_thought:R | input:Q reasoning_content:R content:A score:S
+text:Q reasoning:R answer:A | user:Q my_reasoning:R assistant:A | question:Q answer:A thinking:R cot:R | text:A prompt:Q
+question:Q answer:A model_thoughts:R | question:Q answer:A gold_solution:X | question:Q answer:A score:S | output:A thing:Q
+Question:Q Answer:A Rating:S | question:Q answer:A votes:S | question:Q answer:A kommentar:X | Question:Q Answer:A Explanation:X
+problem:Q solution:X answer:A | answer_text:A label:S | rationale:R answer:A | reasoning_text:R answer:A
+Question:Q chosen:A rejected:X | question_text:Q chosen:A rejected:X | instruction:Q input:C output:A context:X
+system_prompt:C user_message:Q assistant_reply:A | source:S sentence:Q label:A
+"""
+
+
+@pytest.mark.parametrize("columns", re.split(r" \| |\n", COLUMNS.strip()))
+def test_followed_advice_puts_no_reasoning_answer_or_score_into_the_prompt(write, columns):
+    letters = dict(column.split(":") for column in columns.split())
+    path = write("rows.jsonl", [{name: VALUES[letters[name]].format(n=n) for name in letters} for n in range(12)])
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path).dataset)
+    thoughts = ""
+    for settings in advised(error.value.fix):
+        rows = read_examples(recipe(path, **settings).dataset).train
+        assert (len(rows.examples), rows.refused) == (12, [])
+        example = rows.examples[3]
+        prompt, answer = str(example.question()), str(example.reference())
+        thought = example.messages[-1].get("reasoning_content", "") if example.messages else ""
+        assert not any(mark in prompt for mark in ("R3", "A3", "3.25", "X3"))
+        assert not prompt or ("Q3" in prompt and "A3" in answer)
+        assert "Q3" not in thought + answer and "R3" not in answer
+        thoughts += thought
+    assert ("R3" in thoughts) == {"R", "Q"}.issubset(letters.values())
+
+
+TRANSCRIPTS = {
+    "glaive": "USER: Hi, book it\n\n\nASSISTANT: For how many? <|endoftext|>\n\n\nUSER: Two\n\n\nASSISTANT: Done.",
+    "vicuna": "A chat between a curious user and an assistant. USER: Hi ASSISTANT: Hello.</s>USER: Bye ASSISTANT: Bye.</s>",
+    "anthropic": "\n\nHuman: Hi\n\nAssistant: Hello.", "guanaco": "### Human: Hi### Assistant: Hello.",
+    "ChatML": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>", "bold": "**User**: Hi\n**AI**: Hello.",
+    "Llama 2": "<s>[INST] Hi [/INST] Hello.", "Gemma": "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TRANSCRIPTS.values(), ids=TRANSCRIPTS)
+@pytest.mark.parametrize("columns", ["chat", "system chat", "persona chat", "instruction output", "conversations"])
+def test_a_conversation_in_one_text_is_called_a_transcript_and_never_advised(write, columns, text):
+    *others, last = columns.split()
+    path = write("rows.jsonl", [dict.fromkeys(others, f"Be brief, {n}.") | {last: text} for n in range(4)])
+    with pytest.raises(DataError, match=f"'{last}' is a transcript") as error:
+        read_examples(recipe(path).dataset)
+    assert advised(error.value.fix) == []
+    for name in others:
+        with pytest.raises(DataError, match=f"'{last}' is a transcript"):
+            read_examples(recipe(path, columns={"instruction": name, "output": last}).dataset)
+
+
+def test_a_dialogue_to_summarise_and_one_answer_with_a_dialogue_are_no_transcripts(write):
+    dialogue = TRANSCRIPTS["anthropic"]
+    path = write("rows.jsonl", [{"dialogue": dialogue, "summary": "They met."}])
+    with pytest.raises(DataError) as error:
+        read_examples(recipe(path).dataset)
+    assert advised(error.value.fix) == [{"columns": {"instruction": "dialogue", "output": "summary"}}]
+    path = write("rows.jsonl", [{"instruction": "Write.", "output": answer} for answer in (dialogue, "Hello.", "Bye.")])
+    assert len(read_examples(recipe(path).dataset).train.examples) == 3
 
 
 @pytest.mark.parametrize("answer", [{"name": "Bob", "items": [1, 2]}, 7, 2.5, True, ["a", "b"]])
@@ -111,21 +180,9 @@ def test_the_command_for_labelled_answers_keeps_the_good_ones(write, tmp_path, n
     assert [example.prompt for example in examples] == ["Shelf 1?", "Shelf 3?", "Shelf 5?"]
 
 
-@pytest.mark.parametrize("split", ["validation", "dev", "test"])
-def test_the_setting_for_a_column_of_splits_holds_those_rows_out(write, split):
-    path = write(
-        "rows.jsonl", [{"prompt": f"{n}?", "completion": "Yes.", "split": "train" if n < 5 else split} for n in range(8)]
-    )
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    rows = read_examples(recipe(path, **advised(error.value.fix)[0]).dataset)
-    assert (len(rows.train.examples), len(rows.eval.examples)) == (5, 3)
-
-
 def test_advice_leaves_out_no_second_text(write):
-    path = write(
-        "rows.jsonl", [{"sentence1": f"Is it {n}?", "sentence2": f"It is {n + 1}.", "label": n % 2} for n in range(12)]
-    )
+    rows = [{"sentence1": f"Is it {n}?", "sentence2": f"It is {n + 1}.", "label": n % 2, "source": "web"} for n in range(12)]
+    path = write("rows.jsonl", rows)
     with pytest.raises(DataError) as error:
         read_examples(recipe(path).dataset)
     first = read_examples(recipe(path, **advised(error.value.fix)[0]).dataset).train.examples[3]

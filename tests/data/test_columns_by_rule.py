@@ -72,6 +72,7 @@ def test_rows_of_public_datasets_are_read_without_a_question(write, name):
     rows = [PUBLIC[name](n) for n in range(20)]
     split = read_examples(recipe(write("rows.jsonl", rows)).dataset).train
     assert (len(split.examples), split.refused) == (20, [])
+    assert "7" in (split.examples[7].text or split.examples[7].reference())
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -95,8 +96,6 @@ def test_what_may_matter_in_public_datasets_is_one_question_with_its_answer(writ
         ("date", ["It was on a Monday.", "It was later."]),
         ("url", [True, False]),
         ("answer_id", [1, 2]),
-        ("correct_index", [1, 2]),
-        ("reviewed", [None, "no"]),
         ("kommentar", ["nicht gut", "sehr gut"]),
     ],
 )
@@ -145,10 +144,3 @@ def test_texts_that_begin_like_json_stay_texts(write):
     rows = [{"prompt": "[INST] Hi [/INST]", "completion": "{x}"}, {"prompt": '[{"a": 1}]', "completion": '{"b": true}'}]
     split = read_examples(recipe(write("rows.jsonl", rows)).dataset).train
     assert [(example.prompt, example.completion) for example in split.examples] == [tuple(row.values()) for row in rows]
-
-
-def test_a_weight_of_the_loss_is_honoured(write):
-    row = {"messages": [*turns(1), *turns(2)]}
-    row["messages"][1]["loss_weight"], row["messages"][3]["loss_weight"] = 0.0, 1.0
-    [example] = read_examples(recipe(write("rows.jsonl", [row])).dataset).train.examples
-    assert example.answers == (3,)

@@ -1,5 +1,6 @@
 """Every accepted form of rows is recognised by its columns and becomes the same example."""
 
+import gzip
 import json
 
 import pyarrow as pa
@@ -32,7 +33,11 @@ def only(split):
         ({"conversations": list(MESSAGES)}, "sharegpt"),
         ({"messages": json.dumps(MESSAGES)}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
-        ({"instruction": "Where is my tea?", "input": "", "output": "On its way."}, "alpaca"),
+        ({"messages": [{**MESSAGES[0], "content": [{"text": "Where is my tea?"}]}, MESSAGES[1]]}, "messages"),
+        ({"messages": [{**MESSAGES[0], "content": {"type": "text", "text": "Where is my tea?"}}, MESSAGES[1]]}, "messages"),
+        ({"prompt_id": "a1", "messages": list(MESSAGES), "source": "web"}, "messages"),
+        ({"instruction": "Where is my tea?", "input": "", "output": "On its way.", "lang": "fr", "url": "x"}, "alpaca"),
+        ({"instruction": "Where is my tea?", "context": "", "response": "On its way.", "category": "qa"}, "alpaca"),
         ({"instruction": "Where is my tea?", "input": None, "output": "On its way."}, "alpaca"),
         ({"instruction": "Where is my tea?", "output": "On its way.", "text": "Where is my tea? On its way."}, "alpaca"),
         ({"prompt": [MESSAGES[0]], "completion": [MESSAGES[1]]}, "prompt_completion"),
@@ -51,6 +56,33 @@ def test_alpaca_input_system_and_history_are_all_used(write):
     assert example.answers == (4,)
 
 
+@pytest.mark.parametrize(
+    "columns", ["instruction,reasoning,output", "prompt,Complex_CoT,response", "query,chain-of-thought,answer"]
+)
+def test_question_reasoning_and_answer_in_columns_become_an_answer_with_reasoning(write, columns):
+    question, reasoning, answer = columns.split(",")
+    split = examples_of(
+        write("rows.jsonl", [{question: "1?", reasoning: "It is 1.", answer: "1."}, {question: "0?", answer: "0."}])
+    )
+    assert (split.format, split.unused_columns) == ("alpaca", ())
+    thinking, plain = (example.messages[1] for example in split.examples)
+    assert thinking == {"role": "assistant", "content": "1.", "reasoning_content": "It is 1."}
+    assert plain == {"role": "assistant", "content": "0."}
+
+
+def test_reasoning_that_the_answer_repeats_is_not_taught_twice(write):
+    answer = "<think>\nTwo and two.\n</think>\n\n4"
+    rows = [{"question": "2+2?", "reasoning": text, "answer": answer} for text in ("Two and two.", "Four.")]
+    split = examples_of(write("rows.jsonl", rows))
+    assert only(split).messages[1] == {"role": "assistant", "content": answer}
+    assert split.refused[0].reason == "differs from the reasoning in the answer, before </think>"
+
+
+def test_a_system_prompt_as_bedrock_writes_it_is_read(write):
+    row = {"schemaVersion": "bedrock-conversation-2024", "system": [{"text": "Be brief."}], "messages": list(MESSAGES)}
+    assert only(examples_of(write("rows.jsonl", [row]))).messages == ({"role": "system", "content": "Be brief."}, *MESSAGES)
+
+
 def test_sharegpt_system_column_opens_the_conversation(write):
     row = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     assert only(examples_of(write("rows.jsonl", [row]))).messages[0] == {"role": "system", "content": "Be brief."}
@@ -64,10 +96,7 @@ def test_prompt_and_completion_and_text_stay_plain(write):
     assert only(examples_of(write("b.jsonl", [{"text": "Just text."}]))).content() == {"text": "Just text."}
 
 
-def test_assistant_turns_with_weight_0_and_turns_of_the_prompt_are_not_trained(write):
-    row = talk("a", "b", "c", "d")
-    row["messages"][1]["weight"] = 0
-    assert only(examples_of(write("a.jsonl", [row]))).answers == (3,)
+def test_turns_of_the_prompt_are_not_trained(write):
     turns = talk("a", "b", "c", "d")["messages"]
     assert only(examples_of(write("b.jsonl", [{"prompt": turns[:3], "completion": turns[3:]}]))).answers == (3,)
 
@@ -189,8 +218,6 @@ def test_max_rows_reads_only_the_first_rows_over_all_files(write):
 
 
 def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_examples(write, tmp_path):
-    import gzip
-
     rows = [{"prompt": f"Frage {n}", "completion": f"ü {n}"} for n in range(4)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     table = "prompt\tcompletion\n" + "".join("\t".join(row.values()) + "\n" for row in rows)
@@ -203,16 +230,21 @@ def test_folders_patterns_compressed_files_and_other_extensions_give_the_same_ex
     )
     paths = [str(tmp_path / "folder"), str(tmp_path / "folder" / "*.jsonl"), write("c.ndjson", lines), write("d.tsv", table)]
     paths += [write("e.jsonl.gz", gzip.compress(lines.encode())), write("f.json.gz", gzip.compress(json.dumps(rows).encode()))]
-    paths += [write("g.csv.gz", gzip.compress(table.encode()))]
+    paths += [write("g.csv.gz", gzip.compress(table.encode())), write("données é.jsonl", lines), str(tmp_path / "link.tsv")]
+    (tmp_path / "link.tsv").symlink_to(tmp_path / "d.tsv")
     for path in paths:
         assert [example.content() for example in examples_of(path).examples] == rows, path
     text = examples_of(write("h.txt", "One line.\n\nAnother.\n"))
     assert [(example.row, example.text) for example in text.examples] == [(1, "One line."), (3, "Another.")]
 
 
-def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write):
-    import pyarrow as pa
+def test_words_of_a_csv_are_text(write):
+    cells = ["nan", "NaN", "NA", "None", "null", "True", "01067", "1.50"]
+    rows = examples_of(write("rows.csv", "instruction,output\n" + "".join(f"Say it,{cell}\n" for cell in cells)))
+    assert [example.reference() for example in rows.examples] == cells
 
+
+def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write):
     def compressed(text):
         return pa.Codec("zstd").compress(text.encode(), asbytes=True)
 
@@ -227,10 +259,7 @@ def test_zstd_is_read_and_refused_by_name_when_it_is_cut_damaged_or_a_bomb(write
         examples_of(write("bomb.jsonl.zst", compressed('{"text": "a"}\n{"text": "' + "a" * 40 * 2**20)))
 
 
-def test_splits_in_one_file_and_damaged_gzip_are_refused_by_name(write):
-    rows = [{"prompt": "a", "completion": "b"}]
-    with pytest.raises(DataError, match="has the splits train, test in one file"):
-        examples_of(write("a.json", json.dumps({"train": rows, "test": rows})))
+def test_damaged_gzip_and_a_pattern_of_nothing_are_refused_by_name(write):
     with pytest.raises(DataError, match="can't be read"):
         examples_of(write("b.jsonl.gz", b"\x1f\x8b not gzip"))
     with pytest.raises(DataError, match="there is no such file"):

@@ -19,20 +19,12 @@ def test_the_report_counts_rows_tokens_and_their_shares(write, tokenizer):
     report = prepared.report
     lengths = [len(row) for row in prepared.train["input_ids"]]
     trained = [sum(label != -100 for label in row) for row in prepared.train["labels"]]
-    assert prepared.lengths == lengths
+    assert prepared.lengths == lengths and prepared.train.column_names == ["input_ids", "labels"]
     assert (report.rows_read, report.rows_used, report.sequences) == (3, 3, 3)
     assert (report.total_tokens, report.trained_tokens) == (sum(lengths), sum(trained))
     assert report.as_json()["trained_token_share"] == sum(trained) / sum(lengths)
     assert report.lengths == {"p50": sorted(lengths)[1], "p95": max(lengths), "p99": max(lengths), "max": max(lengths)}
     assert json.loads(json.dumps(report.as_json()))["format"] == "messages"
-
-
-def test_labels_are_the_ids_where_trained_and_minus_100_elsewhere(write, tokenizer):
-    train = prepare(recipe(write("rows.jsonl", rows_of(1, 5))), tokenizer, max_length=None).train
-    assert train.column_names == ["input_ids", "labels"]
-    for row in train:
-        assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
-        assert row["labels"][0] == -100
 
 
 def test_long_rows_stop_everything_by_default_and_are_listed_with_their_tokens(write, tokenizer):
@@ -90,7 +82,8 @@ def test_no_row_ever_goes_missing_from_the_account(write, tokenizer, kinds, exce
     assert prepared.report.rows_read == len(kinds)
     assert max([0, *(length for split in prepared.splits for length in split.lengths)]) <= 40
     for row in prepared.train:
-        assert any(label != -100 for label in row["labels"])
+        trained = [label == token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+        assert trained and all(trained) and row["labels"][0] == -100
 
 
 def test_duplicates_and_held_out_rows_that_are_also_trained_on_are_counted(write, tokenizer):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
+from small_data import CHATML, CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
 from finetune.data.report import Refused, refusal_lines
 from finetune.data.tokenizer import load_tokenizer
@@ -40,9 +40,12 @@ def test_a_finding_names_its_rows_and_what_to_do(write, row, kind):
     assert finding.first[0].endswith("rows.jsonl, row 31") and finding.fix
 
 
-def test_a_system_turn_at_the_end_that_the_template_drops_is_reported(write):
-    first_only = CHATML_MARKED.replace("for message in messages", "for message in messages if message['role'] != 'system'")
-    rows = [{"messages": [*row["messages"], {"role": "system", "content": "Be terse."}]} for row in CLEAN]
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_a_system_turn_at_an_end_that_the_template_drops_is_reported(write, template):
+    first_only = template.replace("for message in messages", "for message in messages if message['role'] != 'system'")
+    turn = {"role": "system", "content": "Be terse."}
+    turns = [[turn, *row["messages"]] if template == CHATML else [*row["messages"], turn] for row in CLEAN]
+    rows = [{"messages": messages} for messages in turns]
     [finding] = prepare(recipe(write("rows.jsonl", rows)), build_tokenizer(first_only), max_length=None).report.findings
     assert (finding.kind, finding.rows) == ("altered", 30)
 

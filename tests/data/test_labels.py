@@ -51,9 +51,7 @@ def test_labels_stay_with_their_rows_through_shards_truncation_and_holding_out(w
     [
         ({"messages": HELLO, "label": "good"}, "is text, not true or false"),
         ({"messages": HELLO, "label": 2}, "is the number 2, not true or false"),
-        ({"messages": HELLO, "label": ""}, "is empty"),
         ({"messages": HELLO, "label": None}, "not true or false"),
-        ({"messages": HELLO, "label": [True]}, "not true or false"),
         ({"label": True, "text": "Hi"}, "has no answer: the columns are prompt and completion"),
         ({"messages": HELLO[:1], "label": True}, "no assistant turn"),
     ],
@@ -101,7 +99,6 @@ def test_an_answer_that_is_good_and_bad_is_a_contradiction(write, tokenizer):
     ("row", "method"),
     [
         (SHAPES["trl"], "kto"),
-        ({"messages": HELLO, "kto_tag": False}, "kto"),
         ({"text": "Nice", "label": 1}, "sft"),
         ({"prompt": "Nice?", "completion": "Yes", "label": 2}, "sft"),
         ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, "dpo"),

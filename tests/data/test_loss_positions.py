@@ -63,16 +63,10 @@ def test_markers_agree_with_transformers_own_mask_but_for_the_end_token():
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
-def test_an_answer_that_ends_in_a_character_of_many_tokens_is_trained_to_its_last_byte(template):
+@pytest.mark.parametrize("answer", ["So 🙂🏳️‍🌈", "  def f(x):\n\n        return x  # two  spaces\n\t"])
+def test_an_answer_that_ends_in_many_tokens_or_white_space_is_trained_to_its_last_byte(template, answer):
     tokenizer = build_tokenizer(template)
-    [sequence] = encode(talk("Hi", "So 🙂🏳️‍🌈"), tokenizer)
-    assert trained_text(sequence, tokenizer) == "So 🙂🏳️‍🌈<|im_end|>"
-
-
-def test_answers_of_white_space_and_indented_code_are_trained_whole():
-    tokenizer = build_tokenizer()
-    answer = "  def f(x):\n\n        return x  # two  spaces\n\t"
-    [sequence] = encode(talk("Code?", answer), tokenizer)
+    [sequence] = encode(talk("Hi", answer), tokenizer)
     assert trained_text(sequence, tokenizer) == f"{answer}<|im_end|>"
 
 
@@ -111,13 +105,6 @@ def test_a_template_that_rewrites_the_question_is_refused_with_the_remedy():
     assert "chat_template" in result.reason
 
 
-def test_text_that_the_template_leaves_out_is_mentioned(write):
-    no_system = CHATML.replace("{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}")
-    path = write("rows.jsonl", [talk("Hi", "Hello", system="Be brief.")])
-    report = prepare(recipe(path), build_tokenizer(no_system), max_length=None).report
-    assert any("leaves out or changes text, in 1 row(s)" in warning for warning in report.warnings)
-
-
 def test_a_developers_prompt_is_a_system_prompt_to_templates_that_have_no_developer():
     template = CHATML.replace(
         "for message in messages", "for message in messages if message['role'] in 'system user assistant'"
@@ -133,7 +120,7 @@ def test_a_template_without_an_end_token_gets_the_tokenizers_after_the_last_answ
     tokenizer = build_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}")
     [sequence] = encode(talk("Hi", "Hello", "Bye", "See you"), tokenizer)
     assert trained_text(sequence, tokenizer) == "Hello|See you</s>"
-    assert sequence.notes == {"endless"}
+    assert sequence.notes == {"endless", "ended"}
 
 
 def test_everything_is_trained_with_train_on_inputs():
@@ -254,9 +241,3 @@ def test_a_user_without_special_tokens_gets_the_same_ids_in_pieces_as_in_one():
     text = "<|im_start|>user\nWhere is  my tea?<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert SpecialTokenEscaper(tokenizer).tokenise(text, []) == (whole["input_ids"], whole["offset_mapping"])
-
-
-def test_answers_with_special_tokens_are_mentioned(write):
-    path = write("rows.jsonl", [talk("Hi", "No.</s>")])
-    report = prepare(recipe(path), build_tokenizer(), max_length=None).report
-    assert any("they are tokenised as such, in 1 row(s)" in note for note in report.warnings)

@@ -18,19 +18,16 @@ DPO = "preference data .*DPO"
     ("row", "message"),
     [
         ({"conversations": ASK, "chosen": GPT, "rejected": {"from": "gpt", "value": "Go."}}, DPO),
-        ({"prompt": "Hi", "chosen": "Hello", "rejected": "Go."}, DPO),
         ({"chosen": [U, A], "rejected": [U, A], "score_chosen": 4.0}, DPO),
-        ({"instruction": "Hi", "input": "", "output": "", "chosen": "Hello", "rejected": "Go."}, DPO),
         ({"question": "Hi", "response_j": "Hello", "response_k": "Go."}, DPO),
         ({"messages": [U, A], "label": False}, "'label' isn't used, and it says whether an answer is good .for KTO"),
-        ({"prompt": "Hi", "completion": "Go.", "label": False}, "'label' isn't used"),
         ({"instruction": "Hi", "output": "Go.", "kto_tag": False}, "'kto_tag' isn't used"),
         ({"text": "A film that drags.", "label": 0}, "'label' isn't used"),
         ({"messages": [U, A], "image_url": ["a.jpg"]}, "'image_url' isn't used, and it says pictures"),
-        ({"messages": [U, A], "audios": ["a.wav"]}, "'audios' isn't used"),
         ({"messages": [{**U, "images": ["a.jpg"]}, A]}, "'images' isn't used"),
         ({"instruction": "Hi", "output": "Hello", "tools": '[{"name": "greet"}]'}, "'tools' isn't used"),
-        ({"question": "2+2?", "answer": "4", "cot": "two and two"}, "'cot' isn't used, and it says the reasoning"),
+        ({"prompt": "2+2?", "completion": "4", "cot": "two and two"}, "'cot' isn't used, and it says the reasoning"),
+        ({"question": "2+2?", "answer": "4", "reasoning": "off"}, "'reasoning' has no texts"),
         ({"question": "Who?", "answer": "Me", "context": "I did."}, "'context' isn't used, and it says a part of the prompt"),
         ({"prompt": "Hi", "completion": "Hello", "system": "Be brief."}, "'system' isn't used"),
         ({"messages": [U, A], "score": 1.5}, "'score' isn't used, and it says how good"),
@@ -71,36 +68,13 @@ def test_what_is_left_out_on_purpose_does_not_stop_the_run(write):
     assert len(read_examples(recipe(path, ignore_columns=["label", "score"]).dataset).train.examples) == 1
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": ASK, "chosen": GPT, "rejected": {"from": "gpt", "value": "Go."}},
-        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go."},
-        {
-            "prompt": "Hi",
-            "chosen": talk("Hi", "Hello")["messages"],
-            "rejected": talk("Hi", "Go.")["messages"],
-            "score_chosen": 4,
-        },
-        {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go."},
-    ],
-)
-def test_the_advice_for_preference_data_trains_on_the_chosen_answers(write, row):
-    path = write("rows.jsonl", [row])
-    with pytest.raises(DataError) as error:
-        read_examples(recipe(path).dataset)
-    [settings] = advised(error.value.fix)
-    rows = read_examples(recipe(path, **settings).dataset).train
-    assert [(example.question()[-1]["content"], example.reference()) for example in rows.examples] == [("Hi", "Hello")]
-
-
 def test_rows_that_point_at_an_image_that_is_left_out_are_refused(write):
     path = write("rows.jsonl", [{"messages": [U, A], "images": ["a.jpg"]}, {"messages": [U, A], "images": []}])
     [row] = read_examples(recipe(path, ignore_columns=["images"]).dataset).train.refused
     assert (row.row, row.reason) == (1, "has <image> in its text, in the place of what is left out")
 
 
-@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": "0"}, {"loss": False}, {"trainable": "false"}])
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": "0"}, {"loss": False}, {"loss_weight": 0.0}])
 def test_answers_that_a_file_says_not_to_train_on_are_not(write, flag):
     row = talk("a", "b", "c", "d")
     row["messages"][1].update(flag)
@@ -133,6 +107,26 @@ def test_reasoning_reaches_the_template_or_the_row_is_refused(write, name):
     with pytest.raises(DataError, match="leaves out the reasoning"):
         prepare(recipe(path), build_tokenizer(), max_length=None)
     assert prepare(recipe(path, ignore_columns=[name]), build_tokenizer(), max_length=None).report.rows_used == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "2+2?", "thought": "two and two", "answer": "4"}, {}),
+        ({"Frage": "2+2?", "Weg": "two and two", "x": "4"}, {"instruction": "Frage", "output": "x", "reasoning": "Weg"}),
+        ({"messages": [U, {"role": "assistant", "content": "4", "thinking": "two and two"}]}, {}),
+    ],
+)
+def test_reasoning_that_the_template_leaves_out_is_left_out_as_its_refusal_says(write, row, columns):
+    path = write("rows.jsonl", [row])
+    with pytest.raises(DataError, match=r"dataset.ignore_columns=\[reasoning_content\]"):
+        prepare(recipe(path, columns=columns), build_tokenizer(), max_length=None)
+    if columns:
+        with pytest.raises(DataError, match="prompt_completion, which has no field reasoning"):
+            read_examples(recipe(path, columns={"prompt": "Frage", "completion": "x", "reasoning": "Weg"}).dataset)
+    ignoring = recipe(path, columns=columns, ignore_columns=["reasoning_content"])
+    [example] = prepare(ignoring, build_tokenizer(), max_length=None).examples
+    assert example.messages[-1] == {"role": "assistant", "content": "4"}
 
 
 def test_a_system_column_that_contradicts_the_conversation_is_refused(write):

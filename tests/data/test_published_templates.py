@@ -36,21 +36,6 @@ def sequences(name, *turns):
     return encoder, result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in FOR_IMAGES])
-def test_every_answer_and_its_end_is_trained_once_and_no_question_is(name):
-    encoder, result = sequences(name, QUESTIONS[0], ANSWERS[0], QUESTIONS[1], ANSWERS[1])
-    segments = [segment for sequence in result for segment in trained_text(sequence, encoder.tokenizer).split("|It is")]
-    text = "".join(trained_text(sequence, encoder.tokenizer) for sequence in result)
-    assert [text.count(answer) for answer in ANSWERS] == [1, 1], segments
-    assert not any(question in text for question in QUESTIONS)
-    for sequence in result:
-        trained = [index for index, label in enumerate(sequence.labels) if label != -100]
-        ends = [index for index in trained if index + 1 not in set(trained)]
-        assert all(int(sequence.input_ids[index]) in encoder.tokenizer.added_tokens_decoder for index in ends)
-        assert encoder.stops & set(sequence.labels.tolist())
-
-
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in FOR_IMAGES and "generation %}" not in (FOLDER / f"{name}.jinja").read_text()]
 )

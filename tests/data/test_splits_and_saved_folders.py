@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from small_data import read_examples, recipe, talk
+from small_data import advised, read_examples, recipe, talk
 
 from finetune.errors import DataError, RecipeError
 
 ROWS = [{"prompt": f"Question {n}", "completion": f"Answer {n}"} for n in range(7)]
 TRAIN, TEST = ROWS[:5], ROWS[5:]
-MIXED = [{**row, "split": "train" if n < 5 else "test"} for n, row in enumerate(ROWS)]
 
 
 def prompts(rows):
@@ -68,37 +67,31 @@ def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
         prompts_of_splits(tmp_path / "saved")
 
 
-def test_a_saved_dictionary_of_splits_trains_on_one_and_holds_out_another(tmp_path):
+@pytest.mark.parametrize("kind", ["saved dictionary", "JSON"])
+def test_of_named_splits_one_is_trained_on_and_another_held_out_where_they_are_chosen(tmp_path, write, kind):
     from datasets import Dataset, DatasetDict
 
-    DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="with the splits train, test") as error:
-        prompts_of_splits(tmp_path / "saved")
-    assert "dataset.eval_split=test" in error.value.fix
-    assert prompts_of_splits(tmp_path / "saved", eval_split="test") == EXPECTED_PROMPTS
-    assert prompts_of_splits(tmp_path / "saved", split="test") == (EXPECTED_PROMPTS[1], None)
-    with pytest.raises(DataError, match="has no split dev; it has train, test"):
-        prompts_of_splits(tmp_path / "saved", eval_split="dev")
-
-
-def test_the_splits_of_one_json_file_are_used_where_they_are_named(write):
-    path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
-    assert prompts_of_splits(path, eval_split="test") == EXPECTED_PROMPTS
-    assert prompts_of_splits(path, split="train") == (EXPECTED_PROMPTS[0], None)
-    with pytest.raises(DataError, match="has no split dev; it has train, test"):
-        prompts_of_splits(path, eval_split="dev")
-    with pytest.raises(DataError, match="has the splits train, test in one file") as error:
+    path = tmp_path / "saved"
+    if kind == "JSON":
+        path = write("rows.json", json.dumps({"train": TRAIN, "test": TEST, "version": 1}))
+    else:
+        DatasetDict({"train": Dataset.from_list(TRAIN), "test": Dataset.from_list(TEST)}).save_to_disk(path)
+    with pytest.raises(DataError, match="the splits train, test") as error:
         prompts_of_splits(path)
     assert "dataset.eval_split=test" in error.value.fix
-
-
-def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write):
-    path = write("rows.jsonl", MIXED)
     assert prompts_of_splits(path, eval_split="test") == EXPECTED_PROMPTS
+    assert prompts_of_splits(path, split="test") == (EXPECTED_PROMPTS[1], None)
+    with pytest.raises(DataError, match="has no split dev; it has train, test"):
+        prompts_of_splits(path, eval_split="dev")
+
+
+@pytest.mark.parametrize("held_out", ["validation", "dev", "test"])
+def test_a_column_that_says_the_split_holds_rows_out_or_stops_the_run(write, held_out):
+    path = write("rows.jsonl", [{**row, "split": "train" if n < 5 else held_out} for n, row in enumerate(ROWS)])
     assert prompts_of_splits(path, split="train") == (EXPECTED_PROMPTS[0], None)
     with pytest.raises(DataError, match="'split' isn't used, and it says which rows are held out: 2 row") as error:
         prompts_of_splits(path)
-    assert "dataset.eval_split=test" in error.value.fix
+    assert prompts_of_splits(path, **advised(error.value.fix)[0]) == EXPECTED_PROMPTS
     assert prompts_of_splits(path, ignore_columns=["split"])[0] == [row["prompt"] for row in ROWS]
 
 

@@ -8,7 +8,6 @@ from small_data import build_tokenizer, read_examples, recipe, trained_text
 from test_published_templates import FOLDER, tokenizer_of_all
 
 from finetune.data.tokens import Encoder
-from finetune.data.tool_calls import has_call
 
 ARGUMENTS = {"city": 'Zürich "HB"', "days": 3, "exact": True, "at": {"lat": 47.4, "tags": ["a", "b"]}}
 TOOL = {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {}}}
@@ -70,11 +69,6 @@ SHAPES = {
         ],
     },
 }
-#: Templates with calls of tools, each in a form of its own. The first Gemma 4 wrote None for a null, which is no argument here.
-TEMPLATES = (
-    "qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "deepseekv3", "gptoss", "glm4moe", "nemotron_3_nano", "lfm2_v2",
-    "gemma4_v5", "muse_glimmer", "qwen3_training",
-)  # fmt: skip
 
 
 def encoded(write, row, template):
@@ -83,19 +77,6 @@ def encoded(write, row, template):
     rows = read_examples(recipe(write("rows.jsonl", [row])).dataset).train
     assert not rows.refused
     return Encoder(tokenizer).encode(rows.examples)[0], tokenizer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_call_is_trained_in_the_templates_form_and_parses_back(write, shape, template):
-    sequences, tokenizer = encoded(write, SHAPES[shape], template)
-    assert isinstance(sequences, list), sequences.reason
-    text = "\n".join(trained_text(sequence, tokenizer) for sequence in sequences)
-    assert has_call(text, "get_weather", ARGUMENTS), text
-    assert '\\"city' not in text, "encoded twice"
-    full_text = "".join(tokenizer.decode(sequence.input_ids) for sequence in sequences)
-    assert "function calling AI model" not in full_text and ("Sunny." in text or shape == "xLAM")
 
 
 #: As Mistral's templates of 7B v0.3 and Nemo write calls and replies.
@@ -128,9 +109,10 @@ def test_ids_of_calls_have_nine_characters_where_the_template_takes_no_others(wr
 def test_every_shape_becomes_the_same_text_as_openais(write, shape):
     sequences, tokenizer = encoded(write, SHAPES[shape], "qwen2_5")
     expected, _ = encoded(write, openai(CALL), "qwen2_5")
-    first = trained_text(sequences[0], tokenizer).split("|")[0]
-    assert first == trained_text(expected[0], tokenizer).split("|")[0]
+    trained, wanted = (trained_text(sequence, tokenizer) for sequence in (sequences[0], expected[0]))
+    assert wanted.startswith(trained)
     if shape != "xLAM":
+        assert trained == wanted
         assert tokenizer.decode(sequences[0].input_ids) == tokenizer.decode(expected[0].input_ids)
 
 
@@ -154,19 +136,3 @@ def test_a_template_that_changes_arguments_is_refused(write):
     row = openai({"name": "get_weather", "arguments": {"at": [None]}})
     result, _ = encoded(write, row, "gemma4")
     assert "it parses back to other arguments" in result.reason
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps(TEXT_CALL),
-        json.dumps({**CALL, "arguments": {**ARGUMENTS, "days": 4}}),
-        json.dumps({**CALL, "name": "get_weather_2"}),
-        str(CALL),
-        "<function=get_weather><parameter=city>Bern</parameter></function>",
-        "get_weather(city='Bern')",
-    ],
-)
-def test_other_arguments_another_name_and_a_double_encoding_do_not_parse_back(text):
-    assert not has_call(text, "get_weather", ARGUMENTS)
-    assert has_call(json.dumps(CALL), "get_weather", ARGUMENTS)

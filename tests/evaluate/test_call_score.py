@@ -57,9 +57,8 @@ def test_the_bundled_questions_are_thirty_and_each_has_tools():
 
 
 @pytest.mark.slow
-def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path, monkeypatch, capsys):
+def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_says_so_first(tmp_path, capsys, finetune):
     from app.report import page
-    from finetune.cli import main
     from finetune.evaluate.forgetting import measure_no_call
     from finetune.evaluate.results import read_evaluations
     from finetune.evaluate.score import compare
@@ -75,10 +74,10 @@ def test_a_tune_that_always_calls_is_worse_where_no_call_is_due_and_the_report_s
     assert (result.base.fields[NO_CALL_DUE], result.tuned.fields[NO_CALL_DUE]) == (1.0, 0.0)
     assert result.tuned.fields["tool weather"] == 1.0
     assert result.field_differences[NO_CALL_DUE].is_significant
-    monkeypatch.setattr("sys.argv", ["finetune", "eval", str(run), "--examples", "0"])
     capsys.readouterr()
-    assert main() == 0
-    first_lines = "\n".join(capsys.readouterr().out.splitlines()[:8])
+    code, shown = finetune("eval", run, "--examples", "0")
+    first_lines = "\n".join(shown.out.splitlines()[:8])
+    assert code == 0
     assert "worse:" in first_lines and "none due (30): answered without a call 100% before" in " ".join(first_lines.split())
     [evaluation] = read_evaluations(RunDirectory(run)).values()
     assert evaluation["field_differences"][NO_CALL_DUE]["value"] == -1.0

@@ -1,16 +1,17 @@
 """What quantising costs on held-out rows, beside a computation with transformers alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config
 
 from finetune.errors import CommandError
-from finetune.evaluate.quantisation import Job, measure, steps_to_win_back
+from finetune.evaluate.quantisation import measure, measure_plan
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.planning import encode_rows, plan_recipe, read_rows
-from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Sequences, cost_path, held_out_sequences
+from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, held_out_rows
 from finetune.recipe import load_recipe, recipe_from
 from finetune.settings import plainest
 
@@ -23,23 +24,19 @@ CONFIGURATIONS = {
         vocab_size=500, hidden_size=192, intermediate_size=320, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, initializer_range=0.05,
     ),
-    "mistral": MistralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, initializer_range=0.1,
-    ),
 }  # fmt: skip
 
 
-def settings_for(model):
+def plan_for(model):
     recipe = recipe_from({"model_name_or_path": str(model), "dataset": "rows.jsonl"})
-    return plainest(recipe, dtype="float32", gpu="cpu")
+    return SimpleNamespace(settings=plainest(recipe, dtype="float32", gpu="cpu"), card=SimpleNamespace(is_cpu=True))
 
 
 def random_rows(vocabulary, count=12):
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(8, 40, (count,), generator=generator).tolist()
     ids = [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
-    return Sequences(ids, [[-100] * 4 + row[4:] for row in ids])
+    return {"input_ids": ids, "labels": [[-100] * 4 + row[4:] for row in ids]}
 
 
 def independent_losses(path, rows):
@@ -53,7 +50,7 @@ def independent_losses(path, rows):
         arguments = {"quantization_config": quantisation} if quantisation else {}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, device_map={"": "cpu"}, **arguments)
         total = tokens = 0
-        for ids, labels in zip(rows.ids, rows.labels, strict=True):
+        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
             count = sum(label != -100 for label in labels[1:])
             with torch.no_grad():
                 loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
@@ -68,47 +65,42 @@ def test_losses_of_a_random_model_equal_an_independent_computation(name, tmp_pat
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(CONFIGURATIONS[name]).save_pretrained(tmp_path)
     rows = random_rows(CONFIGURATIONS[name].vocab_size)
-    cost = measure(Job(settings_for(tmp_path), rows))
+    cost = measure(plan_for(tmp_path), rows, None, print)
     assert {entry.label: entry.loss for entry in cost.formats} == pytest.approx(independent_losses(tmp_path, rows), abs=1e-5)
-    assert cost.of("NF4").cost == pytest.approx(cost.of("NF4").loss - cost.of("32 bit").loss, abs=1e-9)
+    plain, _, nf4 = cost.formats
+    assert nf4.cost == pytest.approx(nf4.loss - plain.loss, abs=1e-9)
 
 
 @pytest.mark.slow
 def test_losses_of_the_bundled_model_equal_and_the_plan_quotes_them():
     recipe = load_recipe("tiny-cpu", ["dataset.max_rows=60", "dataset.test_split_size=20"])
-    rows = held_out_sequences(encode_rows(recipe).select(recipe, 256).splits)()
+    rows = held_out_rows(encode_rows(recipe).select(recipe, 256).splits)
     from finetune.card import find_card
 
     card = find_card("cpu")
     plan = plan_recipe(recipe, card, read_rows)
-    cost = measure(Job(plan.settings, rows))
+    messages = []
+    cost = measure_plan(plan, rows, messages.append)
+    assert messages[0] == "measuring 32 bit: loading" and "measuring NF4: 19 of 20 rows" in messages
     path = resolve_model_path(plan.settings)
     assert {entry.label: entry.loss for entry in cost.formats} == pytest.approx(independent_losses(path, rows), abs=1e-5)
     assert "of your held-out rows: NF4" not in plan.reasons["load_in_4bit"]
     quoted = plan_recipe(recipe, card, read_rows).reasons["load_in_4bit"]
-    assert quoted.endswith(f"{cost.of('NF4').summary} against 32 bit")
-
-
-@pytest.mark.slow
-def test_a_measurement_that_was_killed_goes_on_with_the_formats_that_are_missing(tmp_path):
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(CONFIGURATIONS["mistral"]).save_pretrained(tmp_path)
-    job = Job(settings_for(tmp_path), random_rows(256, 4))
-    whole = measure(job)
-    path = cost_path(job.settings, job.sequences, on_cpu=True)
-    values = json.loads(path.read_text("utf-8"))
-    del values["row_losses"]["NF4"]
-    path.write_text(json.dumps({**values, "cost": None}), "utf-8")
-    messages = []
-    assert measure(job, messages.append) == whole
-    assert {message.partition(":")[0] for message in messages} == {"measuring NF4"}
+    assert quoted.endswith(f"{cost.formats[2].summary} against 32 bit")
 
 
 def test_rows_without_a_trained_token_are_refused(tmp_path):
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(CONFIGURATIONS["mistral"]).save_pretrained(tmp_path)
     with pytest.raises(CommandError, match="no held-out row has a trained token"):
-        measure(Job(settings_for(tmp_path), Sequences([[1, 2]], [[-100, -100]])))
+        measure_plan(plan_for(tmp_path), {"input_ids": [[1, 2]], "labels": [[-100, -100]]}, print)
+    with pytest.raises(CommandError, match="no rows are held out"):
+        measure_plan(plan_for(tmp_path), {"input_ids": [], "labels": []}, print)
+
+
+def test_an_error_of_the_process_is_the_callers(tmp_path):
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGURATIONS["llama"].to_dict(), "quantization_config": stored}))
+    with pytest.raises(CommandError, match="is stored in NF4"):
+        measure_plan(plan_for(tmp_path), random_rows(100), print)
 
 
 def test_the_sentence_says_what_can_not_be_told():
@@ -120,9 +112,5 @@ def test_the_sentence_says_what_can_not_be_told():
     )
     assert costs.quote("16 bit").startswith("measured on 60 of your held-out rows: NF4 costs 0.0120")
     assert costs.quote("int8").startswith("measured on 60 of your held-out rows: int8 can't be told")
-
-
-def test_a_cost_is_won_back_at_the_step_where_the_loss_has_fallen_by_it():
-    curve = [(0, 2.0), (10, 1.9), (20, 1.5)]
-    assert steps_to_win_back(0.05, curve) == 5 and steps_to_win_back(0.3, curve) == 15
-    assert steps_to_win_back(0.6, curve) is None and steps_to_win_back(-0.1, curve) is None
+    without = QuantisationCost("m", 60, 900, (FormatLoss("16 bit", 1.5), nf4)).sentence
+    assert "0.0160); int8 was not measured: it does not fit" in without

@@ -1,12 +1,12 @@
 """A push is one complete commit or none, reports what stopped it in one sentence, and reveals nothing of this machine."""
 
+import functools
 import json
 import re
 
 import pytest
 from hub_stand_in import hub_stand_in
 
-from finetune.cli import main
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import model_card, without_local_paths
 from finetune.export.push import files_to_send, push
@@ -152,26 +152,22 @@ def test_without_a_network_at_any_moment_nothing_is_half_written_and_the_next_pu
         assert hub.files(name) == hub.files(repo)
 
 
-def test_the_command_lists_asks_and_sends_nothing_in_a_dry_run(run, hub, monkeypatch, capsys):
-    def finetune(*arguments):
-        monkeypatch.setattr("sys.argv", ["finetune", "push", "finished", *arguments])
-        code = main()
-        return code, " ".join("".join(capsys.readouterr()).split())
-
+def test_the_command_lists_asks_and_sends_nothing_in_a_dry_run(run, hub, finetune):
+    push_finished = functools.partial(finetune, "push", "finished")
     (run.path.parent / "runs").mkdir()
     run.path.rename(run.path.parent / "runs" / "finished")
-    code, output = finetune(REPO, "--dry-run")
+    code, output = push_finished(REPO, "--dry-run")
     assert code == 0 and "adapter_model.safetensors 16 KiB" in output and "(private)" in output and "dry run" in output
-    assert hub.requests == [] and finetune(REPO)[0] == 2 and "add --yes" in finetune(REPO)[1] and hub.requests == []
-    code, output = finetune(REPO, "--yes", "--json")
+    assert hub.requests == [] and push_finished(REPO)[0] == 2 and "add --yes" in push_finished(REPO)[1] and hub.requests == []
+    code, output = push_finished(REPO, "--yes", "--json")
     values = json.loads(output)
     assert code == 0 and values["sent"] and {file["name"] for file in values["files"]} == NAMES
-    assert finetune(REPO, "--yes")[0] == 2 and finetune("no repo", "--dry-run")[0] == 2
-    code, output = finetune(REPO, "--merged", "--dry-run")
+    assert push_finished(REPO, "--yes")[0] == 2 and push_finished("no repo", "--dry-run")[0] == 2
+    code, output = push_finished(REPO, "--merged", "--dry-run")
     assert code == 2 and "finetune merge" in output
     (run.path.parent / "model.gguf").write_bytes(b"GGUF")
-    code, output = finetune("alice/gguf", "--gguf", "model.gguf", "--yes")
+    code, output = push_finished("alice/gguf", "--gguf", "model.gguf", "--yes")
     assert code == 0 and set(hub.files("alice/gguf")) == {"README.md", "model.gguf"}
     hub.before = lambda number: True
-    code, output = finetune("alice/down", "--yes")
+    code, output = push_finished("alice/down", "--yes")
     assert code == 1 and re.search("can't be used now", output)

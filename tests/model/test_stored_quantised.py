@@ -81,6 +81,8 @@ def test_a_4_bit_checkpoint_is_built_as_it_is_stored(kind_and_folder, with_metho
         ("base_model: [1]", None),
         ("base_model: ../../etc/passwd", None),
         ("base_model: {a: [", None),
+        ("a: " + "[" * 100_000 + "]" * 100_000 + "\nbase_model: someone/Their-7B", "someone/Their-7B"),
+        ("a: &a [*a, *a]\nbase_model: *a", None),
         ("license: mit", None),
     ],
 )

@@ -24,7 +24,9 @@ def stream(model_and_tokenizer, most=40, **options):
 
 def test_the_pieces_are_the_greedy_answer(model_and_tokenizer):
     answer, pieces = stream(model_and_tokenizer)
-    assert "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], stops={0}, max_new_tokens=40)[0]
+    assert (
+        "".join(pieces) == answer.text == greedy_answers(*model_and_tokenizer, [[5, 6, 7]], stops={0}, max_new_tokens=40)[0][0]
+    )
     assert len(pieces) > 5 and answer.tokens == 40 and not answer.stopped and answer.tokens_per_s > 0
 
 

@@ -8,6 +8,7 @@ import pytest
 from finetune.card import find_card
 from finetune.errors import RecipeError
 from finetune.planner import strategy
+from finetune.planner.defaults import EXCEEDS_FLOAT16, float16_risk
 from finetune.planner.plan import DataStatistics, Plan, Verdict
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
@@ -16,6 +17,8 @@ from finetune.settings.base_formats import INT8, NF4
 from finetune.units import GIB
 
 QWEN_8B, LLAMA_1B, LLAMA_70B = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
+
+TOTALS = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
 
 
 @pytest.fixture
@@ -82,9 +85,8 @@ def test_16_bit_weights_are_planned_where_int8_needs_more_with_its_activations(p
             saved = 47.6 * 1536 * 28 * rows.tokens * settings.per_device_train_batch_size
             more = 0 if settings.load_in_8bit else round(-0.45 * saved)
             whole = super().__call__(config, settings, card, rows=rows)
-            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
             parts = {**whole.parts, "activations": whole.parts["activations"] + more}
-            return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in names})
+            return dataclasses.replace(whole, parts=parts, **{name: getattr(whole, name) + more for name in TOTALS})
 
     fixed = ("load_in_4bit=false", "activation_checkpointing=false", "per_device_train_batch_size=8", "max_length=2048")
     plan = planned("Qwen/Qwen2.5-1.5B-Instruct", "a100-40gb", *fixed, free_bytes=round(free_gib * GIB), forecaster=Lean())
@@ -137,8 +139,7 @@ def test_comparing_a_sharded_model_whose_weights_exceed_one_card(planned, new_fo
     class Split(new_forecaster):
         def __call__(self, *inputs, **named):
             whole = super().__call__(*inputs, **named)
-            names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_low_bytes", "peak_high_bytes")
-            return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in names})
+            return dataclasses.replace(whole, **{name: getattr(whole, name) // 8 for name in TOTALS})
 
     split = ("launch.strategy=fsdp", "launch.num_processes=8", "effective_batch_size=8", "load_in_4bit=true")
     plan = planned("Qwen/Qwen3-32B", "rtx-4090", *split, free_bytes=10 * GIB, forecaster=Split(), compare=True)
@@ -277,6 +278,58 @@ def test_turing_trains_in_float16_and_ampere_in_bfloat16(planned):
     turing = planned(LLAMA_1B, "t4")
     assert turing.settings.dtype == "float16" and "7.5" in turing.reasons["dtype"]
     assert planned(LLAMA_1B, "rtx-3060").settings.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [("google/gemma-3-4b-it", "t4"), ("google/gemma-3-12b-it", "v100-32gb"), ("google/gemma-4-E4B-it", "rtx-2080-ti"),
+     ("Qwen/Qwen3.5-4B", "quadro-rtx-5000"), ("openai/gpt-oss-20b", "quadro-rtx-8000")],
+)  # fmt: skip
+def test_models_that_exceed_float16_are_planned_in_float32_where_there_is_no_bfloat16(planned, model, gpu):
+    plan = planned(model, gpu)
+    assert plan.settings.dtype == "float32" and "exceeds its range (" in plan.reasons["dtype"]
+    assert not any("float16" in note for note in plan.forecast.notes)
+    assert planned(model, "rtx-4090").settings.dtype == "bfloat16"
+
+
+def test_a_float32_plan_on_a_gpu_takes_4_bit_weights_where_plain_ones_do_not_fit_and_never_int8_by_itself(planned):
+    """bitsandbytes' int8 kernels cast their inputs to float16."""
+    plan = planned("google/gemma-3-4b-it", "t4")
+    assert plan.settings.load_in_4bit is True and "vs 32-bit weights, which do not fit" in plan.reasons["load_in_4bit"]
+    half = planned(QWEN_8B, "t4", "load_in_4bit=false")
+    assert half.settings.load_in_8bit is True
+    assert planned(QWEN_8B, "t4", "load_in_4bit=false", "dtype=float32").settings.load_in_8bit is False
+
+
+def test_float16_is_said_to_be_a_risk_and_an_explicit_dtype_stays(planned):
+    def note(*inputs):
+        (remark,) = (note for note in planned(*inputs).forecast.notes if "float16" in note)
+        return remark
+
+    assert note(LLAMA_1B, "t4").endswith("; if the loss becomes NaN, set dtype=float32")
+    gemma = planned("google/gemma-3-1b-it", "t4", "dtype=float16")
+    assert gemma.settings.dtype == "float16" and gemma.reasons["dtype"] == "as the recipe sets it"
+    assert "gemma3_text exceeds its range (huggingface/transformers#39972)" in note(
+        "google/gemma-3-1b-it", "t4", "dtype=float16"
+    )
+    assert note(LLAMA_1B, "rtx-4090", "dtype=float16").endswith("leave dtype out")
+    assert not any("float16" in remark for remark in planned(LLAMA_1B, "rtx-4090").forecast.notes)
+
+
+@pytest.mark.parametrize(
+    "config", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}, {}]
+)
+def test_only_a_model_published_in_bfloat16_or_unknown_may_exceed_float16(config):
+    assert float16_risk({"model_type": "llama", **config}) == (False, "models published in bfloat16 may exceed its range")
+    assert float16_risk({"model_type": "llama", **config, "torch_dtype": "float16"}) == (False, "")
+
+
+def test_the_types_that_exceed_float16_are_transformers_own_and_found_inside_other_models():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert set(EXCEEDS_FLOAT16) <= set(CONFIG_MAPPING_NAMES) and all(EXCEEDS_FLOAT16.values())
+    assert float16_risk({"model_type": "paligemma", "text_config": {"model_type": "gemma2"}})[0]
+    assert not float16_risk({"model_type": "gemma"})[0] and not float16_risk({})[0]
 
 
 @pytest.mark.slow

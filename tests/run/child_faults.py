@@ -47,6 +47,22 @@ def waiting_after(step, until):
     return patch
 
 
+def killed_before_seal(at):
+    """A fault that ends the process, as a kill does, in place of the seal of step `at`."""
+
+    def patch():
+        import finetune.run.training as training
+
+        real = training.seal
+
+        def seal(folder, target, step, facts):
+            return os._exit(137) if step == at else real(folder, target, step, facts)
+
+        training.seal = seal
+
+    return patch
+
+
 def put_in(phase, what, run):
     import finetune.model.build as build
     from finetune.run.training import RunTrainer

@@ -3,12 +3,16 @@
 import gc
 import os
 import pickle
+import shutil
 import signal
 import sys
 import traceback
 from pathlib import Path
 
 import pytest
+from child_faults import waiting_after
+
+from finetune.events import read_events
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +61,10 @@ def make_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train():
-    """train(run, fault=None) -> exit status of a forked worker; `fault()` patches the child before it starts."""
+    """train(run, fault=None) -> exit status of a forked worker; `fault()` patches the child before it starts.
+
+    train.whole(run) -> the run, trained to its end.
+    """
     import finetune.model.techniques
     import finetune.run.callbacks
     import finetune.run.training  # noqa: F401 - so that a child does not have to
@@ -89,7 +96,11 @@ def train():
     def run_to_end(run, fault=None):
         return wait(start(run, fault))
 
-    run_to_end.start, run_to_end.wait = start, wait
+    def whole(run):
+        assert run_to_end(run) == 0, run.log.read_text()[-2000:]
+        return run
+
+    run_to_end.start, run_to_end.wait, run_to_end.whole = start, wait, whole
     return run_to_end
 
 
@@ -108,6 +119,32 @@ def kill():
         return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
     return end
+
+
+def events_of(run, kind) -> list:
+    """The run's events of a kind: a class, or its name."""
+    name = kind if isinstance(kind, str) else kind.kind
+    return [event for event in read_events(run.events) if event.kind == name]
+
+
+def started_to(train, run, step, mark) -> int:
+    """The process of a run that has ended `step` and waits for the file `mark`."""
+    pid = train.start(run, waiting_after(step, mark))
+    while step not in [event.step for event in events_of(run, "step")]:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    return pid
+
+
+def fresh_copy(run, path):
+    """A copy of a run as it was before its start."""
+    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter*", "checkpoint-*", "*lock")
+    return type(run)(shutil.copytree(run.path, path, ignore=leave))
+
+
+def flip_one_byte(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def adapter_hash(run) -> str:

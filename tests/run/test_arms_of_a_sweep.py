@@ -1,8 +1,9 @@
 """A run that is an arm of a sweep keeps the held-out loss of each row."""
 
 import pytest
+from conftest import events_of
 
-from finetune.events import Evaluation, read_events
+from finetune.events import Evaluation
 from finetune.run.held_out import row_losses_of
 
 
@@ -12,7 +13,7 @@ def test_an_arm_keeps_the_loss_of_each_held_out_row(make_run, train):
     arm.arm.touch()
     assert train(arm) == 0
     row_losses = row_losses_of(arm)
-    evaluations = [event for event in read_events(arm.events) if isinstance(event, Evaluation)]
+    evaluations = events_of(arm, Evaluation)
     assert [losses.step for losses in row_losses] == [event.step for event in evaluations] == [4, 8]
     assert len(row_losses[0].losses) == 8 and min(row_losses[0].tokens) > 0
     assert row_losses[0].mean == pytest.approx(evaluations[0].eval_loss)

@@ -7,7 +7,7 @@ import shutil
 import time
 
 import pytest
-from conftest import adapter_hash
+from conftest import adapter_hash, events_of, fresh_copy
 
 from finetune.errors import RecipeError
 from finetune.events import Checkpoint, Evaluation, Result, RunWarning, Step, read_events
@@ -26,24 +26,12 @@ OVERFITS = (
 )  # fmt: skip
 
 
-def of(run, kind):
-    return [event for event in read_events(run.events) if isinstance(event, kind)]
-
-
 def manifest(folder):
     return json.loads((folder / MANIFEST).read_text())
 
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def fresh_copy(run, path):
-    """A copy of a run as it was before its start."""
-    shutil.copytree(
-        run.path, path, ignore=shutil.ignore_patterns("events.jsonl", "log.txt", "adapter*", "checkpoint-*", "*lock")
-    )
-    return type(run)(path)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +49,7 @@ def make(make_run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def overfitted(make, train):
     """A run that trained for far too long."""
-    run = make()
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make())
 
 
 def test_best_and_patience_follow_from_the_history():
@@ -75,7 +61,8 @@ def test_best_and_patience_follow_from_the_history():
 
 @pytest.mark.slow
 def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
-    (result,), losses = of(overfitted, Result), {event.step: event.eval_loss for event in of(overfitted, Evaluation)}
+    (result,) = events_of(overfitted, Result)
+    losses = {event.step: event.eval_loss for event in events_of(overfitted, Evaluation)}
     best = min(losses, key=losses.get)
     assert best < 24 and losses[24] > losses[best]
     assert (result.step, result.eval_loss) == (best, losses[best])
@@ -90,18 +77,17 @@ def test_the_best_step_is_the_result_and_the_last_is_kept(overfitted):
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept_with_the_newest(overfitted):
-    (result,) = of(overfitted, Result)
+    (result,) = events_of(overfitted, Result)
     assert {path.name for path in overfitted.checkpoints.glob("checkpoint-*")} == {f"checkpoint-{result.step}", "checkpoint-24"}
 
 
 @pytest.mark.slow
 def test_the_result_is_what_a_run_that_ended_there_gives(overfitted, make, train):
     """The rate is constant, so that the steps up to there are the same."""
-    (result,) = of(overfitted, Result)
-    shorter = make(f"max_steps={result.step}")
-    assert train(shorter) == 0
+    (result,) = events_of(overfitted, Result)
+    shorter = train.whole(make(f"max_steps={result.step}"))
     assert adapter_hash(shorter) == adapter_hash(overfitted)
-    assert of(shorter, Result)[0].last_path is None and not shorter.last_adapter.exists()
+    assert events_of(shorter, Result)[0].last_path is None and not shorter.last_adapter.exists()
 
 
 @pytest.mark.slow
@@ -112,7 +98,7 @@ def test_killed_at_any_moment_best_and_last_are_the_same(overfitted, tmp_path, t
         pid = train.start(run)
         time.sleep(moments.uniform(0.3, times[-1] - times[0] + 0.5))
         kill(pid)
-        assert train(run) == 0, run.log.read_text()[-2000:]
+        train.whole(run)
         for name in ("adapter", "adapter-last"):
             assert files_of(run.path / name) == files_of(overfitted.path / name)
 
@@ -144,30 +130,28 @@ def test_a_damaged_best_checkpoint_is_named_and_the_next_best_wins(overfitted, t
     shutil.copytree(
         overfitted.path, run.path, ignore=shutil.ignore_patterns("adapter", "adapter-last", "*lock", "events.jsonl")
     )
-    (best,) = of(overfitted, Result)
+    (best,) = events_of(overfitted, Result)
     (run.checkpoints / f"checkpoint-{best.step}" / "optimizer.pt").write_bytes(b"")
     assert train(run) == 0
-    (result,) = of(run, Result)
+    (result,) = events_of(run, Result)
     assert result.step == result.last_step == 24 and not run.last_adapter.exists()
-    assert any(f"step {best.step} had the lowest held-out loss" in warning.message for warning in of(run, RunWarning))
+    assert any(f"step {best.step} had the lowest held-out loss" in warning.message for warning in events_of(run, RunWarning))
 
 
 @pytest.mark.slow
 def test_a_best_step_between_two_saves_gets_a_checkpoint(make, train):
-    run = make("save_steps=0")
-    assert train(run) == 0
-    losses, best = [event.eval_loss for event in of(run, Evaluation)], of(run, Result)[0]
+    run = train.whole(make("save_steps=0"))
+    losses, best = [event.eval_loss for event in events_of(run, Evaluation)], events_of(run, Result)[0]
     lowest_so_far = [3 * (at + 1) for at, loss in enumerate(losses) if loss < min(losses[:at], default=float("inf"))]
-    assert [event.step for event in of(run, Checkpoint)] == lowest_so_far
+    assert [event.step for event in events_of(run, Checkpoint)] == lowest_so_far
     assert best.step == lowest_so_far[-1] < 24
 
 
 @pytest.mark.slow
 def test_patience_ends_the_run_and_the_best_step_is_the_same(overfitted, make, train):
-    run = make("early_stopping_patience=2")
-    assert train(run) == 0
-    (result,), (full,) = of(run, Result), of(overfitted, Result)
-    assert of(run, Step)[-1].step == result.last_step == full.step + 6 < 24
+    run = train.whole(make("early_stopping_patience=2"))
+    (result,), (full,) = events_of(run, Result), events_of(overfitted, Result)
+    assert events_of(run, Step)[-1].step == result.last_step == full.step + 6 < 24
     assert adapter_hash(run) == adapter_hash(overfitted)
     state = read_state(run)
     assert state.state == "finished" and state.message.startswith(f"stopped early at step {full.step + 6} of 24, after 2 evalu")

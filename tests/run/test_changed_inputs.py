@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import flip_one_byte
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
@@ -21,25 +22,16 @@ from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import require_own_adapter
-from finetune.run.seal import MANIFEST, changes_in, facts_differ, write_manifest
+from finetune.run.seal import MANIFEST, changes_in, write_manifest
 from finetune.run.state import read_state
 from finetune.run.worker import Worker
-from finetune.settings import resolved
 
 pytestmark = pytest.mark.slow
 
 
-def flip_one_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.fixture(scope="module")
 def finished(make_run, train):
-    run = make_run("max_steps=2")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make_run("max_steps=2"))
 
 
 @pytest.fixture
@@ -90,8 +82,7 @@ def test_a_lost_manifest_is_named(run):
 
 
 def test_the_whole_adapter_of_another_run_is_refused(run, make_run, train):
-    other = make_run("max_steps=2", "seed=7")
-    assert train(other) == 0
+    other = train.whole(make_run("max_steps=2", "seed=7"))
     shutil.rmtree(run.adapter)
     shutil.copytree(other.adapter, run.adapter)
     with pytest.raises(RecipeError, match="is not of this run: seed was 7"):
@@ -102,8 +93,7 @@ def test_the_whole_adapter_of_another_run_is_refused(run, make_run, train):
 def on_a_copy(make_run, train, tmp_path_factory):
     """A finished run on a copy of the base model, and the copy."""
     base = shutil.copytree(model_path("tiny"), tmp_path_factory.mktemp("model") / "base")
-    run = make_run(f"model_name_or_path={base}", "max_steps=2")
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    run = train.whole(make_run(f"model_name_or_path={base}", "max_steps=2"))
     return run, base
 
 
@@ -181,18 +171,6 @@ def test_garbage_in_the_cache_of_hashes_is_ignored(tmp_path, monkeypatch):
     for path in (tmp_path / "weights").iterdir():
         path.write_bytes(b"\xff\xfe")
     assert weights_fingerprint(settings) == before
-
-
-def test_another_base_model_under_the_same_name_is_another_fact(run, tmp_path):
-    base = tmp_path / "base"
-    settings = resolved(read_plan(run.plan).settings, model_name_or_path=str(base))
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (base / "model.safetensors").write_bytes(bytes(1000))
-    before = weights_fingerprint(settings)
-    assert weights_fingerprint(settings) == before
-    flip_one_byte(base / "model.safetensors")
-    assert facts_differ({"base": before}, {"base": weights_fingerprint(settings)}) == ["the base model's weights have changed"]
 
 
 @pytest.mark.parametrize("local", [0, 1])

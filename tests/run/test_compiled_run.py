@@ -12,7 +12,7 @@ def test_a_run_counts_graphs_recompilations_and_graph_breaks(make_run, train):
         "torch_compile=true", "max_steps=6", "effective_batch_size=4", "per_device_train_batch_size=2", "packing=false",
         "activation_checkpointing=false",
     )  # fmt: skip
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    train.whole(run)
     events = list(read_events(run.events))
     compiled = [event for event in events if isinstance(event, Compiled)]
     assert {event.padded_tokens % (2 * 64) for event in events if isinstance(event, Step)} == {0}

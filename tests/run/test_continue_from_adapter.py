@@ -1,17 +1,17 @@
 """Training on from an adapter: it starts as the first run ended, with its rank and layers, and nothing else goes unsaid."""
 
 import json
-import os
 import shutil
 
 import pytest
 import torch
-from conftest import adapter_hash
+from child_faults import killed_before_seal
+from conftest import adapter_hash, events_of, flip_one_byte
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
-from finetune.events import Evaluation, Result, read_events
+from finetune.events import Evaluation, Result
 from finetune.planner.base_adapter import find_adapter, inherit_settings
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
@@ -19,10 +19,6 @@ from finetune.run.base_adapter import base_adapter_of, require_usable_adapter, w
 from finetune.run.directory import RunDirectory
 from finetune.run.seal import MANIFEST, write_manifest
 from finetune.run.state import read_state
-
-
-def of(run, kind):
-    return [event for event in read_events(run.events) if isinstance(event, kind)]
 
 
 def manifest(folder):
@@ -37,9 +33,7 @@ def make(make_run):
 
 @pytest.fixture(scope="module")
 def first(make, train):
-    run = make("max_steps=6", "lora_alpha=24")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make("max_steps=6", "lora_alpha=24"))
 
 
 @pytest.fixture
@@ -115,9 +109,8 @@ def test_a_folder_is_the_same_base_model_however_it_is_spelt(foreign, recorded, 
     save_file({"lora_B": torch.zeros(4)}, folder / "adapter_model.safetensors")
     settings = plainest(load_recipe("tiny-cpu", ["model_name_or_path=./tinybase", f"adapter={folder}"]))
     require_usable_adapter(settings)
-    flip = (tmp_path / "tinybase" / "model.safetensors").read_bytes()
     shutil.copytree(tmp_path / "tinybase", tmp_path / "other")
-    (tmp_path / "other" / "model.safetensors").write_bytes(flip[:-1] + bytes([flip[-1] ^ 1]))
+    flip_one_byte(tmp_path / "other" / "model.safetensors")
     with pytest.raises(RecipeError, match="other base weights"):
         require_usable_adapter(settings.model_copy(update={"model_name_or_path": "./other"}))
 
@@ -128,9 +121,9 @@ def test_held_out_loss_before_the_first_step_is_the_first_runs_best(first, make,
     assert read_plan(second.plan).settings.lora_alpha == 24.0
     assert read_plan(second.plan).forecast.peaks == read_plan(first.plan).forecast.peaks
     assert read_plan(second.plan).reasons["lora_r"].startswith("the adapter's")
-    assert train(second) == 0, second.log.read_text()[-2000:]
-    (result,) = of(first, Result)
-    losses = {event.step: event.eval_loss for event in of(second, Evaluation)}
+    train.whole(second)
+    (result,) = events_of(first, Result)
+    losses = {event.step: event.eval_loss for event in events_of(second, Evaluation)}
     assert losses[0] == result.eval_loss and losses[6] != losses[0]
     facts = base_adapter_of(second)
     assert (facts.name, facts.step, facts.eval_loss) == (str(first.path), result.step, result.eval_loss)
@@ -145,33 +138,18 @@ def test_killed_and_without_its_first_run_it_resumes_bit_exactly(first, make, tr
     whole = make(f"adapter={moved}", "lora_alpha=24")
     run = RunDirectory(tmp_path / "again")
     shutil.copytree(whole.path, run.path)
-    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    train.whole(whole)
     shutil.rmtree(moved)
-
-    def dies():
-        import finetune.run.training as training
-
-        real = training.seal
-
-        def seal(folder, target, step, facts):
-            checkpoint = real(folder, target, step, facts)
-            if step == 4:
-                os._exit(137)
-            return checkpoint
-
-        training.seal = seal
-
-    assert train(run, dies) == 137
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    assert train(run, killed_before_seal(6)) == 137
+    train.whole(run)
     assert adapter_hash(run) == adapter_hash(whole)
-    assert [event.step for event in of(run, Evaluation)].count(0) == 1
+    assert [event.step for event in events_of(run, Evaluation)].count(0) == 1
 
 
 @pytest.mark.slow
 def test_where_training_on_only_makes_it_worse_the_result_is_what_it_began_with(first, make, train):
-    worse = make("max_steps=3", "learning_rate=0.5", "lora_alpha=24", f"adapter={first.path}")
-    assert train(worse) == 0, worse.log.read_text()[-2000:]
-    (result,) = of(worse, Result)
+    worse = train.whole(make("max_steps=3", "learning_rate=0.5", "lora_alpha=24", f"adapter={first.path}"))
+    (result,) = events_of(worse, Result)
     assert (result.step, result.last_step) == (0, 3) and result.last_eval_loss > result.eval_loss
     assert adapter_hash(worse) == adapter_hash(first)
     assert "best at step 0 of 3, the adapter that it continued from" in read_state(worse).message

@@ -131,10 +131,10 @@ def test_measurements_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     assert read_history("x").runs == 1
 
 
-@pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
+@pytest.mark.parametrize("config", [{"num_labels": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
 def test_a_model_of_a_billion_layers_is_refused_before_they_are_built(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FinetuneError, match="1,000,000,000 layers"):
+    with pytest.raises(FinetuneError, match="1,000,000,000, more than"):
         read_config(load_recipe("tiny-cpu", [f"model_name_or_path={tmp_path}"]))
 
 

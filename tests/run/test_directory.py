@@ -108,23 +108,20 @@ def test_a_folder_in_the_place_of_a_runs_file_is_named(run, name):
         control.start(run)
 
 
-def test_a_run_whose_process_is_gone_is_lost_and_says_how_to_resume(run):
-    EventWriter(run.events).emit(State(state="running"))
-    write_json(run.process, {"worker": {"pid": 2**22 - 3, "started_s": 1.0}})
-    state = read_state(run)
-    assert state.state == "lost" and "finetune resume" in state.message
-
-
-def test_a_reused_process_id_does_not_count_as_alive(run):
-    EventWriter(run.events).emit(State(state="running"))
-    write_json(run.process, {"worker": {"pid": os.getpid(), "started_s": 12345.0, "started_ticks": 12345}})
-    assert not is_alive(run) and read_state(run).state == "lost"
-
-
-def test_a_living_process_is_running(run):
-    EventWriter(run.events).emit(State(state="running"))
-    write_json(run.process, {"worker": process_record(os.getpid())})
-    assert read_state(run).state == "running"
+@pytest.mark.parametrize(
+    ("last", "process", "state"),
+    [
+        ("running", {"pid": 2**22 - 3, "started_s": 1.0}, "lost"),
+        ("running", {"pid": os.getpid(), "started_s": 12345.0, "started_ticks": 12345}, "lost"),  # the number is another's now
+        ("running", process_record(os.getpid()), "running"),
+        ("finished", process_record(os.getpid()), "finished"),
+    ],
+)
+def test_a_run_whose_process_is_gone_before_its_end_is_lost_and_says_how_to_resume(run, last, process, state):
+    EventWriter(run.events).emit(State(state=last))
+    write_json(run.process, {"worker": process})
+    assert read_state(run).state == state and is_alive(run) == (process == process_record(os.getpid()))
+    assert ("finetune resume" in read_state(run).message) == (state == "lost")
 
 
 def test_the_lock_is_held_by_one_and_dies_with_its_process(run):
@@ -151,9 +148,3 @@ def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
     assert not is_recorded_process(record)
     process.wait()
     assert not is_recorded_process(record)
-
-
-def test_a_finished_run_stays_finished_whatever_lives(run):
-    EventWriter(run.events).emit(State(state="finished", exit_code=0))
-    write_json(run.process, {"worker": process_record(os.getpid())})
-    assert read_state(run).state == "finished"

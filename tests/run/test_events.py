@@ -56,7 +56,9 @@ def test_a_writer_does_not_continue_the_line_of_a_dead_one(tmp_path):
 
 
 def test_what_is_not_an_event_is_left_out(tmp_path):
-    (tmp_path / "e").write_bytes(b'1\n[]\n{"no": "kind"}\n{"kind": 5}\nnot json\n\xff\xfe\n' + b"[" * 100_000 + b"\n")
+    steps_without_one = b'{"kind": "step"}\n{"kind": "step", "step": "x"}\n{"kind": "step", "step": null}\n'
+    others = b'1\n[]\n{"no": "kind"}\n{"kind": 5}\nnot json\n\xff\xfe\n' + b"[" * 100_000 + b"\n"
+    (tmp_path / "e").write_bytes(steps_without_one + others)
     assert read_events(tmp_path / "e") == []
 
 
@@ -83,19 +85,6 @@ def test_what_can_be_read_of_a_line_is(tmp_path, line, event):
     assert read_events(tmp_path / "e") == [event]
 
 
-@pytest.mark.parametrize("line", ['{"kind": "step"}', '{"kind": "step", "step": "x"}', '{"kind": "step", "step": null}'])
-def test_an_event_without_what_makes_it_one_is_left_out(tmp_path, line):
-    (tmp_path / "e").write_text(line + "\n")
-    assert read_events(tmp_path / "e") == []
-
-
-@pytest.mark.parametrize(("value", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (None, None)])
-def test_numbers_that_json_has_not_are_text_in_the_file_and_numbers_to_the_reader(tmp_path, value, written):
-    EventWriter(tmp_path / "e").emit(Step(step=1, loss=value))
-    assert json.loads((tmp_path / "e").read_text())["loss"] == written
-    assert repr(read_events(tmp_path / "e")[0].loss) == repr(value)
-
-
 def test_a_reader_can_continue_from_a_saved_offset(tmp_path):
     writer, reader = EventWriter(tmp_path / "e"), EventReader(tmp_path / "e")
     writer.emit(Step(step=1))
@@ -117,9 +106,8 @@ def test_lines_begin_with_kind_and_time_and_memory_comes_before_the_checksum(tmp
 def filled(kind):
     """An event of that kind with a value in every field."""
     values = {
-        int: 3, float: 0.5, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"}, dict[str, int]: {"a": 3},
-        dict[str, float]: {"a": 0.5},
-        dict[str, Any]: {"a": 1},
+        int: 3, float: math.inf, str: "x", bool: True, tuple[str, ...]: ("y",), dict[str, str]: {"a": "b"},
+        dict[str, int]: {"a": 3}, dict[str, float]: {"a": -math.inf}, dict[str, Any]: {"a": 1},
     }  # fmt: skip
     annotations = get_type_hints(kind)
     types = {field.name: (annotations[field.name], *get_args(annotations[field.name])) for field in dataclasses.fields(kind)}

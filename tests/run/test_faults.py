@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import adapter_hash
+from conftest import adapter_hash, events_of
 from forked import supervise
 
 from finetune.events import ForecastCheck, OutOfMemory, Retry, RunWarning, Step, read_events
@@ -24,7 +24,7 @@ TWO_ROWS = ("effective_batch_size=4", "per_device_train_batch_size=2", "dataset.
 
 
 def steps(run):
-    return {event.step: event for event in read_events(run.events) if isinstance(event, Step)}
+    return {event.step: event for event in events_of(run, Step)}
 
 
 def wait_for_step(process, run, step):
@@ -35,18 +35,16 @@ def wait_for_step(process, run, step):
 
 @pytest.fixture(scope="module")
 def unbroken(make_run, train):
-    run = make_run(*TWO_ROWS, "eval_steps=4")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make_run(*TWO_ROWS, "eval_steps=4"))
 
 
 @pytest.mark.parametrize("fault", ["step5:driver_oom", "evaluate:oom", "save:oom"])
 def test_out_of_memory_anywhere_and_the_run_finishes_by_itself(unbroken, make_run, fault):
     run = make_run(*TWO_ROWS, "eval_steps=4")
     assert supervise(run, fault).wait() == 0, run.log.read_text()[-2000:]
-    retries = [event for event in read_events(run.events) if isinstance(event, Retry)]
+    retries = events_of(run, Retry)
     assert len(retries) == 1 and retries[0].changes
-    memory = next(event for event in read_events(run.events) if isinstance(event, OutOfMemory))
+    memory = events_of(run, OutOfMemory)[0]
     assert memory.phase and memory.micro_batch == 2
     for step, event in steps(unbroken).items():
         retried = steps(run)[step]
@@ -59,7 +57,7 @@ def test_after_a_retry_memory_is_compared_with_a_forecast_of_what_runs_and_so_is
     assert supervise(run, "step5:oom").wait() == 0, run.log.read_text()[-2000:]
     planned, adjusted = read_plan(run.plan), adjusted_plan(run)
     assert adjusted.forecast.allocated_bytes < planned.forecast.allocated_bytes
-    first, end = [event for event in read_events(run.events) if isinstance(event, ForecastCheck)]
+    first, end = events_of(run, ForecastCheck)
     assert first.predicted_allocated_bytes == planned.forecast.allocated_bytes
     assert end.predicted_allocated_bytes == adjusted.forecast.allocated_bytes
     (row,) = (cache_dir() / "history.jsonl").read_text().splitlines()
@@ -135,7 +133,7 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
     first, second = supervise(run, "load:none"), supervise(run, "load:none")
     codes = sorted([first.wait(), second.wait()])
     assert codes == [0, 2]
-    assert [event.step for event in read_events(run.events) if isinstance(event, Step)] == list(range(1, 9))
+    assert [event.step for event in events_of(run, Step)] == list(range(1, 9))
     assert not is_alive(run)
     assert not any(Path(f"/proc/{int(record['pid'])}/fd").exists() for record in read_processes(run).values())
 
@@ -143,7 +141,7 @@ def test_two_starters_do_not_run_it_twice_and_no_process_is_left(make_run):
 def test_a_loss_spike_goes_back_to_the_last_seal_with_half_the_rate(make_run):
     run = make_run("loss_spike_factor=10")
     assert supervise(run, "step7:spike").wait() == 0, run.log.read_text()[-2000:]
-    retry = next(event for event in read_events(run.events) if isinstance(event, Retry))
+    retry = events_of(run, Retry)[0]
     assert retry.changes == {"learning_rate": pytest.approx(2e-3)} and "step 7" in retry.reason
     rates = {}
     for event in read_events(run.events):

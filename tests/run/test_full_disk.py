@@ -1,17 +1,15 @@
 """A disk that is really full, a small tmpfs, wherever something is written: nothing is lost, and it continues after freeing."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from child_faults import waiting_after
-from conftest import adapter_hash
+from conftest import adapter_hash, started_to
 
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
-from finetune.events import EventWriter, RunWarning, State, Step, read_events
+from finetune.events import EventWriter, RunWarning, State, read_events
 from finetune.files import write_json
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -46,9 +44,7 @@ def fill(folder, leave=0, name="ballast"):
 
 @pytest.fixture(scope="module")
 def finished(make_run, train):
-    run = make_run()
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make_run())
 
 
 def on_disk(run, folder):
@@ -62,9 +58,7 @@ def test_training_pauses_at_whatever_write_fails_and_continues_to_the_same_adapt
     make_run, finished, train, tmp_path, disk, at_step, leave
 ):
     run, filled = on_disk(make_run(), disk), tmp_path / "filled"
-    pid = train.start(run, waiting_after(at_step, filled))
-    while not any(isinstance(event, Step) and event.step == at_step for event in read_events(run.events)):
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    pid = started_to(train, run, at_step, filled)
     ballast = fill(disk, leave)
     filled.touch()
     assert train.wait(pid) == 7, run.log.read_text()[-2000:]
@@ -72,7 +66,7 @@ def test_training_pauses_at_whatever_write_fails_and_continues_to_the_same_adapt
     good, skipped = newest_verified(run.checkpoints)
     assert good is None or good.step in (2, 4) and not skipped
     assert not list((run.checkpoints / ".partial").glob("*"))
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    train.whole(run)
     assert adapter_hash(run) == adapter_hash(finished)
 
 
@@ -132,14 +126,7 @@ def test_a_full_disk_tears_no_event_and_loses_no_file(disk):
     assert (disk / "plan.json").read_text() == '{\n "kept": true\n}'
 
 
-def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, monkeypatch, capsys):
-    from finetune.cli import main
-
-    def finetune(*arguments):
-        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
-        code = main()
-        return code, " ".join("".join(capsys.readouterr()).split())
-
+def test_what_comes_after_training_says_that_the_disk_is_full(finished, disk, finetune, monkeypatch):
     run = on_disk(finished, disk)
     before = {path for path in run.path.rglob("*") if path.is_file()}
     ballast = fill(disk)

@@ -1,11 +1,11 @@
 """A run with offloaded layers: its adapter, held-out losses and answers are those of a resident run, also after a kill."""
 
 import json
-import os
 import shutil
 
 import pytest
-from conftest import adapter_hash
+from child_faults import killed_before_seal
+from conftest import adapter_hash, fresh_copy
 
 from finetune.evaluate.answerer import Answerer
 from finetune.events import Evaluation, Sample, Step, read_events
@@ -26,9 +26,7 @@ FILE = ["layer_offloading=nvme", "offloaded_layers=4"]
 
 @pytest.fixture(scope="module")
 def resident(make_run, train):
-    run = make_run(*RECOMPUTED)
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make_run(*RECOMPUTED))
 
 
 def recorded_values(run):
@@ -46,33 +44,19 @@ def recorded_values(run):
 
 @pytest.mark.parametrize("how", [AWAY, FILE], ids=["cpu", "nvme"])
 def test_losses_answers_and_the_adapter_are_those_of_a_resident_run(resident, make_run, train, how):
-    run = make_run(*RECOMPUTED, *how)
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    run = train.whole(make_run(*RECOMPUTED, *how))
     assert recorded_values(run) == recorded_values(resident) and len(recorded_values(run)) > 8 + 2
     assert adapter_hash(run) == adapter_hash(resident)
 
 
 @pytest.mark.parametrize(("first", "then"), [(False, "cpu"), ("cpu", False), ("cpu", "nvme")])
 def test_a_killed_run_continues_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
-    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "*lock")
-    shutil.copytree(resident.path, tmp_path / "run", ignore=leave)
-    run = type(resident)(tmp_path / "run")
-
-    def fault():
-        import finetune.run.training as training
-
-        real = training.seal
-
-        def die_at_six(folder, target, step, facts):
-            return os._exit(137) if step == 6 else real(folder, target, step, facts)
-
-        training.seal = die_at_six
-
+    run = fresh_copy(resident, tmp_path / "run")
     change_plan(run, resident, first)
-    assert train(run, fault) == 137
+    assert train(run, killed_before_seal(6)) == 137
     assert newest_verified(run.checkpoints)[0].step == 4
     change_plan(run, resident, then)
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    train.whole(run)
     assert adapter_hash(run) == adapter_hash(resident)
 
 
@@ -91,7 +75,7 @@ def test_answers_of_the_result_stream_the_layers_too(resident, tmp_path):
         change_plan(run, resident, how)
         answerer = Answerer(run)
         question = answerer.prompt_ids([{"role": "user", "content": "Where is my parcel?"}])
-        answers.append(answerer.answer([question], max_new_tokens=8))
+        answers.append(answerer.answer([question], max_new_tokens=8, with_special_tokens=False))
     assert answers[0] == answers[1]
 
 
@@ -117,4 +101,4 @@ def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_sa
     assert train(run, fault) == 1
     assert "has changed since it was written, while the run read it" in read_state(run).message
     assert newest_verified(run.checkpoints)[0] is None
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    train.whole(run)

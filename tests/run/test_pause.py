@@ -3,10 +3,9 @@
 import time
 
 import pytest
-from conftest import adapter_hash
+from conftest import adapter_hash, events_of
 
-from finetune.cli import main
-from finetune.events import Evaluation, Result, Step, read_events
+from finetune.events import Evaluation, Result, Step
 from finetune.run import control
 from finetune.run.state import is_alive, is_recorded_process, read_processes, read_state
 
@@ -14,18 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_starts")]
 
 
 def steps_of(run):
-    return [event.step for event in read_events(run.events) if isinstance(event, Step)]
-
-
-@pytest.fixture
-def finetune(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["finetune", *arguments])
-        code = main()
-        output = capsys.readouterr()
-        return code, " ".join((output.out + output.err).split())
-
-    return call
+    return [event.step for event in events_of(run, Step)]
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def steps_when_asked(monkeypatch):
 def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(make_run, train, finetune, steps_when_asked):
     settings = ("lora_dropout=0.1", "max_steps=8", "effective_batch_size=16")  # steps that are long beside a signal's way
     whole, paused = make_run(*settings), make_run(*settings)
-    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    train.whole(whole)
     control.start(paused)
     while len(steps_of(paused)) < 3:
         assert is_alive(paused), paused.log.read_text()[-2000:]
@@ -74,8 +62,8 @@ def test_a_run_that_is_asked_to_finish_ends_after_its_step_with_its_best_step_as
     state, last = read_state(run), steps_of(run)[-1]
     assert code == 0 and state.state == "finished" and f"ended at step {last} of 5000, as asked; adapter in" in state.message
     assert last <= asked_at + 2
-    losses = {event.step: event.eval_loss for event in read_events(run.events) if isinstance(event, Evaluation)}
-    (result,) = [event for event in read_events(run.events) if isinstance(event, Result)]
+    losses = {event.step: event.eval_loss for event in events_of(run, Evaluation)}
+    (result,) = events_of(run, Result)
     assert last in losses and result.eval_loss == min(losses.values()) and result.last_step == last
     assert (run.adapter / "adapter_model.safetensors").is_file()
     code, output = finetune("finish", str(run.path))

@@ -6,10 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from child_faults import waiting_after
-from conftest import adapter_hash
+from conftest import adapter_hash, events_of, started_to
 
-from finetune.events import RunWarning, Step, read_events
+from finetune.events import RunWarning, Step
 from finetune.run.seal import MANIFEST, write_manifest
 from finetune.run.state import read_state
 
@@ -19,19 +18,12 @@ PAIRS = ["method=dpo", "dataset.path=support-pairs"]
 
 @pytest.fixture(scope="module")
 def whole(make_run, train):
-    run = make_run(*PAIRS, "precompute_ref_log_probs=true")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
-
-
-def steps_of(run):
-    return [event for event in read_events(run.events) if isinstance(event, Step)]
+    return train.whole(make_run(*PAIRS, "precompute_ref_log_probs=true"))
 
 
 def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, make_run, train):
-    usual = make_run(*PAIRS)
-    assert train(usual) == 0, usual.log.read_text()[-2000:]
-    losses = [[step.loss for step in steps_of(run)] for run in (whole, usual)]
+    usual = train.whole(make_run(*PAIRS))
+    losses = [[step.loss for step in events_of(run, Step)] for run in (whole, usual)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][0] == pytest.approx(np.log(2), abs=1e-4)
 
@@ -39,9 +31,7 @@ def test_losses_are_those_of_a_reference_that_is_computed_in_each_step(whole, ma
 @pytest.fixture(scope="module")
 def killed_once(make_run, train, tmp_path_factory):
     run = make_run(*PAIRS, "precompute_ref_log_probs=true")
-    pid = train.start(run, waiting_after(5, tmp_path_factory.getbasetemp() / "never"))
-    while not any(step.step == 5 for step in steps_of(run)):
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
+    pid = started_to(train, run, 5, tmp_path_factory.getbasetemp() / "never")
     os.kill(pid, 9)
     train.wait(pid)
     return run
@@ -60,9 +50,9 @@ def test_resumed_with_a_damaged_reference_the_adapter_is_the_same(whole, killed,
         values.write_bytes(values.read_bytes()[:-4] + b"\0\0\0\0")
     elif damage == "missing":
         values.unlink()
-    assert train(killed) == 0, killed.log.read_text()[-2000:]
+    train.whole(killed)
     assert adapter_hash(killed) == adapter_hash(whole)
-    warnings = [event.message for event in read_events(killed.events) if isinstance(event, RunWarning)]
+    warnings = [event.message for event in events_of(killed, RunWarning)]
     assert any("reference is computed again" in message for message in warnings) == (damage != "none")
 
 

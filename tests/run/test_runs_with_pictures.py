@@ -9,7 +9,6 @@ import torch
 from picture_models import save_picture_model, save_picture_rows
 from safetensors import safe_open
 
-from finetune.cli import main
 from finetune.errors import CommandError, RecipeError
 from finetune.export.gguf import export_gguf
 from finetune.recipe import recipe_from
@@ -138,10 +137,10 @@ def test_the_largest_picture_trains_in_step_two_also_where_another_row_is_longer
 
 
 @pytest.mark.slow
-def test_in_a_chat_a_picture_goes_with_its_message(model, tmp_path, monkeypatch, capsys):
+def test_in_a_chat_a_picture_goes_with_its_message(model, tmp_path, monkeypatch, finetune):
     run = create_run(prepare(recipe(model, tmp_path, max_steps=1)))
     assert Worker(run).main() == 0
     lines = [f"/image {tmp_path / 'rows' / 'rows-0.png'}", "Which\ufffc number", "Again"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-    monkeypatch.setattr("sys.argv", ["finetune", "chat", str(run.path), "--max-new-tokens", "2"])
-    assert main() == 0, capsys.readouterr().err
+    code, shown = finetune("chat", run.path, "--max-new-tokens", "2")
+    assert code == 0, shown

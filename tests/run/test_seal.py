@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from conftest import flip_one_byte
 
 from finetune.run.seal import MANIFEST, facts_differ, newest_verified, rotate, seal, verify
 
@@ -31,17 +32,11 @@ def zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def flip_one_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def empty(path):
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("fault", [remove, truncate, zero, flip_one_bit, empty])
+@pytest.mark.parametrize("fault", [remove, truncate, zero, flip_one_byte, empty])
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "sub/rng_state.pth", MANIFEST])
 def test_a_fault_in_any_file_is_found_and_the_older_seal_is_used(tmp_path, fault, name):
     sealed(tmp_path, 10)
@@ -95,7 +90,7 @@ def test_rotation_keeps_the_best_beside_the_newest(tmp_path):
 
 def test_rotation_never_removes_the_only_good_one(tmp_path):
     sealed(tmp_path, 10)
-    flip_one_bit(sealed(tmp_path, 20) / "optimizer.pt")
+    flip_one_byte(sealed(tmp_path, 20) / "optimizer.pt")
     assert rotate(tmp_path, keep=1) == []
     assert newest_verified(tmp_path)[0].step == 10
 

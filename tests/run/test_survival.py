@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from child_faults import waiting_after
-from conftest import adapter_hash
+from child_faults import killed_before_seal
+from conftest import adapter_hash, events_of, flip_one_byte, fresh_copy, started_to
 from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
@@ -32,9 +32,7 @@ TILED = [
 @pytest.fixture(scope="module")
 def unbroken(make_run, train):
     """A run of dropout, shuffling and accumulation that nothing happened to."""
-    run = make_run("lora_dropout=0.1")
-    assert train(run) == 0, run.log.read_text()[-2000:]
-    return run
+    return train.whole(make_run("lora_dropout=0.1"))
 
 
 @pytest.fixture
@@ -43,25 +41,19 @@ def twin(unbroken, tmp_path):
     return fresh_copy(unbroken, tmp_path / "twin")
 
 
-def fresh_copy(run, path):
-    leave = shutil.ignore_patterns("events.jsonl", "log.txt", "adapter", "checkpoint-*", "*lock")
-    shutil.copytree(run.path, path, ignore=leave)
-    return type(run)(path)
+@pytest.fixture
+def ended(unbroken, tmp_path):
+    """A copy of the unbroken run without its adapter."""
+    leave = shutil.ignore_patterns("adapter", "*lock")
+    return type(unbroken)(shutil.copytree(unbroken.path, tmp_path / "run", ignore=leave))
 
 
 def losses(run):
     """Loss by step; a step that was repeated after a crash must show the same loss again."""
     by_step = {}
-    for event in read_events(run.events):
-        if isinstance(event, Step):
-            assert by_step.setdefault(event.step, event.loss) == event.loss
+    for event in events_of(run, Step):
+        assert by_step.setdefault(event.step, event.loss) == event.loss
     return by_step
-
-
-def wait_for_step(pid, run, step):
-    while not any(isinstance(event, Step) and event.step == step for event in read_events(run.events)):
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), run.log.read_text()[-2000:]
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
@@ -72,8 +64,7 @@ def test_killed_at_random_moments_the_adapter_is_the_same(unbroken, tmp_path, tr
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", [PAIRS, LABELS], ids=["dpo", "kto"])
 def test_killed_at_random_moments_the_preferences_are_the_same(make_run, tmp_path, train, kill, overrides):
-    whole = make_run(*overrides)
-    assert train(whole) == 0, whole.log.read_text()[-2000:]
+    whole = train.whole(make_run(*overrides))
     assert n_equal_after_kills(whole, 20, tmp_path, train, kill) == 20
 
 
@@ -92,19 +83,7 @@ def n_equal_after_kills(unbroken, n_kills, tmp_path, train, kill):
 
 
 def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train):
-    def fault():
-        import finetune.run.training as training
-
-        real = training.seal
-
-        def die_at_six(folder, target, step, facts):
-            if step == 6:
-                os._exit(137)
-            return real(folder, target, step, facts)
-
-        training.seal = die_at_six
-
-    assert train(twin, fault) == 137
+    assert train(twin, killed_before_seal(6)) == 137
     assert newest_verified(twin.checkpoints)[0].step == 4
     assert train(twin) == 0
     assert adapter_hash(twin) == adapter_hash(unbroken)
@@ -112,17 +91,15 @@ def test_killed_while_saving_resumes_from_the_seal_before(unbroken, twin, train)
 
 
 def test_killed_after_the_last_checkpoint_inside_an_epoch_nothing_more_is_trained(make_run, train, tmp_path):
-    run = make_run("max_steps=6", "lr_scheduler_type=constant")
-    assert train(run) == 0, run.log.read_text()[-2000:]
+    run = train.whole(make_run("max_steps=6", "lr_scheduler_type=constant"))
     killed = type(run)(shutil.copytree(run.path, tmp_path / "killed"))
     shutil.rmtree(killed.adapter)
-    assert train(killed) == 0, killed.log.read_text()[-2000:]
+    train.whole(killed)
     assert max(losses(killed)) == 6 and adapter_hash(killed) == adapter_hash(run)
 
 
 def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin, train, tmp_path):
-    pid = train.start(twin, waiting_after(3, tmp_path / "asked"))
-    wait_for_step(pid, twin, 3)
+    pid = started_to(train, twin, 3, tmp_path / "asked")
     os.kill(pid, signal.SIGTERM)
     (tmp_path / "asked").touch()
     assert train.wait(pid) == 143
@@ -158,8 +135,7 @@ def test_the_result_is_on_disk_before_the_run_reports_that_it_finished(twin, tra
 
 
 def test_a_run_whose_directory_is_deleted_ends_after_its_step(twin, train, tmp_path):
-    pid = train.start(twin, waiting_after(3, tmp_path / "deleted"))
-    wait_for_step(pid, twin, 3)
+    pid = started_to(train, twin, 3, tmp_path / "deleted")
     shutil.rmtree(twin.path)
     (tmp_path / "deleted").touch()
     assert train.wait(pid) == 1
@@ -176,6 +152,19 @@ def test_values_of_the_base_model_that_are_not_finite_are_the_cause_of_divergenc
     message = read_state(run).message
     assert "base model has values that are not finite" in message and "layers.0.mlp.down_proj" in message
     assert "learning_rate" not in message
+
+
+def test_nan_in_float16_names_float16_first(make_run, train):
+    def fault():
+        from finetune.run.training import RunTrainer
+
+        real = RunTrainer.training_step
+        RunTrainer.training_step = lambda *inputs: real(*inputs) * float("nan")
+
+    run = make_run("dtype=float16", "save_steps=0")
+    assert train(run, fault) == 6
+    message = read_state(run).message
+    assert "Usual causes: float16, which holds at most 65,504 (try dtype=float32); the learning rate" in message
 
 
 @pytest.mark.parametrize(("where", "value"), [("loss", "nan"), ("gradient", "inf")])
@@ -198,51 +187,38 @@ def test_what_is_not_finite_ends_as_diverged_and_is_never_sealed(twin, train, wh
     assert train(twin, fault) == 6
     state = read_state(twin)
     assert state.state == "diverged" and "checkpoint-4" in state.message and "learning_rate=" in state.message
+    assert "float16" not in state.message
     assert newest_verified(twin.checkpoints)[0].step == 4
     assert not twin.adapter.exists()
 
 
 @pytest.mark.parametrize("fault_in", ["adapter_model.safetensors", "rng_state.pth"])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_path, train, fault_in):
-    run = type(unbroken)(tmp_path / "run")
-    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
-    path = run.checkpoints / "checkpoint-8" / fault_in
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    offset = run.events.stat().st_size
-    assert train(run) == 0
-    events = EventReader(run.events, offset).new()
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(unbroken, ended, train, fault_in):
+    flip_one_byte(ended.checkpoints / "checkpoint-8" / fault_in)
+    offset = ended.events.stat().st_size
+    assert train(ended) == 0
+    events = EventReader(ended.events, offset).new()
     messages = [event.message for event in events if isinstance(event, RunWarning)]
     assert any("checkpoint-8 skipped" in message and fault_in in message for message in messages)
     assert next(event for event in events if isinstance(event, Start)).resumed_from == "checkpoint-6"
-    assert adapter_hash(run) == adapter_hash(unbroken)
+    assert adapter_hash(ended) == adapter_hash(unbroken)
 
 
-def test_a_checkpoint_of_other_settings_is_refused_with_the_setting(unbroken, tmp_path, train):
-    run = type(unbroken)(tmp_path / "run")
-    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
-    (run.path / "adjustments.json").write_text('{"lora_r": 8}')
-    assert train(run) == 1
-    assert "lora_r was" in read_state(run).message
-
-
-def test_a_checkpoint_of_other_rows_is_refused(unbroken, tmp_path, train):
-    run = type(unbroken)(tmp_path / "run")
-    shutil.copytree(unbroken.path, run.path, ignore=shutil.ignore_patterns("adapter", "*lock"))
-    (run.data / "fingerprint").write_text("other rows")
-    write_manifest(run.data, {})
-    assert train(run) == 1
-    assert "the training data has changed" in read_state(run).message
+def test_a_checkpoint_of_other_rows_or_settings_is_refused_with_what_differs(ended, train):
+    (ended.data / "fingerprint").write_text("other rows")
+    write_manifest(ended.data, {})
+    (ended.path / "adjustments.json").write_text('{"lora_r": 8}')
+    assert train(ended) == 1
+    message = read_state(ended).message
+    assert "the training data has changed" in message and "lora_r was" in message
 
 
 @pytest.mark.parametrize("overrides", [PADDED_EPOCHS, PACKED_BY_WORKERS, TILED, PAIRS, LABELS])
 def test_resume_is_exact_with_padding_packing_workers_epochs_tiles_and_answers(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")
-    assert train(whole) == 0, whole.log.read_text()[-2000:]
-    pid = train.start(broken, waiting_after(5, tmp_path / "never"))
-    wait_for_step(pid, broken, 5)
+    train.whole(whole)
+    pid = started_to(train, broken, 5, tmp_path / "never")
     os.kill(pid, 9)
     train.wait(pid)
     assert train(broken) == 0

@@ -9,9 +9,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import adapter_hash
+from conftest import adapter_hash, events_of
 
-from finetune.events import Memory, read_events
+from finetune.events import Memory
 from finetune.planner.plan import read_plan
 from finetune.requirements import installed_version
 
@@ -20,10 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def installed(name):
     return pytest.mark.skipif(installed_version(name) is None, reason=f"{name} is not installed: pip install '.[trackers]'")
-
-
-def events_of(run, kind):
-    return [event for event in read_events(run.events) if event.kind == kind]
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +43,7 @@ def curves_of(run):
 
 @pytest.mark.slow
 def test_tensorboard_has_loss_memory_and_forecast_of_each_step(make_run, train):
-    run = make_run("report_to=[tensorboard]", "eval_steps=4")
-    assert train(run) == 0
+    run = train.whole(make_run("report_to=[tensorboard]", "eval_steps=4"))
     (curves, text), plan, steps = curves_of(run), read_plan(run.plan), events_of(run, "step")
     names = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate"}
     names |= {name: name for name in ("tokens_per_s", "step_s")} | {f"memory/{name}": name for name in Memory.__annotations__}
@@ -126,8 +121,7 @@ def test_a_tracker_that_breaks_is_left_out_and_the_run_finishes(make_run, train)
 
 @installed("wandb")
 def test_wandb_stays_offline_and_in_the_run_directory(make_run, train):
-    run = make_run("report_to=[wandb]")
-    assert train(run) == 0
+    run = train.whole(make_run("report_to=[wandb]"))
     (folder,) = run.trackers.glob("wandb/offline-run-*")
     (file,) = folder.glob("*.wandb")
     written, plan = file.read_bytes(), read_plan(run.plan)
@@ -140,8 +134,7 @@ def test_wandb_stays_offline_and_in_the_run_directory(make_run, train):
 
 @installed("trackio")
 def test_trackio_stays_in_the_run_directory(make_run, train):
-    run = make_run("report_to=[trackio]")
-    assert train(run) == 0
+    run = train.whole(make_run("report_to=[trackio]"))
     with sqlite3.connect(run.trackers / "trackio" / "finetune.db") as database:
         rows = {step: json.loads(values) for step, values in database.execute("SELECT step, metrics FROM metrics")}
         (config,) = [json.loads(text) for (text,) in database.execute("SELECT config FROM configs")]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.checks import BadRow, is_blank
+from finetune.data.checks import BadRow, Values, is_blank
 from finetune.data.pictures.references import PICTURE_MARK, PICTURE_PARTS, PictureReference, picture_references
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def _has_tag(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_tag, value))
 
 
-def message_with_pictures(text: str, count: int) -> dict[str, Any]:
+def message_with_pictures(text: str, count: int) -> Values:
     """A user's message with `count` pictures before its text, which then has no other mark of one."""
     if not count:
         return {"role": "user", "content": text}
     return {"role": "user", "content": PICTURE_MARK * count + text.replace(PICTURE_MARK, ""), "pictures": count}
 
 
-def take_pictures(row: dict[str, Any], columns: Sequence[str]) -> tuple[dict[str, Any], list[PictureReference] | None]:
+def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[PictureReference] | None]:
     """The row without its columns of pictures, and their pictures; None if it has no such column. Raises BadRow."""
     present = [name for name in columns if name in row]
     if not present:
@@ -81,11 +81,10 @@ def take_pictures(row: dict[str, Any], columns: Sequence[str]) -> tuple[dict[str
 def place_pictures(
     example: Example, column: list[PictureReference] | None, *, expects_pictures: bool, expects_tags: bool
 ) -> tuple[Example, list[PictureReference]]:
-    """The example with a mark in its texts for each picture, and the pictures in that order.
+    """The example with a mark in its texts for each picture, and the pictures in that order. Raises BadRow.
 
-    `column`: those of the row's column, None without one; `expects_pictures`: other rows of the file have some;
+    `column`: pictures of the row's column, None without one; `expects_pictures`: other rows of the file have some;
     `expects_tags`: most have `<image>`.
-    Raises BadRow when marks and pictures differ in number, and for a picture in an answer.
     """
     parts: list[PictureReference | int | None] = [
         reference for message in example.messages for reference in message.get("pictures", ())
@@ -109,7 +108,6 @@ def place_pictures(
 
 
 def _with_count(message: Message) -> Message:
-    """The message with the number of its pictures, which says that the marks in its text are no characters."""
     fields = {key: value for key, value in message.items() if key != "pictures"}
     count = message["content"].count(PICTURE_MARK)
     return {**fields, "pictures": count} if count else fields
@@ -173,10 +171,10 @@ def with_parts(messages: list[Message]) -> list[Message]:
     ]
 
 
-def _parts_of(message: Message) -> list[dict[str, Any]]:
+def _parts_of(message: Message) -> list[Values]:
     """A message's content parts; in one without pictures the mark is a character like others."""
     pieces = message["content"].split(PICTURE_MARK) if "pictures" in message else [message["content"]]
-    parts: list[dict[str, Any]] = []
+    parts: list[Values] = []
     for index, piece in enumerate(pieces):
         parts += ([{"type": "image"}] if index else []) + ([{"type": "text", "text": piece}] if piece else [])
     return parts

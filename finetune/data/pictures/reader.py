@@ -20,9 +20,9 @@ FileStat = tuple[int, int] | None
 
 
 class PictureReader:
-    """Checks pictures. `folder`: of the data file; `image_folder`: where paths start from if it isn't the same.
+    """Checks pictures in the `folder` of the data file and in `image_folder`, where paths start.
 
-    `files` are the files that were looked at, with their size and time: cached rows are valid while these are the same.
+    `files`: those that were looked at, with size and time; cached rows are valid while these are the same.
     """
 
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
@@ -62,7 +62,6 @@ class PictureReader:
         return PictureSource(path, digest, *size)
 
     def _path(self, reference: PictureReference) -> Path:
-        """The picture's file, inside one of the folders. Raises BadRow for one outside of them."""
         text = reference.path or ""
         if not self._folders:
             problem = "is a path, and the rows come from no folder; the picture's bytes must be in the row"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from finetune.data.checks import BadRow, is_blank, parse_if_text, quoted, type_phrase
+from finetune.data.checks import BadRow, Values, is_blank, parse_if_text, quoted, type_phrase
 from finetune.data.pictures.limits import MAX_FILE_BYTES
 
 #: A picture in a message's text: OBJECT REPLACEMENT CHARACTER.
@@ -72,7 +72,7 @@ def _plain(value: Any, field: str) -> PictureReference:
     return _from_text(value, field)
 
 
-def part_reference(part: dict[str, Any], path: str) -> PictureReference | None:
+def part_reference(part: Values, path: str) -> PictureReference | None:
     """The picture of a content part; None for a part that takes the next picture of the row's column. Raises BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
         raise BadRow(path, "is a picture without image_url" + ("; file_id is of OpenAI only" if part.get("file_id") else ""))
@@ -80,7 +80,7 @@ def part_reference(part: dict[str, Any], path: str) -> PictureReference | None:
     return _from_object(filled, path) if filled else None
 
 
-def _from_object(value: dict[str, Any], field: str) -> PictureReference:
+def _from_object(value: Values, field: str) -> PictureReference:
     for key, read in _OBJECT_KEYS.items():
         if not is_blank(value.get(key)):
             return read(value[key], f"{field}.{key}")

@@ -80,10 +80,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def checked_size(content: bytes) -> tuple[int, int]:
-    """Width and height after EXIF turning of a picture that can be decoded. Raises BadPicture, PackagesError.
-
-    The header decides first; then the whole picture is decoded once, JPEG at an eighth of its size.
-    """
+    """Width and height after EXIF turning, by the header and by decoding it once. Raises BadPicture, PackagesError."""
     with _opened(content) as image:
         width, height = image.size
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
@@ -123,7 +120,6 @@ def require_pillow() -> None:
 
 
 def _opened(content: bytes) -> Image:
-    """The picture with its header read and checked, not decoded. Raises BadPicture."""
     require_pillow()
     from PIL import Image, UnidentifiedImageError
 

@@ -29,10 +29,7 @@ class PictureTensors:
         self._free_bytes = _CACHE_BYTES
 
     def __call__(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
-        """Pixels of the pictures of each row of `input_ids`, and the kinds of its tokens.
-
-        Raises DataError for a picture that is gone or was changed.
-        """
+        """Pixels of the pictures of each row of `input_ids`, and the kinds of its tokens. Raises DataError."""
         images = [[self._picture(source) for source in pictures] for pictures in rows]
         return self._processor.token_types(input_ids) | self._processor.tensors(images)
 

@@ -1,0 +1,82 @@
+"""However an answer is cut into pieces, its thought and its text come once and apart, and its calls never as text."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from test_calls_in_answers import reader_of  # noqa: E402
+
+from finetune.evaluate.answer_stream import AnswerStream  # noqa: E402
+from finetune.evaluate.journal import Journal, digest  # noqa: E402
+from finetune.evaluate.rows import EvalRows  # noqa: E402
+from finetune.evaluate.score import ModelOutputs  # noqa: E402
+from finetune.evaluate.scorers import scorer  # noqa: E402
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<b>"}}\n</tool_call>'
+TEXTS = {
+    "qwen2_5": [
+        "Plain, 1 < 2 <tool.",
+        f"Let me see.\n{CALL}\n{CALL}<|im_end|>",
+        CALL,
+        "<tool_call>{broken",
+        f"{CALL} And more.",
+        "",
+    ],
+    "llama3_1": ['{"name": "f", "parameters": {}}<|eot_id|>', 'A set is {"a"}.', '{"city": "Bern"}', "Hi<|eot_id|>"],
+    "qwen3": [
+        "<think>\n\n</think>\n\nPlain.<|im_end|>",
+        "<think>\nTwo and\ntwo.\n</think>\n\nFour, </think> too.<|im_end|>",
+        f"<think>\nI could {CALL}.\n</think>\n\n{CALL}<|im_end|>",
+        "<think>\nStill thinking",
+    ],
+    "qwen3_6": ["Two and two.\n</think>\n\nFour.<|im_end|>", "\n</think>\n\nFour.<|im_end|>"],
+    "gptoss": [
+        "<|channel|>final<|message|>Four.<|return|>",
+        "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
+    ],
+    "lfm2_v2": ["Yes.<|tool_call_start|>[f(a='x'), g()]<|tool_call_end|><|im_end|>", "No <|tool_call_start|>[f("],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TEXTS.items() for text in texts])
+def test_the_text_and_the_calls_are_those_of_the_whole_answer(name, text):
+    _, reader = reader_of(name)
+    is_cut = text.endswith("Still thinking")
+    source, whole = random.Random(0), reader.read(text, is_cut=is_cut)
+    for _ in range(20):
+        cuts = sorted(source.sample(range(len(text) + 1), min(len(text), source.randint(0, 12))))
+        pieces, emitted = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], {True: "", False: ""}
+
+        def say(piece, is_thought, emitted=emitted):
+            emitted[is_thought] += piece
+
+        if any(token in text and not any(token in piece for piece in pieces) for token in ("<|im_end|>", "<|eot_id|>")):
+            continue  # a special token is one piece
+        stream = AnswerStream(reader, (), say)
+        for piece in pieces:
+            stream.add(piece)
+        assert stream.finish(is_cut=is_cut) == whole
+        assert emitted[False].split() == whole.text.split() and (not whole.calls or "<tool_call>" not in emitted[False])
+        assert emitted[True] == whole.thought
+
+
+def test_scores_see_the_answer_without_its_thought_and_cut_answers_are_counted(tmp_path):
+    answers = {
+        "<think>\n\n</think>\n\nIn Bern.<|im_end|>": ("In Bern.", ""),
+        "<think>\nIn Rome?\n</think>\n\nIn Bern.<|im_end|>": ("In Bern.", "In Rome?"),
+        "<think>\nIn Bern. But": ("", "In Bern. But"),  # the limit is inside the thought
+        "In Basel.<|im_end|>": ("In Basel.", ""),
+    }
+    journal, rows = Journal(tmp_path, "tuned", {}), len(answers)
+    keys = [digest([[row], 9, "with special tokens"]) for row in range(rows)]
+    journal.entries = {
+        key: {"answer": text, "is_cut": not text.endswith("|>")} for key, text in zip(keys, answers, strict=True)
+    }
+    eval_rows = EvalRows(["Where?"] * rows, [[row] for row in range(rows)], ["In Bern."] * rows)
+    outputs = ModelOutputs(lambda: None, journal, eval_rows, "tuned", 9, lambda _: None, reader_of("qwen3")[1])
+    score = outputs.score(scorer("contains"))
+    assert list(zip(score.answers, score.thoughts, strict=True)) == [*answers.values()]
+    assert (score.exact, score.scores, score.cut) == ([True, True, False, False], [1, 1, 0, 0], 1)
