@@ -110,16 +110,21 @@ def parts(thought, text, calls):
     return ("", (thought + text).strip(), calls) if calls else (thought, text.strip(), calls)
 
 
+def encoded(name, shape):
+    tokenizer = tokenizer_with_marks()
+    tokenizer.chat_template = CUSTOM.get(name) or (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    has_calls = any("tool_calls" in message for message in SHAPES[shape])
+    encoder = Encoder(tokenizer, conversations=True)
+    row = {"messages": SHAPES[shape], **({"tools": TOOLS} if has_calls else {})}
+    [result] = encoder.encode([parse(row, "messages", {}, "rows.jsonl", 1)])
+    return encoder, has_calls, result
+
+
 @functools.cache
 def cell(name, shape):
     """`comes back`, `noted: ...`, `refused: ...`, or `wrong: ...`."""
-    tokenizer = tokenizer_with_marks()
-    tokenizer.chat_template = CUSTOM.get(name) or (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     messages = SHAPES[shape]
-    has_calls = any("tool_calls" in message for message in messages)
-    encoder = Encoder(tokenizer, conversations=True)
-    row = {"messages": messages, **({"tools": TOOLS} if has_calls else {})}
-    [result] = encoder.encode([parse(row, "messages", {}, "rows.jsonl", 1)])
+    encoder, has_calls, result = encoded(name, shape)
     if isinstance(result, BadRow):
         return f"refused: {result.reason}"
     chat_format, problems, read = encoder.chat_format, [], []
@@ -128,7 +133,7 @@ def cell(name, shape):
     for run in trained_runs(result):
         end = next((index for index, token_id in enumerate(run) if token_id in stops and index), len(run) - 1)
         problems += [] if run[end] in stops | chat_format.ends else ["no end"]
-        text = tokenizer.decode(run[:end])
+        text = encoder.tokenizer.decode(run[:end])
         problems += [f"{asked} is trained" for asked in questions if asked in text]
         read.append(chat_format.read(text, TOOLS if has_calls else None))
     taught = sorted(parts(its.thought, its.text, its.calls) for its in read)
@@ -163,3 +168,14 @@ def test_answers_between_trls_own_markers_are_taught_with_their_ends(name):
 def test_most_rows_come_back():
     cells = [cell(name, shape) for name in TEMPLATES for shape in FIRST_SHAPES]
     assert (len(cells), cells.count("comes back") >= LEAST) == (456, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "note", "is_noted"),
+    [
+        ("qwen3", "plain", "unthinking", True), ("qwen3", "one thought", "unthinking", False),
+        ("llama3_2", "plain", "unthinking", False), ("glm4moe", "plain", "ended", True), ("qwen3", "plain", "ended", False),
+    ],
+)  # fmt: skip
+def test_rows_without_thoughts_and_ends_that_are_added_are_noted(name, shape, note, is_noted):
+    assert (note in {note for sequence in encoded(name, shape)[2] for note in sequence.notes}) == is_noted
