@@ -58,8 +58,8 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTES, may_be_edited: bool = False) -> Any:
     """The values of a JSON file that anybody may have written.
 
-    Raises what `read_limited` raises, and ValueError for one that is no JSON, has another checksum than its content (unless it
-    `may_be_edited`), or has values of another `kind`.
+    Raises the errors of `read_limited`, and ValueError if the file is no JSON, has a checksum that is not its content's (unless
+    it `may_be_edited`), or has values of another `kind`.
     """
     content = read_limited(path, max_bytes)
     values = parse_json(content) if may_be_edited else parse_checked(content)

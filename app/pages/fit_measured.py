@@ -28,7 +28,7 @@ def build(context: Context, components: list[Any]) -> None:
 
 
 def press(context: Context, task: Task) -> list[Any]:
-    """Measure for the draft as it is now; end a measurement that goes on."""
+    """Measure the current draft; end a measurement that is running."""
     try:
         if not task.end():
             path = task.path / "recipe.yaml"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """Facts of one card. Bytes and FLOP per second; unknown is None.
+    """Facts of one card. Units: bytes and FLOP per second. A missing fact stays None.
 
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less the usual
     use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops`, `fp32_flops` (cards without bf16)

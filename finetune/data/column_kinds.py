@@ -137,7 +137,6 @@ def describe(kinds: set[str]) -> str:
 
 def words_of(name: str) -> list[str]:
     """The words of a name in lower case: answer_id, AnswerId."""
-    """The words of a name in lower case: answer_id, AnswerId."""
     return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or [name.strip() or "unnamed"]
 
 

@@ -52,7 +52,7 @@ _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
 
 @lru_cache(4096)
 def meaning_of(name: Any) -> str:
-    """What a name says about the values of a column or field; empty if it says nothing."""
+    """The meaning of a column's or field's values by its name; empty if the name is unknown."""
     return _MEANINGS.get(re.sub(r"[\W_]+", "", name.lower()), "") if isinstance(name, str) else ""
 
 
@@ -156,7 +156,7 @@ def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
 
 
 def transcript_error(file: str, column: str) -> DataError:
-    """Say that a column has conversations in one text, of which answers can't be told from questions."""
+    """The error for a column of whole conversations, whose answers can't be told from the questions."""
     return DataError(
         f"{file}: '{printable(column)}' is a transcript: a whole conversation in one text, with marks such as USER: and "
         "ASSISTANT:, and the user's part would be trained on, too",

@@ -91,7 +91,7 @@ def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[S
 
 
 class SourceReader:
-    """Reads one source in batches. `unused`: what isn't read of it; if that stops the run, `finish` raises DataError."""
+    """Reads one source in batches. `unused`: its unread columns and fields; `finish` raises DataError if they stop the run."""
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)

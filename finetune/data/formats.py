@@ -200,7 +200,7 @@ def usual_columns(rows: list[Values]) -> Columns:
 def reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
     """The mapping of a column of reasoning beside a question and its answer, by its usual names; empty if it is the field's.
 
-    Raises DataError for reasoning that the format has no field for, for one that is no text, and for transcripts as answers.
+    Raises DataError for a format without the field reasoning, for reasoning that is no text, and for transcripts as answers.
     """
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
     for name in transcripts(rows, answers):

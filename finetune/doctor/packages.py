@@ -121,7 +121,7 @@ def _torch_findings(part: dict[str, Any]) -> Iterator[Finding]:
 
 
 def cuda_finding(part: dict[str, Any], driver: nvidia.Driver | None) -> Finding:
-    """`part`: what the probe reports of torch. `driver`: None without one."""
+    """`part`: the probe's report on torch. `driver`: None without a driver."""
     version, facts = f"torch {part['version']}", {key: part[key] for key in ("version", "cuda", "architectures")}
     build = Build(part["version"], part["cuda"], part["hip"])
     if build.platform and not build.cuda:

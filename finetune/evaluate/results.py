@@ -57,11 +57,11 @@ class Score:
 class Comparison:
     """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
 
-    `forgetting`: the rows are those that the first run held out, and `base` is the adapter that this run continued.
+    `forgetting`: the rows were held out by the first run, and `base` is the adapter that this run continued.
     `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
     answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
     `labels_in_order`: of answers that are marked good or bad, the share of all pairs of a good and a bad one in which the good
-    one has become likelier by more; one half where nothing was learnt. `against_adapter`: `base` is the adapter that this run
+    one has become likelier by more; one half if nothing was learned. `against_adapter`: `base` is the adapter that this run
     continued, its method's reference.
     `field_differences`: of the parts of a score of calls, over the rows that have the part.
     `max_new_tokens`: limit of thought and answer. `base_prompt_end`: ends the base model's prompts, to ask without a thought.

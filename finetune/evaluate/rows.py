@@ -39,13 +39,13 @@ class EvalRows:
     """`prompts`, their tokens, and the expected answers; `ids` and `labels` of the sequences whose loss is computed.
 
     A row of plain text has no prompt, and a chat template may render several sequences of a row. Of pairs, `ids` and `labels`
-    are of the chosen answers, `rejected_ids` and `rejected_labels` of the other ones, in the same order. `desirable`: of
+    are of the chosen answers, `rejected_ids` and `rejected_labels` of the rejected answers, in the same order. `desirable`: of
     labelled rows, whether each answer is marked good.
 
     `calls` are expected of each row's answer, `tools` are offered; both are empty if no row has tools.
     `answer_tokens`: the most tokens of a thought and the answer after it; `has_thoughts`: whether a row has a thought.
 
-    `prompt_pictures` are those of each prompt, `pictures` of each sequence; both are empty if no row has any.
+    `prompt_pictures`: pictures of each prompt; `pictures`: of each sequence; both are empty if no row has any.
     """
 
     prompts: list[str] = field(default_factory=list)

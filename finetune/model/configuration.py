@@ -59,7 +59,7 @@ def resolve_model_path(settings: Recipe) -> str:
 
 
 def refuse_no_model(path: Path, name: str) -> None:
-    """Raise ModelError for a file or folder that can't be a model, with what it is and what to do."""
+    """Raise ModelError for a file or folder that can't be a model: its kind, and the fix."""
     run = next((folder for folder in (path, path.parent) if (folder / "plan.json").is_file()), None)
     fix = f"Make a model of it: finetune merge {run}. " if run else ""
     if path.suffix.lower() == ".gguf":
@@ -107,7 +107,7 @@ def vocabulary_size(settings: Recipe) -> int | None:
 
 
 def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | None:
-    """The value of a key in the header of the model's README, the first of several; None where there is none to read."""
+    """The first value of a key in the header of the model's README; None if it can't be read."""
     # by its line: other values may be nested too deeply for a parser
     try:
         path, revision = resolve_model_path(settings), settings.model_revision

@@ -57,7 +57,7 @@ def greedy_answers(
     Returns each text, and whether it was cut at `max_new_tokens`.
 
     Prompts are padded on the left. The model should be in evaluation mode. No random numbers are drawn.
-    `more_inputs`: makes what the model gets beside the tokens, as for pictures.
+    `more_inputs`: makes the inputs beside the tokens, such as pictures.
     """
     width = max(len(question) for question in questions)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops)

@@ -47,8 +47,8 @@ def check_weights(folder: Path) -> None:
 def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | None:
     """One hash of the base model's weight files; None when they are not on this disk.
 
-    A file whose size, time and inode are those of the last time is hashed again only with `reread`, which also sees what a
-    failing disk has changed. Raises ModelError for one that can't be read or that differs from what the hub has sent.
+    A file with unchanged size, time and inode is hashed again only with `reread`, which also finds damage by a failing disk.
+    Raises ModelError for a file that can't be read or differs from the hub's.
     """
     folder = _folder_on_disk(settings)
     if folder is None:
@@ -124,7 +124,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def file_problem(path: Path) -> str:
-    """What is wrong with a file: JSON without an object, or safetensors of another length than its header says; or nothing."""
+    """The problem of a file, if any: JSON without an object, or safetensors whose length is not the header's."""
     try:
         if is_lfs_pointer(path):
             return IS_LFS_POINTER

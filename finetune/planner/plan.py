@@ -394,5 +394,5 @@ def read_plan(path: Path) -> Plan:
 
 
 def as_overrides(values: dict[str, Any]) -> str:
-    """Settings as they are typed."""
+    """Settings in the form key=value, to type."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

@@ -34,7 +34,7 @@ Rows = dict[str, list[list[int]]]
 class FormatLoss:
     """Mean loss of a trained token, in nats, with base weights in this format.
 
-    `cost`: loss minus the plain format's, with its 95 % interval; None of the plain one and for fewer than two rows.
+    `cost`: loss minus the plain format's, with its 95 % interval; None for the plain format and for fewer than two rows.
     """
 
     label: str

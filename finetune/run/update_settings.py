@@ -1,4 +1,4 @@
-"""Update a run's settings when it is resumed: those that do not affect the result, and where its base model is."""
+"""Update a resumed run's settings that do not affect its result, and the place of its base model."""
 
 from __future__ import annotations
 

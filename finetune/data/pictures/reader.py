@@ -22,7 +22,7 @@ FileStat = tuple[int, int] | None
 class PictureReader:
     """Checks pictures in the `folder` of the data file and in `image_folder`, where paths start.
 
-    `files`: those that were looked at, with size and time; cached rows are valid while these are the same.
+    `files`: the checked files with size and time; cached rows are valid while these are the same.
     """
 
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
