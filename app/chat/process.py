@@ -136,8 +136,7 @@ class Conversation:
                 max_new_tokens=int(request["max_new_tokens"]), stopped=stopped,
                 sampling=Sampling(request.get("temperature", 0.0), request.get("top_p", 1.0), request.get("seed", 0)),
             )  # fmt: skip
-        self._messages[model] = [*messages, assistant_message(answer.text, answer.calls, answer.thought)]
-        self._pictures[model] = pictures
+        self._messages[model], self._pictures[model] = [*messages, assistant_message(answer)], pictures
         return Answer(
             id=question.id, model=model, text=answer.text, tokens=reply.tokens, tokens_per_s=reply.tokens_per_s,
             stopped=reply.stopped, calls=tuple(answer.calls), thought=answer.thought,
@@ -151,8 +150,7 @@ class Conversation:
                 question = questions[event.id]
                 pictures = kept_pictures(self._folder, question.pictures)
                 self._messages[event.model] += [
-                    message_with_pictures(question.text, len(pictures)),
-                    assistant_message(event.text, event.calls, event.thought),
+                    message_with_pictures(question.text, len(pictures)), assistant_message(event),
                 ]  # fmt: skip
                 self._pictures[event.model] += pictures
 

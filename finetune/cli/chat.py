@@ -139,7 +139,7 @@ class _Chat:
                 self.answerer, turns, _PiecePrinter(quiet=self.as_json), tools=self.tools or None, pictures=self.sent_pictures,
                 max_new_tokens=self.max_new_tokens, sampling=self.sampling, stopped=stopped,
             )  # fmt: skip
-        turns.append(assistant_message(answer.text, answer.calls, answer.thought))
+        turns.append(assistant_message(answer))
         if self.as_json:
             calls = {"calls": answer.calls} if self.tools else {}
             print_json({

@@ -148,6 +148,8 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names:
     if result.base_prompt_end.strip():
         end = escape(_one_line(result.base_prompt_end))
         out.print(f"[dim]The base model is asked to answer without a thought: its prompts end with {end}[/]")
+    elif any(result.base.thoughts):
+        out.print(f"[dim]Answers have at most {result.max_new_tokens:,} tokens, with their thoughts.[/]")
     for name, model in zip(names, (result.base, result.tuned), strict=True):
         if model.cut:
             limit = f"the limit of {result.max_new_tokens:,} tokens"

@@ -29,10 +29,10 @@ class Answer:
     thought: str = ""
 
 
-def assistant_message(text: str, calls: Sequence[Call], thought: str = "") -> dict[str, Any]:
-    """An answer as the message that templates write."""
-    more = {"tool_calls": [*calls], "reasoning_content": thought}
-    return {"role": "assistant", "content": text, **{name: value for name, value in more.items() if value}}
+def assistant_message(answer: Any) -> dict[str, Any]:
+    """An Answer, or an object with its text, calls and thought, as the message that templates write."""
+    more = {"tool_calls": [*answer.calls], "reasoning_content": answer.thought}
+    return {"role": "assistant", "content": answer.text, **{name: value for name, value in more.items() if value}}
 
 
 @dataclass(frozen=True)

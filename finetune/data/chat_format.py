@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import Answer, CallSyntax, syntax_of
@@ -48,11 +49,12 @@ TAGS = ThoughtMarks("<think>", "</think>")
 
 
 class ChatFormat:
-    """What a template writes around answers, thoughts and calls.
+    """The texts and tokens that a template writes around answers, thoughts and calls.
 
     - ends: ids that end an answer in a conversation
     - stops, call_stops: ids at which generation stops, after an answer and after its last call
     - marks: of thoughts that are read
+    - opens_thought: whether the generation prompt opens a thought that the template does not write
     - before_answer: text between the generation prompt and an answer without a thought, such as an empty thought
     - writes_thought: whether a message's reasoning is written, by whether the message has calls
     - syntax: form of calls; None if the template writes none
@@ -64,7 +66,8 @@ class ChatFormat:
         self.special_tokens = template.special_tokens
         self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have none of them
         unwritten, plain = self._written(_REPLY)
-        self.before_answer = "" if unwritten.strip() else plain.partition(_ANSWER)[0]
+        self.opens_thought = bool(unwritten.strip())
+        self.before_answer = "" if self.opens_thought else plain.partition(_ANSWER)[0]
         eos_ids = {self._tokenizer.eos_token_id} - {None}
         ends = self._first_special(plain.rpartition(_ANSWER)[2])
         _, continued = self._written(_REPLY, {"role": "user", "content": "more"})
@@ -73,9 +76,9 @@ class ChatFormat:
         self.syntax, self.call_stops, followed = self._learn_calls()
         self.ends, self.stops = eos_ids | inside | ends | followed, eos_ids | (ends or inside)
         self._end_tokens = [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(self.ends | self.call_stops))]
-        self._answer_opening = ""
+        self._answer_opening = plain.partition(_ANSWER)[0]  # such as a channel; empty if it is an empty thought
         self.writes_thought = {True: False, False: False}
-        self.marks = self._learn_marks(plain.partition(_ANSWER)[0])
+        self.marks = self._learn_marks()
 
     @cached_property
     def call_openings(self) -> tuple[str, ...]:
@@ -84,7 +87,7 @@ class ChatFormat:
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """Texts that are not the answer's own: marks, ends and openings, of which a streamed answer may have a part."""
+        """Marks, ends and openings around an answer; the end of a streamed piece may be a part of one."""
         marks = [text.strip() for form in self.marks for text in (form.opening, form.closing)]
         return tuple(filter(None, [*marks, self._answer_opening, *self._end_tokens]))
 
@@ -109,7 +112,7 @@ class ChatFormat:
         return replace(answer, text=self.without_special_tokens(answer.text), thought=self.without_special_tokens(thought))
 
     def header_end(self, text: str) -> int:
-        """Where the first header of an assistant turn ends in a conversation's text. Raises BadRow if there is none."""
+        """The end of the first header of an assistant turn in a conversation's text. Raises BadRow without a header."""
         prompt = self._template.render([_QUESTION], prompt=True).rpartition(_QUESTION["content"])[2]
         for begin in range(len(prompt.rstrip())):
             begins_turn = prompt[:begin].endswith("\n") or prompt.startswith(tuple(self.special_tokens), begin)
@@ -163,8 +166,7 @@ class ChatFormat:
                 return syntax, following, following
         return None, set(), set()
 
-    def _learn_marks(self, before: str) -> list[ThoughtMarks]:
-        """The marks of thoughts. `before`: what stands before an answer without a thought."""
+    def _learn_marks(self) -> list[ThoughtMarks]:
         marks: list[ThoughtMarks] = []
         call, in_text = _call_message(_CALLS[:1]), f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
         field = {"reasoning_content": _THOUGHT}
@@ -173,18 +175,19 @@ class ChatFormat:
             has_calls = "tool_calls" in message
             if "reasoning_content" in message:
                 self.writes_thought[has_calls] = bool(thought)
-            if not thought or marks:
-                continue
             closing = following.removesuffix(self._written(call)[1]) if has_calls else following.partition(_ANSWER)[0]
-            if not has_calls and before.strip() and not "".join(before.split()).endswith("".join(closing.split())):
-                closing = closing.removesuffix(before)
-                self._answer_opening = before
+            if marks or not (thought and closing.strip()):
+                continue
+            if not has_calls and "".join(self._answer_opening.split()).endswith("".join(closing.split())):
+                self._answer_opening = ""
+            elif not has_calls:
+                closing = closing.removesuffix(self._answer_opening)
             is_prompted = not opening.strip()
             opening = closing.strip().replace("</", "<", 1) if is_prompted else opening
             is_text = message["content"] == in_text and (opening.strip(), closing.strip()) == (TAGS.opening, TAGS.closing)
-            if closing.strip() and not is_text:
+            if not is_text:
                 marks.append(ThoughtMarks(opening, closing, is_prompted))
-        return [*marks, TAGS]
+        return [*marks, replace(TAGS, is_prompted=self.opens_thought)]
 
 
 def thought_and_text(message: Message) -> tuple[str, str]:
@@ -207,10 +210,7 @@ def syntax_and_end(
 
 def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Length of the common prefix of two texts or lists of ids."""
-    if second[: len(first)] == first:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return len(first if second[: len(first)] == first else commonprefix([first, second]))  # type: ignore[list-item]
 
 
 def _call_message(calls: list[tuple[str, dict[str, Any]]]) -> Message:

@@ -67,7 +67,7 @@ class Rendered:
 
 
 class Template:
-    """The chat template of a tokenizer, rendered only through transformers' sandbox; `format` is learned from it."""
+    """The chat template of a tokenizer, rendered only through transformers' sandbox. `format`: learned by rendering probes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -233,7 +233,7 @@ class Template:
         return syntax_and_end(written, [("find_it", arguments)], self.special_tokens)[0] is not None
 
     def _read_back(self, messages: list[Message], example: Example, sequences: list[Rendered]) -> list[Rendered]:
-        """Read each answer as evaluation does. Raises BadRow for one that is not the row's; returns the sequences."""
+        """Read each answer as evaluation does, and return the sequences. Raises BadRow for an answer that differs."""
         for sequence in sequences:
             if len(sequence.spans) != len(sequence.turns):
                 raise BadRow("messages", "the chat template's {% generation %} marks parts of answers")
@@ -250,7 +250,7 @@ class Template:
         return sequences
 
     def _is_trimmed(self, message: Message, answer: Answer, path: str) -> bool:
-        """Whether only white space differs between a message and its trained text as it is read. Raises BadRow for more."""
+        """Whether only white space differs between a message and its trained text. Raises BadRow for other changes."""
         calls, calls_read = ([call["function"] for call in its or ()] for its in (message.get("tool_calls"), answer.calls))
         if calls != calls_read:
             name = printable(calls[0]["name"]) if calls else ""

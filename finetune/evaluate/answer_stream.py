@@ -76,5 +76,5 @@ def _find(text: str, opening: str) -> int:
 
 
 def longest_partial_match(marks: Iterable[str], text: str) -> int:
-    """How many characters at the end of the text are the start of one of `marks`, but not all of it."""
+    """The number of characters at the end of the text that begin one of `marks` without completing the mark."""
     return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)

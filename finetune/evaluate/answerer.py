@@ -184,9 +184,12 @@ def answer_journal(run: RunDirectory, name: str, adapter: Path | None) -> Journa
     })  # fmt: skip
 
 
-def answer_limit(tokenizer: PreTrainedTokenizerBase, references: list[str], least: int = 0) -> int:
-    """The most tokens of an answer: some more than the longest expected one has, or `least`."""
-    return max(least, *(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in references)) + 16
+def answer_limit(
+    tokenizer: PreTrainedTokenizerBase, references: list[str], least: int = 0, chat_format: ChatFormat | None = None
+) -> int:
+    """The most tokens of an answer: 16 more than the longest expected one or `least`."""
+    longest = max(least, *(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in references))
+    return longest + 16 + 1024 * bool(chat_format and chat_format.opens_thought)  # room for a base model's thought
 
 
 def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:

@@ -66,19 +66,17 @@ def compare(
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         eval_rows = file_rows(data, plan.settings, tokenizer, rows, pictures)
     chosen_scorer = score or scorer("calls" if eval_rows.calls else "exact")
-    max_new_tokens = None
+    max_new_tokens, chat_format = None, chat_format_of(run, tokenizer)
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
-        max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens)
-    chat_format = chat_format_of(run, tokenizer)
+        max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run, last=last)
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
     load = load or answerer_loader(run, last, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
-    base_prompt_end = ""
-    if chat_format and not (against_adapter or eval_rows.has_thoughts):
-        base_prompt_end = chat_format.before_answer  # asked without a thought: it would fill the limit
-    end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False) if base_prompt_end else []
+    asked_without = None if against_adapter or eval_rows.has_thoughts else chat_format
+    base_prompt_end = asked_without.before_answer if asked_without else ""
+    end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False)
     base_rows = replace(eval_rows, prompt_ids=[[*ids, *end_ids] for ids in eval_rows.prompt_ids])
     journals = [answer_journal(run, *model) for model in models]
     outputs = [

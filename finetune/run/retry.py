@@ -124,7 +124,7 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
     if divisor and not settings.packing:
         return {"per_device_train_batch_size": micro // divisor, "gradient_accumulation_steps": steps * divisor}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
-        return _EVERY_LAYER
+        return {**_EVERY_LAYER}
     if settings.activation_checkpointing in (True, "selective") and not is_zero3(settings.launch):  # can't offload its inputs
         return {"activation_checkpointing": "offload", "activation_checkpointing_every_n_layers": 1}
     return _embedding_in_host_memory(plan) or _layers_in_host_memory(plan)

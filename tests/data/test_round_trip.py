@@ -77,6 +77,8 @@ FORMS = {
         HEAD + "{% set parts = m.content.split('</think>') %}{% if parts | length > 1 %}<|channel|>"
         "{{ parts[0].replace('<think>', '').strip() }}<|return|>{% endif %}{{ parts[-1].lstrip() }}<|end|>", "<|message|>",
     ),
+    "a channel and no thoughts": ("<|start|>assistant<|channel|>outer<|message|>{{ m.content }}<|return|>", ""),
+    "a new line": ("<|start|>assistant\n{{ m.content }}<|end|>", ""),
     "prompted": (
         HEAD + "<my:think>{{ m.reasoning_content or '' }}</my:think>{{ m.content }}<|end|>", "<|message|><my:think>",
     ),
@@ -156,7 +158,7 @@ def test_what_is_taught_is_read_back_or_refused_or_noted(name):
     assert {shape: verdict for shape, verdict in cells.items() if verdict.startswith("wrong")} == {}
     sure = ["plain", "two turns", *(["system"] if name != "gemma" else [])]
     sure += ["<think>", "<think> 2 turns", "JSON"] if name in CUSTOM else []
-    sure += ["reasoning", "one thought"] if name in CUSTOM and name != "taken from the text" else []
+    sure += ["reasoning", "one thought"] if "m.thinking" in (form := CUSTOM.get(name, "")) or "m.reasoning" in form else []
     assert {shape: cells[shape] for shape in sure} == dict.fromkeys(sure, "comes back")
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
+from small_data import build_tokenizer  # noqa: E402
 from test_calls_in_answers import reader_of  # noqa: E402
 
 from finetune.evaluate.answer_stream import AnswerStream  # noqa: E402
+from finetune.evaluate.answerer import answer_limit  # noqa: E402
 from finetune.evaluate.journal import Journal, digest  # noqa: E402
 from finetune.evaluate.rows import EvalRows  # noqa: E402
 from finetune.evaluate.score import ModelOutputs  # noqa: E402
@@ -37,6 +39,7 @@ TEXTS = {
         "<|channel|>final<|message|>Four.<|return|>",
         "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
     ],
+    "deepseek_r1_distill": ["Two and two.</think>\n\nFour.<｜end▁of▁sentence｜>"],
     "lfm2_v2": ["Yes.<|tool_call_start|>[f(a='x'), g()]<|tool_call_end|><|im_end|>", "No <|tool_call_start|>[f("],
 }
 
@@ -80,3 +83,10 @@ def test_scores_see_the_answer_without_its_thought_and_cut_answers_are_counted(t
     score = outputs.score(scorer("contains"))
     assert list(zip(score.answers, score.thoughts, strict=True)) == [*answers.values()]
     assert (score.exact, score.scores, score.cut) == ([True, True, False, False], [1, 1, 0, 0], 1)
+
+
+def test_a_base_model_that_can_not_be_asked_without_a_thought_gets_room_for_one():
+    formats = [reader_of(name)[1] for name in ("qwen3_6", "deepseek_r1_distill")]
+    limits = [answer_limit(build_tokenizer(), ["In Bern."], 40, chat_format) for chat_format in formats]
+    assert limits == [40 + 16, 40 + 16 + 1024]
+    assert (formats[0].before_answer.strip(), formats[1].before_answer) == ("</think>", "")
