@@ -57,7 +57,7 @@ class ChatFormat:
     - opens_thought: whether the generation prompt opens a thought that the template does not write
     - before_answer: text between the generation prompt and an answer without a thought, such as an empty thought
     - writes_thought: whether a message's reasoning is written, by whether the message has calls
-    - syntax: form of calls; None if the template writes none
+    - syntax, call_openings: form of calls, None if the template writes none; texts that may begin a call
     - special_tokens: removed from texts that are read
     """
 
@@ -67,23 +67,19 @@ class ChatFormat:
         self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have none of them
         unwritten, plain = self._written(_REPLY)
         self.opens_thought = bool(unwritten.strip())
-        self.before_answer = "" if self.opens_thought else plain.partition(_ANSWER)[0]
+        self._answer_opening, _, after = plain.partition(_ANSWER)  # such as a channel; empty if it is an empty thought
+        self.before_answer = "" if self.opens_thought else self._answer_opening
         eos_ids = {self._tokenizer.eos_token_id} - {None}
-        ends = self._first_special(plain.rpartition(_ANSWER)[2])
+        ends = self._first_special(after)
         _, continued = self._written(_REPLY, {"role": "user", "content": "more"})
         inside = self._first_special(continued.rpartition(_ANSWER)[2])
         self._after_calls = ""
         self.syntax, self.call_stops, followed = self._learn_calls()
+        self.call_openings = self.syntax.openings if self.syntax else ()
         self.ends, self.stops = eos_ids | inside | ends | followed, eos_ids | (ends or inside)
         self._end_tokens = [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(self.ends | self.call_stops))]
-        self._answer_opening = plain.partition(_ANSWER)[0]  # such as a channel; empty if it is an empty thought
         self.writes_thought = {True: False, False: False}
         self.marks = self._learn_marks()
-
-    @cached_property
-    def call_openings(self) -> tuple[str, ...]:
-        """Literal texts with which a call may begin."""
-        return self.syntax.openings if self.syntax else ()
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
@@ -142,6 +138,8 @@ class ChatFormat:
         except BadRow:
             return "", ""
         length = common_prefix_length(prompt, whole)
+        if messages[0]["content"] == _ANSWER and _ANSWER not in whole[length:]:
+            return "", ""  # the template takes lists of parts, such as pictures
         if length < len(prompt):
             length = self._template.token_boundary(prompt, whole, length)
         return prompt[length:], whole[length:]
