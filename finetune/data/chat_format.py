@@ -67,7 +67,8 @@ class ChatFormat:
         self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have none of them
         unwritten, plain = self._written(_REPLY)
         self.opens_thought = bool(unwritten.strip())
-        self._answer_opening, _, after = plain.partition(_ANSWER)  # such as a channel; empty if it is an empty thought
+        opening, answer, after = plain.rpartition(_ANSWER)  # without an answer where it must be a list of parts
+        self._answer_opening = opening if answer else ""  # such as a channel; empty if it is an empty thought
         self.before_answer = "" if self.opens_thought else self._answer_opening
         eos_ids = {self._tokenizer.eos_token_id} - {None}
         ends = self._first_special(after)
@@ -138,8 +139,6 @@ class ChatFormat:
         except BadRow:
             return "", ""
         length = common_prefix_length(prompt, whole)
-        if messages[0]["content"] == _ANSWER and _ANSWER not in whole[length:]:
-            return "", ""  # the template takes lists of parts, such as pictures
         if length < len(prompt):
             length = self._template.token_boundary(prompt, whole, length)
         return prompt[length:], whole[length:]

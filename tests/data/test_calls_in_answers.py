@@ -13,9 +13,7 @@ from finetune.data.checks import BadRow
 from finetune.data.template import Template
 
 #: Templates that write calls; those that TRL ships twice, with markers for training, write them the same.
-FAMILIES = (
-    "deepseekv3", "diffusion", "gemma4", "glm", "gptoss", "lfm2_", "llama3_", "muse", "nemotron", "qwen3", "qwen2_5",
-)  # fmt: skip
+FAMILIES = ("deepseekv3", "diffusion", "gemma4", "glm", "gptoss", "lfm2_", "llama3_", "muse", "nemotron", "qwen3", "qwen2_5")
 WITH_CALLS = [name for name in NAMES if name.startswith(FAMILIES) and not name.endswith(("_training", "qwen2_5_vl"))] + [
     "mistral"
 ]
@@ -149,3 +147,9 @@ def test_an_argument_in_tags_has_the_type_that_the_tool_says(schema, text, value
     written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     [call] = reader.read(written, [tool]).calls
     assert call["function"]["arguments"] == {"a": value} and type(call["function"]["arguments"]["a"]) is type(value)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_a_template_that_takes_lists_of_parts_ends_its_answers_and_opens_none(name):
+    template, read = reader_of(name)
+    assert template.tokenizer.convert_tokens_to_ids("<end_of_utterance>") in read.stops and not read.before_answer

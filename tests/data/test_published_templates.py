@@ -17,7 +17,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 #: Templates for images take text only as lists of parts, which is not what is trained here.
 FOR_IMAGES = [name for name in NAMES if name.startswith(("llava_next", "idefics3", "smolvlm"))]
 TOKEN = re.compile(
-    r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|<sop>|\[gMASK\]|<turn\|>|<\|turn>|<channel\|>|<\|channel>"
+    r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|<sop>|\[gMASK\]|<turn\|>|<\|turn>|<channel\|>|<\|channel>|<end_of_utterance>"
 )
 QUESTIONS, ANSWERS = ("What is 2+2?", "And 3+4, please?"), ("It is 4.", "Seven!")
 
@@ -58,11 +58,8 @@ def test_each_answer_is_trained_after_the_very_text_that_asks_for_it(name):
 
 def _prefix_lengths(sequence, prompt_ids) -> list[int]:
     """Lengths of the prefixes before answers of the sequence that equal the start of `prompt_ids`."""
-    answer_starts = [
-        index
-        for index in range(1, len(sequence.labels))
-        if sequence.labels[index] != -100 and sequence.labels[index - 1] == -100
-    ]
+    labels = sequence.labels
+    answer_starts = [index for index in range(1, len(labels)) if labels[index - 1] == -100 != labels[index]]
     return [index for index in answer_starts if sequence.input_ids[:index].tolist() == prompt_ids[:index]]
 
 
@@ -73,9 +70,8 @@ def test_positions_equal_those_of_trls_markers_where_both_write_the_same_text(na
     _, by_prefix = sequences(name, QUESTIONS[0], ANSWERS[0])
     encoder, by_markers = sequences(f"{name}_training", QUESTIONS[0], ANSWERS[0])
     decode = encoder.tokenizer.decode
-    answer = f"{ANSWERS[0]}"
     for sequence in (*by_prefix, *by_markers):
-        assert answer in trained_text(sequence, encoder.tokenizer)
+        assert ANSWERS[0] in trained_text(sequence, encoder.tokenizer)
     if decode(by_prefix[0].input_ids) == decode(by_markers[0].input_ids) and not by_prefix[0].notes:
         ours, trls = trained_text(by_prefix[0], encoder.tokenizer), trained_text(by_markers[0], encoder.tokenizer)
         assert trls.endswith(ours.lstrip()), (ours, trls)  # TRL's may begin with the header of the turn
