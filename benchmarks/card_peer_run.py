@@ -7,12 +7,15 @@ torch's allocator from the first allocation on, or why there are none.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +132,7 @@ class Watch:
     """Peaks of torch's allocators over the whole process, also where a peer resets them; the largest batch, in tokens.
 
     With `most_tokens` in the job, the second step is followed by a search for the longest row: steps of other lengths, with the
-    optimizer's state there, which leave no gradients.
+    optimizer's state there, which leave no gradients. With `counted`, Python's calls in the last step but one are counted.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -139,6 +142,8 @@ class Watch:
         self.job = job
         self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
         self.trained: dict[str, int] = {}
+        self.processor_s: list[float] = []
+        self.calls = 0
         self.search: dict[str, Any] = {}
         self.probes: dict[int, tuple[int, int, int]] = {}
         self.reset, self.step = torch.cuda.reset_peak_memory_stats, Trainer.training_step
@@ -151,10 +156,13 @@ class Watch:
 
         def counted_step(trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
             self.batch_tokens = max(self.batch_tokens, inputs["input_ids"].numel())
-            self.trained = bytes_by_dtype(model)
+            self.trained = self.trained or bytes_by_dtype(model)
             if self.steps == 1 and job.get("most_tokens"):
                 self.find_longest(trainer, model, inputs, *more, **named)
-            loss = self.step(trainer, model, inputs, *more, **named)
+            self.processor_s.append(time.process_time())
+            is_counted = job.get("counted") and self.steps == job["steps"] - 2
+            with self.counted_calls() if is_counted else contextlib.nullcontext():
+                loss = self.step(trainer, model, inputs, *more, **named)
             self.steps += 1
             return loss
 
@@ -165,6 +173,21 @@ class Watch:
         torch.cuda.reset_peak_memory_stats = reset_after_reading
         Trainer.training_step = counted_step  # type: ignore[method-assign, assignment]
         cudart.cudaHostRegister = counted_register
+
+    @contextlib.contextmanager
+    def counted_calls(self) -> Iterator[None]:
+        """Inside, calls of Python and C functions are counted; the backward pass runs in this thread."""
+        import torch
+
+        def count(_frame: Any, event: str, _argument: Any) -> None:
+            self.calls += event in ("call", "c_call")
+
+        with torch.autograd.set_multithreading_enabled(False):
+            sys.setprofile(count)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
 
     def find_longest(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> None:
         """Search for the longest row that a step can take here."""
@@ -213,6 +236,7 @@ class Watch:
         return {
             "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "host_bytes": self.pinned(),
             "batch_tokens": self.batch_tokens, "steps": self.steps, "trained_bytes": self.trained, **self.search,
+            "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
         }  # fmt: skip
 
@@ -291,9 +315,12 @@ def train_worker(job: dict[str, Any]) -> dict[str, Any]:
     from finetune.run.directory import RunDirectory
     from finetune.run.worker import Worker
 
-    code = Worker(RunDirectory(Path(job["run"]))).main()
+    run = RunDirectory(Path(job["run"]))
+    code = Worker(run).main()
+    lines = [json.loads(line) for line in run.events.read_text(encoding="utf-8").splitlines()]
+    compiled = [{name: line[name] for name in ("graphs", "graph_breaks", "compile_s")} for line in lines if "compile_s" in line]
     failed = {"failed": f"the worker ended with {code}"} if code else {}
-    return {**watch.figures(), "out_of_memory": code == OUT_OF_MEMORY, **failed}
+    return {**watch.figures(), "out_of_memory": code == OUT_OF_MEMORY, **failed, **(compiled[-1] if compiled else {})}
 
 
 def nf4() -> Any:

@@ -176,20 +176,25 @@ def write_model(name: str, folder: Path) -> None:
 
 
 def write_job(cell: Cell, model: Path, folder: Path) -> Path:
-    """The job file of benchmarks/card_peer_run.py; a row's first and last token are the tokenizer's own."""
+    """The job file of benchmarks/card_peer_run.py."""
     tokens, settings, search = cell.tokens, cell.settings, {}
     if cell.kind == "longest":
         tokens, most = (planned_tokens(cell), MOST_TOKENS) if cell.peer == "finetune" else (1024, GPUS[cell.gpu])
         search = {"most_tokens": most, "start_tokens": tokens}
-    rows = folder / "rows" / "rows.jsonl"
-    rows.parent.mkdir()
-    rows.write_text((json.dumps({"text": " ".join(["the"] * (tokens - 2))}) + "\n") * 3 * cell.micro_batch, encoding="utf-8")
-    job = {
-        "model": str(model), "rows": str(rows), "tokens": tokens, "micro_batch": cell.micro_batch,
-        "steps": 3 if cell.kind == "peak" else 2, "rank": 16, "settings": settings, "folder": str(folder / "out"), **search,
-    }  # fmt: skip
+    return write_job_file(
+        folder, rows=3 * cell.micro_batch, model=str(model), tokens=tokens, micro_batch=cell.micro_batch,
+        steps=3 if cell.kind == "peak" else 2, settings=settings, **search,
+    )  # fmt: skip
+
+
+def write_job_file(folder: Path, *, rows: int, tokens: int, **job: Any) -> Path:
+    """The job file of so many rows of so many tokens; a row's first and last token are the tokenizer's own."""
+    path = folder / "rows" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text((json.dumps({"text": " ".join(["the"] * (tokens - 2))}) + "\n") * rows, encoding="utf-8")
     (folder / "out").mkdir()
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    values = {"rows": str(path), "tokens": tokens, "rank": 16, "folder": str(folder / "out"), **job}
+    (folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
     return folder / "job.json"
 
 

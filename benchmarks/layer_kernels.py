@@ -102,13 +102,13 @@ def variants_for(options: argparse.Namespace) -> dict[str, Variant]:
     off = {"lean_layers.rotary_forward": lambda module: None}
     variants = {"ordinary": Variant(False), "lean": Variant(), "lean, the model's own RoPE": Variant(True, off)}
     if options.dtype != "float32":
-        variants["lean, adapters cast once"] = Variant(True, {"lean_functions._cast": cached_casts()})
+        variants["lean, adapters cast once"] = Variant(True, {"lean_functions.cast_adapters": cached_casts()})
     return variants
 
 
 def cached_casts() -> Callable[..., Any]:
     """The adapters' cast, made once: they don't change here."""
-    cast, cached = functions._cast, dict[Any, Any]()
+    cast, cached = functions.cast_adapters, dict[Any, Any]()
 
     def once(linears: Any, dtype: torch.dtype) -> Any:
         key = (*(id(linear.a) for linear in linears), dtype)

@@ -22,7 +22,7 @@ CARDS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090", "rtx-5090", "rt
 #: The settings that take the least device memory; the table of needs is planned with these.
 FRUGAL = {
     "load_in_4bit": True, "activation_checkpointing": "offload", "optim": "adamw_8bit", "per_device_train_batch_size": 1,
-    "packing": False, "lora_r": 16,
+    "packing": False, "lora_r": 16, "torch_compile": False,
 }  # fmt: skip
 #: The models of the tables with layer offloading, and their cards.
 LARGE = MODELS[MODELS.index("mistralai/Mistral-7B-Instruct-v0.3") :]

@@ -20,6 +20,7 @@ _CALLED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "its FLOPs are counted",
     "torch._softmax": "CUDA's softmax of 16-bit scores into fp32",
     "torch._subclasses.fake_tensor.FakeTensor": "fake tensors, their device and mode",
+    "torch._subclasses.functional_tensor.FunctionalTensor": "tensors of a layer that is split",
     "torch._subclasses.fake_tensor.FakeTensorMode": "the mode of fake tensors",
     "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": "cleared with the forecast's own cache",
     "torch.utils._python_dispatch._disable_current_modes": "traces a layer, and copies one, outside of all modes",
@@ -27,8 +28,7 @@ _CALLED = {
     "torch._dynamo.utils.counters": "counts graph breaks",
     "torch._dynamo.utils.get_compilation_metrics": "what was compiled, how often and for how long",
     "torch._dynamo.utils.clear_compilation_metrics": "what was compiled since",
-    "torch.fx.graph._BoxedCodeGen": "a graph that releases its inputs as it goes",
-    "torch._inductor.compile_fx.partition_fn": "the compiler's own choice of what is saved for backward",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "the compiler's choice of what is saved",
     "torch._inductor.decomposition.select_decomp_table": "the operators that the compiler's graphs consist of",
     "torch._foreach_copy_": "casts all adapters of a layer in one kernel",
     "torch.ops.aten._unsafe_view": "a result that autograd takes for no view: Gemma 3n changes it in place",
@@ -67,6 +67,12 @@ PRIVATE_NAMES = (
                 "a layer with hooks keeps its ordinary forward, which calls them", "torch.nn.Module._call_impl"),
     PrivateName("torch._functorch.config.activation_memory_budget", "attribute",
                 "share of its activations that a compiled layer keeps"),
+    PrivateName("torch._functorch.config.autograd_cache_allow_custom_autograd_functions", "attribute",
+                "lets compiled layers with operators of autograd be cached on disk"),
+    PrivateName("torch._inductor.config.size_asserts", "attribute", "spares checks of each operator's output in each call"),
+    PrivateName("torch._inductor.config.alignment_asserts", "attribute",
+                "spares checks of each operator's output in each call"),
+    PrivateName("torch._dynamo.config.suppress_errors", "attribute", "a layer that can't be compiled again runs uncompiled"),
     PrivateName("torch._dynamo.config.recompile_limit", "attribute",
                 "how often a layer's code is compiled before it runs uncompiled"),
     PrivateName("torch.nn.Module._parameters", "attribute", "replaces parameters on meta without register_parameter's checks",
@@ -117,39 +123,55 @@ def flop_counter() -> Any:
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
-def set_activation_budget(budget: float) -> None:
-    """Let layers compiled from now on save this share of their activations, and recompile for each kind of input of a run."""
+#: Share of the activations of ordinary layers that a compiled layer saves: what is elementwise is computed again, and no matrix
+#: product is.
+ACTIVATION_BUDGET = 0.8
+
+
+def set_compiler() -> None:
+    """Let layers compiled from now on save this share of their activations; their code is cached on disk.
+
+    A layer that can't be compiled again, for unexpected inputs, runs uncompiled.
+    """
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
 
-    functorch.activation_memory_budget = budget
-    dynamo.recompile_limit = 64  # first and other layers, training and evaluation, one length and any
+    functorch.activation_memory_budget = ACTIVATION_BUDGET
+    inductor.size_asserts = inductor.alignment_asserts = False  # of what each operator returns, in each call
+    functorch.autograd_cache_allow_custom_autograd_functions = True  # bitsandbytes' product
+    dynamo.suppress_errors = True
+    dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
 
 
-def split_by_compiler(function: Callable[..., Any], fixed: list[int]) -> Callable[..., Any]:
-    """Split `function` into a forward and a backward graph as torch.compile does, and run them operator by operator.
+#: Of a context and an operator.
+RecomputePolicy = Callable[[Any, Any], Any]
 
-    The first call traces it. `fixed`: indices of the parameters. Inductor's partitioner chooses the saved tensors.
+
+def split_by_compiler(
+    function: Callable[..., Any], fixed: list[int], policy: RecomputePolicy | None, run: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Split `function` into a forward and a backward graph as torch.compile does; `run` makes each of them callable.
+
+    The first call traces it. `fixed`: indices of the parameters. Inductor's partitioner chooses the saved tensors. `policy`:
+    of selective checkpointing around the function, by which Dynamo tags its operators.
     """
     from torch._functorch.aot_autograd import aot_function
-    from torch._inductor.compile_fx import partition_fn
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def split(joint: Any, inputs: Any, **options: Any) -> Any:
-        return partition_fn(joint, inputs, **{**options, "static_lifetime_input_indices": fixed})
+        for node in joint.graph.nodes:
+            if policy and node.meta.get("partitioner_tag") == "is_forward" and hasattr(node.target, "name"):
+                node.meta |= {"recompute": policy(None, node.target), "ac_graph_id": 0}
+        return min_cut_rematerialization_partition(
+            joint, inputs, "inductor", **{**options, "static_lifetime_input_indices": fixed}
+        )
 
     return aot_function(
-        function, fw_compiler=_uncompiled, bw_compiler=_uncompiled, partition_fn=split, decompositions=select_decomp_table()
-    )
-
-
-def _uncompiled(gm: Any, example_inputs: Any) -> Any:
-    # called with a list that it empties: each input is released after its last use
-    from torch.fx.graph import _BoxedCodeGen
-
-    gm.graph.set_codegen(_BoxedCodeGen())
-    gm.recompile()
-    return gm
+        function, fw_compiler=lambda graph, _: run(graph), bw_compiler=lambda graph, _: run(graph), partition_fn=split,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
 
 
 def set_rates(schedule: Any, rate: float, rates: list[float]) -> None:

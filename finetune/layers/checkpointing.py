@@ -42,6 +42,12 @@ def recomputed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
 
 
+def require_gradient(hidden: torch.Tensor) -> None:
+    """Let the first layer's input have a gradient, which nobody reads: then all layers share one graph."""
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden.requires_grad_()
+
+
 def turn_off_checkpointing(model: torch.nn.Module) -> None:
     """Turn gradient checkpointing off."""
     base = base_of(model)
@@ -61,7 +67,7 @@ def recompute(
     base.disable_input_require_grads()  # enabling would add a second hook
     arguments: dict[str, Any] = {"use_reentrant": reentrant}
     if selective:
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_attention)
     try:
         base.activation_checkpointing_enable(arguments, every_n_layers)
     except ValueError as error:  # of the few model types without it
@@ -73,7 +79,8 @@ def recompute(
             wrap_checkpoint(module, lambda _: checkpoint)
 
 
-def _keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+def keep_attention(_context: Any, operation: Any, *_arguments: Any, **_named: Any) -> CheckpointPolicy:
+    """Policy of selective checkpointing: outputs of attention kernels are saved."""
     name = operation.name()
     is_attention = "attention" in name or "attn" in name  # aten's kernels, torch's varlen operator, flash-attn's own
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

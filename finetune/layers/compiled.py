@@ -1,24 +1,106 @@
-"""Compiled decoder layers: the share of activations that they save, and what torch has compiled so far."""
+"""Compiled decoder layers: one graph for all layers of a kind and rows of any length, and what torch has compiled so far."""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from finetune.compat.torch import set_activation_budget
+import torch
+from torch._dynamo import maybe_mark_dynamic
 
-if TYPE_CHECKING:
-    import torch
+from finetune.compat.torch import set_compiler
+from finetune.layers.checkpointing import require_gradient
+from finetune.layers.varlen_attention import lengths_as_sizes
 
 
-def compile_layers(layers: list[torch.nn.Module], budget: float) -> None:
-    """Compile each layer separately; equal ones share their code. `budget`: share of the activations that they save.
+def compile_layers(layers: list[torch.nn.Module]) -> None:
+    """Compile the layers' forward in training. Equal layers share their code.
 
-    A second length of rows makes the code one for any length. The compiler's settings are those of the process.
+    Layers in evaluation mode run uncompiled: generation and held-out rows have many shapes. Sets the compiler up for the
+    whole process.
     """
-    set_activation_budget(budget)
+    set_compiler()
+    compiled = {kind: torch.compile(kind.forward) for kind in {type(layer) for layer in layers}}
     for layer in layers:
-        layer.compile()
+        layer.forward = functools.partial(_forward, layer, compiled[type(layer)])  # type: ignore[method-assign]
+
+
+def undo_compiling(layers: list[torch.nn.Module]) -> None:
+    """Let the layers run uncompiled."""
+    for layer in layers:
+        if getattr(vars(layer).get("forward"), "func", None) is _forward:
+            del layer.forward
+
+
+def _forward(layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not layer.training:
+        return type(layer).forward(layer, hidden, *args, **kwargs)
+    require_gradient(hidden)
+    kwargs = lengths_as_sizes(kwargs)
+    maybe_mark_dynamic(hidden, 1)
+    for tensor in _tensors(*args, *kwargs.values()):
+        maybe_mark_dynamic(tensor, _changing_dims(tensor, hidden.shape[1]))
+    return compiled(layer, hidden, *args, **kwargs)
+
+
+def _changing_dims(tensor: torch.Tensor, tokens: int) -> list[int]:
+    """Dimensions that differ between micro-batches: tokens, and the only dimension of boundaries and lengths."""
+    if tensor.dim() == 1 or not tensor.numel():
+        return [0]
+    return [dim for dim, size in enumerate(tensor.shape) if size == tokens]
+
+
+def _tensors(*values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(*value)
+
+
+class _Reached(Exception):  # noqa: N818 - ends a forward pass
+    """The first layer's inputs."""
+
+
+def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> str:
+    """Compile the first layer with the inputs that `run` gives it, forward and backward; why that fails, or empty.
+
+    Leaves no gradients and no change of random states.
+    """
+
+    def stop(_layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Reached(args, kwargs)
+
+    hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    breaks = _graph_breaks()
+    try:
+        with torch.random.fork_rng(enabled=True):
+            try:
+                run()
+            except _Reached as reached:
+                (hidden, *args), kwargs = reached.args
+            hook.remove()
+            out = layers[0](hidden.detach(), *args, **kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+            out.backward(torch.zeros_like(out))
+    except Exception as error:  # noqa: BLE001 - whatever the compiler can't do, the run can without
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    finally:
+        hook.remove()
+        for parameter in layers[0].parameters():
+            parameter.grad = None
+    new = _graph_breaks() - breaks
+    return f"its graph breaks in {sum(new.values())} places: {next(iter(new)).splitlines()[0][:200]}" if new else ""
+
+
+def _graph_breaks() -> Counter[str]:
+    """Where Dynamo had to break graphs in this process, by reason."""
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"])
 
 
 @dataclass
@@ -34,15 +116,15 @@ class Compilations:
 
     def update(self) -> bool:
         """Add compilations since the last call; returns whether there are any."""
-        from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+        from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
         graphs = get_compilation_metrics()
         clear_compilation_metrics()
         for graph in graphs:
-            is_forward, reason = graph.is_forward is not False, (graph.recompile_reason or "").strip()
-            self.graphs += is_forward
-            self.recompiles += is_forward and not str(graph.compile_id).endswith("/0")
+            is_new, reason = graph.co_name is not None, (graph.recompile_reason or "").strip()  # not a backward pass, later
+            self.graphs += is_new
+            self.recompiles += is_new and not str(graph.compile_id).endswith("/0")
             self.compile_s += graph.entire_frame_compile_time_s or 0.0
             self.reasons += (reason,) if reason and reason not in self.reasons else ()
-        self.graph_breaks = sum(counters["graph_break"].values())
+        self.graph_breaks = _graph_breaks().total()
         return bool(graphs)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from finetune.errors import RecipeError
 
@@ -33,8 +34,8 @@ def round_up(size: int, unit: int) -> int:
 
 
 def is_forecast(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is fake or on meta: one of a forecast."""
-    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+    """Whether `tensor` is fake or on meta: one of a forecast, also while a layer is split."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.device.type == "meta"
 
 
 def host_empty(like: torch.Tensor, dtype: torch.dtype | None = None, *, pinned: bool) -> torch.Tensor:

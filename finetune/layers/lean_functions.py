@@ -10,11 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import bitsandbytes
 import torch
 import torch.nn.functional as F  # noqa: N812
-from bitsandbytes.functional import dequantize_4bit
 from torch.autograd.function import once_differentiable
+
+from finetune.layers.nf4 import Tables, dequantised, product_4bit
 
 #: Elements of a tile whose fp32 copies a norm's backward makes: 64 MiB each.
 _FP32_TILE = 2**24
@@ -25,19 +25,17 @@ Cast = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Linear(NamedTuple):
-    """A frozen linear layer and its adapter, if it has one. `state`: bitsandbytes' quantisation state of a 4-bit weight."""
+    """A frozen linear layer and its adapter, if any. `tables`: scales of a 4-bit weight. `trains_a`, `trains_b`: whether
+    a and b have a gradient; a's needs the layer's input."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    state: Any
+    tables: Tables | None
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scale: float = 1.0
-
-    @property
-    def trains_a(self) -> bool:
-        """Whether the backward pass needs the layer's input."""
-        return self.a is not None and self.a.requires_grad
+    trains_a: bool = False
+    trains_b: bool = False
 
 
 class Activation(NamedTuple):
@@ -68,8 +66,8 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: Linear, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
         """`norm`: the autograd node of the RMSNorm that computed x, or None. a and b are passed again for their gradients."""
-        (cast,) = _cast([linear], x.dtype)
-        out, lora_act = _forward(_flat(x), linear, cast)
+        (cast,) = cast_adapters([linear], x.dtype)
+        out, lora_act = forward_of(_flat(x), linear, cast)
         ctx.linear, ctx.norm = linear, norm
         ctx.save_for_backward(_saved_input(x, norm, [linear]), lora_act)
         # no view for autograd: Gemma 3n changes it in place
@@ -80,9 +78,9 @@ class LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Gradients of x, a and b."""
         x, lora_act = ctx.saved_tensors
-        (cast,) = _cast([ctx.linear], grad.dtype)
+        (cast,) = cast_adapters([ctx.linear], grad.dtype)
         needs_dx = ctx.needs_input_grad[0]
-        dx, da, db = _backward(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
+        dx, da, db = backward_of(_flat(grad), ctx.linear, cast, lora_act, _input_reader(ctx.norm, x), needs_dx=needs_dx)
         return None if dx is None else dx.view(*grad.shape[:-1], -1), None, None, da, db
 
 
@@ -92,9 +90,9 @@ class GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, *_adapters: torch.Tensor | None) -> torch.Tensor:
         """(tokens, hidden). `norm`: as in LoraLinear."""
-        casts = _cast(mlp.linears, x.dtype)
+        casts = cast_adapters(mlp.linears, x.dtype)
         outs, lora_acts = _gate_and_up(_flat(x), mlp, casts)
-        out, down_act = _forward(_product(outs, mlp), mlp.linears[-1], casts[-1])
+        out, down_act = forward_of(_product(outs, mlp), mlp.linears[-1], casts[-1])
         ctx.mlp, ctx.norm, ctx.shape = mlp, norm, x.shape
         ctx.save_for_backward(_saved_input(x, norm, mlp.linears[:-1]), *outs, *lora_acts, down_act)
         return out
@@ -106,7 +104,7 @@ class GatedMlp(torch.autograd.Function):
         count = len(ctx.mlp.linears) - 1
         x, *saved = ctx.saved_tensors
         outs, lora_acts, down_act = saved[:count], saved[count:-1], saved[-1]
-        casts, read_input = _cast(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
+        casts, read_input = cast_adapters(ctx.mlp.linears, grad.dtype), _input_reader(ctx.norm, x)
         dx, grads = _mlp_backward(_flat(grad), ctx.mlp, casts, outs, lora_acts, down_act, read_input, ctx.needs_input_grad[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *grads
 
@@ -121,10 +119,10 @@ class TiledMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mlp: Mlp, norm: Any, tile: int, *_adapters: torch.Tensor | None) -> torch.Tensor:
         """(tokens, hidden). `norm`: as in LoraLinear."""
-        casts = _cast(mlp.linears, x.dtype)
+        casts = cast_adapters(mlp.linears, x.dtype)
 
         def tile_forward(part: torch.Tensor) -> torch.Tensor:
-            return _forward(_product(_gate_and_up(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
+            return forward_of(_product(_gate_and_up(part, mlp, casts)[0], mlp), mlp.linears[-1], casts[-1])[0]
 
         ctx.mlp, ctx.norm, ctx.shape, ctx.tile = mlp, norm, x.shape, tile
         if norm is None:
@@ -137,7 +135,7 @@ class TiledMlp(torch.autograd.Function):
         """Gradients of x and of each layer's a and b."""
         mlp, needs_dx = ctx.mlp, ctx.needs_input_grad[0]
         x = _input_reader(ctx.norm, None if ctx.norm else ctx.saved_tensors[0])()
-        casts, flat = _cast(mlp.linears, grad.dtype), _flat(grad)
+        casts, flat = cast_adapters(mlp.linears, grad.dtype), _flat(grad)
         dx, sums = torch.empty_like(x) if needs_dx else None, list[Any]()
         for start in range(0, max(1, len(x)), ctx.tile):
             rows = slice(start, start + ctx.tile)
@@ -172,7 +170,7 @@ def in_tiles(function: Callable[..., torch.Tensor], tile: int, *tensors: torch.T
 
 def _gate_and_up(x: torch.Tensor, mlp: Mlp, casts: list[Cast]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
     """Outputs of gate and up for `x` (tokens, hidden), and x @ A.T of each."""
-    outs, lora_acts = zip(*(_forward(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
+    outs, lora_acts = zip(*(forward_of(x, *pair) for pair in zip(mlp.linears[:-1], casts[:-1], strict=True)), strict=True)
     return outs, lora_acts
 
 
@@ -197,8 +195,8 @@ def _mlp_backward(
     activated = mlp.act.forward(gate)
     product = activated * up  # the input of `down`, later overwritten by its gradient
     if down_act is None and casts[-1][0] is not None:
-        down_act = _scaled_product(product, casts[-1][0].t(), down.scale)
-    _, *down_grads = _backward(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
+        down_act = scaled_product(product, casts[-1][0].t(), down.scale)
+    _, *down_grads = backward_of(grad, down, casts[-1], down_act, functools.partial(_identity, product), out=product)
     # overwrite the tensors that they are computed from, or are the halves of one tensor
     d_outs = [product, activated] if len(entries) == 2 else [torch.empty_like(outs[0])]
     d_gate, d_up = _split_gate_up(d_outs, mlp.swapped)
@@ -206,7 +204,7 @@ def _mlp_backward(
     mlp.act.backward(product.mul_(up), gate, grad_input=d_gate)
     dx, entry_grads = None, []
     for linear, cast, lora_act, d_out in zip(entries, casts[:-1], lora_acts, d_outs, strict=True):
-        dx, *linear_grads = _backward(d_out, linear, cast, lora_act, read_input, into=dx, needs_dx=needs_dx)
+        dx, *linear_grads = backward_of(d_out, linear, cast, lora_act, read_input, into=dx, needs_dx=needs_dx)
         entry_grads += linear_grads
     return dx, [*entry_grads, *down_grads]
 
@@ -287,7 +285,7 @@ def _saved_input(x: torch.Tensor, norm: Any, readers: Sequence[Linear]) -> torch
     return x if norm is None and any(reader.trains_a for reader in readers) else None
 
 
-def _cast(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
+def cast_adapters(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
     """The fp32 adapters in the dtype of computation, cast in one kernel. Backward casts them again: saving them would cost a
     layer of Llama-3.1-8B as much as 320 tokens of its input, at rank 16."""
     masters: list[Any] = [part for linear in linears for part in (linear.a, linear.b)]
@@ -298,21 +296,18 @@ def _cast(linears: Sequence[Linear], dtype: torch.dtype) -> list[Cast]:
     return list(zip(cast[::2], cast[1::2], strict=True))
 
 
-def _forward(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward_of(x: torch.Tensor, linear: Linear, cast: Cast) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(tokens, in) -> (tokens, out), and scale * x @ A.T, which has only rank columns and is saved."""
-    weight, bias, state = linear[:3]
-    if state is None:
-        out = F.linear(x, weight, bias)
-    else:
-        out = bitsandbytes.matmul_4bit(x, weight, bias=bias, quant_state=state)
+    weight, bias, tables = linear[:3]
+    out = F.linear(x, weight, bias) if tables is None else product_4bit(x, weight, tables, bias)
     a, b = cast
     if a is None or b is None:
         return out, None
-    lora_act = _scaled_product(x, a.t(), linear.scale)
+    lora_act = scaled_product(x, a.t(), linear.scale)
     return out.addmm_(lora_act, b.t()), lora_act
 
 
-def _backward(
+def backward_of(
     grad: torch.Tensor,
     linear: Linear,
     cast: Cast,
@@ -323,22 +318,24 @@ def _backward(
     needs_dx: bool = True,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x, a and b. `into`: a gradient of x that this one is added to; `out`: where it is written."""
     (a, b), weight, da, db = cast, linear.weight, None, None
     if linear.a is not None and linear.b is not None and a is not None and b is not None:
-        lora_grad = _scaled_product(grad, b, linear.scale)
-        if linear.a.requires_grad:
+        lora_grad = scaled_product(grad, b, linear.scale)
+        if linear.trains_a:
             da = torch.mm(lora_grad.t(), x()).to(linear.a.dtype)
-        if linear.b.requires_grad:
+        if linear.trains_b:
             db = torch.mm(grad.t(), lora_act).to(linear.b.dtype)
     if not needs_dx:
         return None, da, db
-    if linear.state is not None:
-        weight = dequantize_4bit(weight.view(-1, 1), linear.state).to(grad.dtype)
+    if linear.tables is not None:
+        weight = dequantised(weight, linear.tables, grad.dtype)
     dx = torch.mm(grad, weight, out=out) if into is None else into.addmm_(grad, weight)
     return dx if a is None else dx.addmm_(lora_grad, a), da, db
 
 
-def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * left @ right."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return out.addmm_(left, right, beta=0, alpha=scale)  # with beta 0 the content of `out` is not read
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from finetune.layers import lean_functions as functions
 from finetune.layers.experts import is_packed
 from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
+from finetune.layers.nf4 import NESTED_BLOCK, Tables
 from finetune.layers.rotary import rotary_forward
 
 _ADAPTED = (LoraPlain, Lora4bit)
@@ -59,7 +60,7 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
 
 def _make_lean(module: torch.nn.Module) -> None:
     if type(module) in _ADAPTED:
-        if type(_base(module)) in (torch.nn.Linear, Linear4bit):
+        if is_adapted(module):
             _set_forward(module, _linear_forward)
     elif form := norm_form(module):
         _set_forward(module, _norm_forward, form=form)
@@ -116,7 +117,7 @@ def _set_forward(module: Any, forward: Any, **lean: Any) -> None:
 
 
 def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    linear = None if args or named else _linear_of(self, x)
+    linear = None if args or named else linear_of(self, x)
     if linear is None or linear.a is None:
         return type(self).forward(self, x, *args, **named)
     return functions.LoraLinear.apply(x, linear, functions.norm_of(x), linear.a, linear.b)
@@ -125,7 +126,7 @@ def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> tor
 def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     parts, tile = self.lean["parts"], self.lean.get("tile", 0)
     tiled = 0 < tile < x.numel() // x.shape[-1]
-    candidates = () if args or named else tuple(_linear_of(getattr(self, name), x) for name in parts.linears)
+    candidates = () if args or named else tuple(linear_of(getattr(self, name), x) for name in parts.linears)
     linears = tuple(linear for linear in candidates if linear)
     if not linears or len(linears) < len(candidates):
         whole = functools.partial(type(self).forward, self)
@@ -149,7 +150,12 @@ def _norm_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch
     return functions.RmsNorm.apply(x, weight, _eps(self), form)
 
 
-def _linear_of(module: Any, x: torch.Tensor) -> Linear | None:
+def is_adapted(module: torch.nn.Module) -> bool:
+    """Whether this is a linear layer in 16 or 4 bit with adapters."""
+    return type(module) in _ADAPTED and type(_base(module)) in (torch.nn.Linear, Linear4bit)
+
+
+def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     """`module` as it is now; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -164,7 +170,8 @@ def _linear_of(module: Any, x: torch.Tensor) -> Linear | None:
     base = _frozen_linear(module.base_layer, x.dtype)
     if base is None or any(map(_has_forward_hooks, (module, a, b))) or not (autocast or a.weight.dtype == x.dtype):
         return None
-    return Linear(*base[:3], a.weight, b.weight, module.scaling[names[0]])
+    a, b = a.weight, b.weight
+    return Linear(*base[:3], a, b, module.scaling[names[0]], a.requires_grad, b.requires_grad)
 
 
 def is_plain(module: Any, name: str) -> bool:
@@ -189,10 +196,17 @@ def _frozen_linear(base: Any, dtype: torch.dtype) -> Linear | None:
         return None
     state = getattr(weight, "quant_state", None)
     state = base.quant_state if state is None else state  # FSDP's parameter has lost its own
-    if state is None or base.compute_dtype not in (None, dtype) or getattr(state, "packing_format_for_cpu", False):
-        return None
+    tables = None if state is None or base.compute_dtype not in (None, dtype) else _tables_of(state)
     # as bitsandbytes does; its layers have an fp32 bias before their first forward, and so always in a forecast
-    return Linear(weight, None if bias is None else bias.to(dtype), state)
+    return None if tables is None else Linear(weight, None if bias is None else bias.to(dtype), tables)
+
+
+def _tables_of(state: Any) -> Tables | None:
+    """The tables of bitsandbytes' quantisation state; None for forms that its training kernels don't read."""
+    if getattr(state, "packing_format_for_cpu", False) or (state.nested and state.state2.blocksize != NESTED_BLOCK):
+        return None
+    nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
+    return Tables((state.absmax, *nested), (*state.shape, state.blocksize), state.quant_type)
 
 
 def norm_form(module: torch.nn.Module) -> NormForm | None:

@@ -73,6 +73,12 @@ def varlen_attention(
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
+def lengths_as_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with each length as the size of an empty tensor: numbers would be constants of a compiled layer."""
+    lengths = {name: torch.empty(arguments[name], 0) for name in ("max_length_q", "max_length_k") if arguments.get(name)}
+    return {**arguments, **lengths}
+
+
 def _refuse_unsupported(dropout: float, arguments: dict[str, Any]) -> None:
     wanted = {
         "attention dropout": dropout > 0,
@@ -93,7 +99,8 @@ def _row_boundaries(query: torch.Tensor, arguments: dict[str, Any]) -> tuple[tor
     batch, _, tokens, _ = query.shape
     boundaries = arguments.get("cu_seq_lens_q")
     if boundaries is not None:
-        return boundaries.to(query.device), int(arguments["max_length_q"])
+        longest = arguments["max_length_q"]
+        return boundaries.to(query.device), longest.shape[0] if isinstance(longest, torch.Tensor) else longest
     positions = arguments.get("position_ids")
     if positions is not None and positions.shape == (batch, tokens) and not is_forecast(query):
         return _from_positions(positions)

@@ -9,6 +9,7 @@ compiled layer, temporary ones an upper bound, as a fused kernel writes fewer.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,63 +18,71 @@ import torch._functorch.config as functorch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from finetune.compat.torch import split_by_compiler
-from finetune.settings import Settings
+from finetune.compat.torch import ACTIVATION_BUDGET, RecomputePolicy, split_by_compiler
+from finetune.layers.checkpointing import keep_attention, require_gradient
+from finetune.memory.forecast import UNCOMPILABLE
+from finetune.memory.fused_graph import FusedGraph
 
 #: (dictionary, key) of a tensor of a module.
 _Slot = tuple[dict[str, Any], str]
 
 
-def splits(settings: Settings) -> bool:
-    """Whether layers are forecast as the compiler splits them. Selective checkpointing chooses among operators that a compiled
-    layer may not have: there the forecast is for uncompiled layers."""
-    return settings.torch_compile and settings.activation_checkpointing != "selective"
-
-
 class SplitLayers:
-    """Decoder layers that run as the compiler would split them, saving `budget` of their activations.
+    """Decoder layers that run as the compiler would split them. `selective`: recomputed layers save attention's outputs.
 
-    Layers of one kind, with inputs of one shape, share a split. `problem`: why a layer could not be split; it runs as it is.
+    Layers of one kind, with inputs of one shape, share a split. `problem`: why a layer could not be split and runs unsplit.
     """
 
-    def __init__(self, budget: float) -> None:
-        self.budget, self.problem = budget, ""
+    def __init__(self, *, selective: bool) -> None:
+        self.selective, self.problem = selective, ""
         self._splits: dict[Any, Callable[..., Any] | None] = {}
 
     def replace(self, layers: list[torch.nn.Module]) -> None:
         """Replace these layers' forward by the split one."""
         for layer in layers:
-            layer.forward = functools.partial(self._run, layer, layer.forward)  # type: ignore[method-assign]
+            layer.forward = functools.partial(self._run, layer)  # type: ignore[method-assign]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the reader of the forecast."""
         if not self.problem:
             return ()
-        return (f"what a compiled layer keeps can't be forecast ({self.problem}); these bytes are of uncompiled layers",)
+        return (f"{UNCOMPILABLE} ({self.problem}); these bytes are of uncompiled layers",)
 
-    def _run(self, layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, layer: torch.nn.Module, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(type(layer).forward, layer)
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return forward(hidden, *others, **kwargs)
+        require_gradient(hidden)
+        budget, policy = ACTIVATION_BUDGET, None
+        if layer.gradient_checkpointing:  # inside the layer's forward; the split is of what it recomputes
+            forward = functools.partial(inspect.unwrap(type(layer).forward), layer)
+            budget, policy = (1.0, keep_attention) if self.selective else (0.0, None)
+        args = (hidden, *others)
         leaves, spec = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         slots = list(_slots(layer))
         tensors = list({id(owner[key]): owner[key] for owner, key in slots}.values())
-        others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        kind = (type(layer), str(spec), others, tuple(map(_signature, [*inputs, *tensors])))
+        unlike = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        kind = (type(layer), budget, str(spec), unlike, tuple(map(_signature, [*inputs, *tensors])))
         if kind not in self._splits:
             call = _as_function(forward, slots, tensors, leaves, spec)
-            self._splits[kind] = self._split(call, [*inputs, *tensors], slots)
+            self._splits[kind] = self._split(call, [*inputs, *tensors], slots, budget, policy)
         split = self._splits[kind]
-        return forward(*args, **kwargs) if split is None else split(*inputs, *tensors)
+        if split is None:
+            return forward(*args, **kwargs)
+        out = split(*inputs, *tensors)
+        return tuple(out) if isinstance(out, list) else out  # aot_function's form of a tuple
 
-    def _split(self, call: Callable[..., Any], values: list[Any], slots: list[_Slot]) -> Callable[..., Any] | None:
+    def _split(
+        self, call: Callable[..., Any], values: list[Any], slots: list[_Slot], budget: float, policy: RecomputePolicy | None
+    ) -> Callable[..., Any] | None:
         """The layer as split by the compiler, attempted once; None where that fails."""
         parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]
         try:
-            with _disable_current_modes(), functorch.patch(activation_memory_budget=self.budget):
-                split = split_by_compiler(call, parameter_indices)
+            with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
+                split = split_by_compiler(call, parameter_indices, policy, FusedGraph)
                 split(*values)
         except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -319,10 +319,6 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
 
 def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:
     notes = []
-    if settings.torch_compile and settings.activation_checkpointing == "selective":
-        notes.append("the forecast is for uncompiled layers; compiled ones need less memory")
-    elif settings.torch_compile:
-        notes.append("compiled layers keep what torch's partitioner chose on fake tensors; not measured on a card")
     if not card.is_cpu and not expandable_segments():
         if replay is not None and settings.packing is True:
             share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.card.allocator import AllocatorSettings
 from finetune.settings.vision import Sizes
@@ -18,6 +18,9 @@ DRY_RUN_ERROR = 0.02
 #: expandable segments freed pages serve any request: up to 5 % and some pages (benchmarks/card_matrix.py). Without: 6-14 % on
 #: 18 measured A100 rows with a fused loss.
 EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
+
+#: How the note begins that says why a forecast of compiled layers is not possible.
+UNCOMPILABLE = "what a compiled layer keeps can't be forecast"
 
 
 @dataclass(frozen=True)
@@ -110,3 +113,14 @@ class RowShape:
     mismatched_tokens: int | None = None
     pictures: Sizes = ()
     eval_pictures: Sizes = ()
+
+
+def why_not_compiled(forecast: Forecast) -> str:
+    """Why the forecast is not of compiled layers though it should be; empty where it is."""
+    return next((note for note in forecast.notes if note.startswith(UNCOMPILABLE)), "")
+
+
+def with_margin_above(forecast: Forecast, other: Forecast) -> Forecast:
+    """The forecast with at least the margin above allocated memory that `other` has, such as for rows of uneven length."""
+    least = forecast.allocated_bytes + other.peak_high_bytes - other.allocated_bytes
+    return replace(forecast, peak_high_bytes=max(forecast.peak_high_bytes, least))

@@ -127,10 +127,10 @@ def replayed(
     """The dry run's events replayed on torch's allocator, with or without expandable segments; cached on disk.
 
     `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
-    where copies run beside the computation, layers are compiled, or some are offloaded; and with expandable segments where only
+    where copies run beside the computation, or layers are offloaded; and with expandable segments where only
     every n-th layer is checkpointed, which takes a dry run of its own and could not lower the upper end there.
     """
-    if settings.activation_offloading or settings.activation_checkpointing == "offload" or settings.torch_compile:
+    if settings.activation_offloading or settings.activation_checkpointing == "offload":
         return None
     shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(

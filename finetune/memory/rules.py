@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finetune.layers.adapted_linear import BODIES
 from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
@@ -35,7 +36,7 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
 
 
 def rules_for_cpu() -> dict[Any, Rule]:
-    """Operator -> rule for a run on the CPU: only int8, whose search for outliers depends on data."""
+    """Operator -> rule for a run on the CPU: int8, whose search for outliers depends on data, and this project's own."""
     import bitsandbytes  # noqa: F401  # registers its operators
 
     operators = torch.ops.bitsandbytes
@@ -43,6 +44,7 @@ def rules_for_cpu() -> dict[Any, Rule]:
         operators.int8_vectorwise_quant.default: _int8_quantise,
         operators.int8_mixed_scaled_mm.default: _int8_matmul,
         operators.int8_scaled_mm.default: _int8_matmul,
+        **{operator: functools.partial(_own, body) for operator, body in BODIES.items()},
     }
 
 
@@ -76,6 +78,15 @@ def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, k
         out = _gemm_4bit_default_impl(*args, **kwargs)
     tracker.retag(out, tracker.part)
     return out
+
+
+def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
+    """An operator of this project is run step by step."""
+    with tracker, tracker.tagging("workspace"):
+        outs = body(*args, **kwargs)
+    for out in outs if isinstance(outs, tuple) else (outs,):
+        tracker.retag(out, tracker.part)
+    return outs
 
 
 def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:

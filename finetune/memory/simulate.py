@@ -27,7 +27,7 @@ from finetune.layers.lean_layers import lean_summary
 from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
 from finetune.memory.card_semantics import CudaFunctions, card_semantics
-from finetune.memory.compiled_layers import SplitLayers, splits
+from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.depth import Depth
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
@@ -122,8 +122,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         cast_trainable(model, torch.float32)  # as PEFT makes them
         add_loss(model)
         observe(model, tracker)
-        split = SplitLayers(settings.compile_activation_budget)
-        if splits(settings):
+        split = SplitLayers(selective=settings.activation_checkpointing == "selective")
+        if settings.torch_compile:
             split.replace(decoder_layers(model))
         with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
             materialise(model, tracker, dtype=model_dtype(settings))

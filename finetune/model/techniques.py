@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import decoder_layers, outside_layers, recompute, recomputed_layers, turn_off_checkpointing
-from finetune.layers.compiled import compile_layers
+from finetune.layers.compiled import compile_layers, undo_compiling
 from finetune.layers.host_embedding import offload_table
 from finetune.layers.host_memory import is_forecast
 from finetune.layers.layer_offloading import offloading_of
@@ -30,6 +31,8 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
     `model` is a transformers model or a PeftModel of one. A forecast's layers are split as the compiler would split them,
     by the forecast, and its embedding is moved once it is loaded.
     """
+    undo_compiling(decoder_layers(model))
+    undo_operators(decoder_layers(model))
     (make_lean if settings.lean_layers is True else undo_lean)([*decoder_layers(model), *outside_layers(model)])
     if settings.offload_embeddings is True and not _is_forecasts(model):
         offload_table(model)
@@ -48,8 +51,10 @@ def apply_techniques(model: torch.nn.Module, settings: Settings) -> None:
         offloading.wrap_checkpoints()
     if settings.lean_layers is True:
         tile_mlps(recomputed_layers(model), settings.mlp_tile_tokens)
-    if settings.torch_compile and not _is_forecasts(model):
-        compile_layers(decoder_layers(model), settings.compile_activation_budget)
+    if settings.torch_compile:
+        use_operators(decoder_layers(model))
+        if not _is_forecasts(model):
+            compile_layers(decoder_layers(model))
 
 
 def _is_forecasts(model: torch.nn.Module) -> bool:

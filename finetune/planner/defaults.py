@@ -61,6 +61,7 @@ def choose_basics(
     saved = "about half the saved activations, for the same computation up to rounding"
     choices = choices.choose("lean_layers", not why, f"they do not work with {why}" if why else saved)
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
+    choices = choices.choose("torch_compile", False, "not tried")
     if choices.recipe.precompute_ref_log_probs == AUTO:
         choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
     choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from finetune.planner.choices import AS_SET, Choices
+from finetune.planner.choices import Choices
 from finetune.planner.plan import Alternative, Verdict, as_overrides, verdict_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import Strategy
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 USUAL_SAMPLES = 3
 #: Where offloaded layers are, in a plan's summary.
 OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
-#: Seconds to compile one layer's forward and backward, and graphs of a run: first and other layers, training and evaluation.
-#: An estimate: nothing of compiling was measured on a card, so the planner reports it and leaves the choice to the recipe.
-GRAPH_S, GRAPHS = 30.0, 4
+#: Seconds to compile a layer's forward and backward pass (benchmarks/host_time.py).
+COMPILE_S = 25.0
 
 
 class Comparison:
@@ -215,18 +214,13 @@ def describe(strategy: Strategy, job: Job) -> str:
     return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
 
 
-def explain_compiling(choices: Choices, search: Search, strategy: Strategy, steps: int | None) -> Choices:
-    """Give the reason of `torch_compile`: on, or off where it might pay in a run of so many steps; else nothing is said."""
-    recipe = choices.recipe
-    plain, compiled = (time_step(dataclasses.replace(search.job, compiled=on), strategy).step_s for on in (False, True))
-    gain, needed = 1 - compiled / plain, math.ceil(GRAPHS * GRAPH_S / (plain - compiled)) if plain > compiled else None
-    pays = f"pays off after about {needed:,} steps" if needed else "does not pay off"
-    if needed and steps:
-        pays += f" of {steps:,}"
-    model = f"by the model of a step, not measured on a card: saves at most {gain:.0%} of time, {pays}"
-    if recipe.torch_compile:
-        return choices.with_reason("torch_compile", f"{AS_SET}; {model}")
-    excluded = search.job.card.is_cpu or recipe.int8_activations or strategy.offloaded
-    if excluded or not needed or not steps or needed > steps / 2:
-        return choices
-    return choices.with_reason("torch_compile", f"{model}; torch_compile=true tries it, where Triton and a C compiler work")
+def compiling_pays(search: Search, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
+    """Whether compiled layers save more time in a run of `steps` steps than compiling takes, and the reason."""
+    lean, compiled = (time_step(dataclasses.replace(search.job, compiled=on), strategy).step_s for on in (False, True))
+    if compiled >= lean:
+        return False, "by the model of a step it saves no time"
+    needed = math.ceil(COMPILE_S / (lean - compiled))
+    saved = f"by the model of a step it saves {1 - compiled / lean:.0%} of time; compiling takes about {COMPILE_S:.0f} s, which"
+    if steps is not None and steps < needed:
+        return False, f"{saved} pays off after {needed:,} steps, and the run has {steps:,}"
+    return True, f"{saved} pays off after {needed:,} steps"

@@ -12,12 +12,13 @@ from typing import Any
 from finetune.card.allocator import expandable_segments
 from finetune.card.card import Card
 from finetune.card.host import PROCESS_BYTES
+from finetune.errors import RecipeError
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
-from finetune.memory.forecast import Forecast, RowShape
+from finetune.memory.forecast import Forecast, RowShape, why_not_compiled, with_margin_above
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
-from finetune.planner.choices import Choices
+from finetune.planner.choices import AS_SET, Choices
 from finetune.planner.defaults import (
     batches_of,
     choose_basics,
@@ -28,7 +29,7 @@ from finetune.planner.defaults import (
     total_steps,
     with_length,
 )
-from finetune.planner.explain import alternatives, describe, explain_compiling, explain_strategy
+from finetune.planner.explain import alternatives, compiling_pays, describe, explain_strategy
 from finetune.planner.history import History, read_history
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
@@ -50,10 +51,18 @@ from finetune.planner.suggest import largest_model, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
 from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings, resolved
-from finetune.settings.base_formats import NF4
-from finetune.settings.compatibility import is_sharded
+from finetune.settings.base_formats import INT8, NF4
+from finetune.settings.compatibility import compiling_conflict, is_sharded
 from finetune.settings.methods import METHODS, method_of
+from finetune.units import format_bytes
 
+#: Model types whose compiled layers were run on a stand-in GPU: one graph, and the forecast's bytes (benchmarks/host_time.py).
+COMPILED_TYPES = (
+    "exaone4", "gemma", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss",
+    "smollm3",
+)  # fmt: skip
+#: Lowest compute capability that torch's compiler has Triton kernels for (torch/_inductor/scheduler.py).
+LEAST_CAPABILITY = (7, 0)
 #: `make_forecast`, or another with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -243,11 +252,64 @@ class _Planner:
             price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
         return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"
 
+    def with_compiling(self, attempt: _Attempt, steps: int | None) -> _Attempt:
+        """The attempt with compiled layers, where the recipe leaves that open, they fit, and they pay; else with the reason."""
+        choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
+        why = self._uncompiled_because(choices, chosen.strategy)
+        pays, reason = (False, why) if why else compiling_pays(search, chosen.strategy, steps)
+        if pays and attempt.verdict == Verdict.FITS:
+            values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
+            compiled = dataclasses.replace(choices, values={**choices.values, **choices.open(values)})
+            self.report_progress("forecasting compiled layers")
+            settings, forecast = self._settings_of(compiled, chosen.strategy), None
+            try:
+                forecast = with_margin_above(self._forecast(self.config, settings, search.job.batches.longest), chosen.forecast)
+                reason = why_not_compiled(forecast) or reason
+            except RecipeError as error:
+                reason = error.problems[0]
+            if forecast is not None and forecast.peak_high_bytes > self.budget:
+                reason = f"compiled layers need {format_bytes(forecast.peak_high_bytes - self.budget)} more than there is"
+            elif forecast is not None and not why_not_compiled(forecast):
+                job = dataclasses.replace(search.job, compiled=True, lean=False)
+                evaluated = dataclasses.replace(chosen, forecast=forecast)
+                others = [evaluated if other is chosen else other for other in search.evaluated]
+                search = dataclasses.replace(search, job=job, evaluated=others)
+                choices = compiled.with_reason("lean_layers", "layers are compiled").with_reason("torch_compile", reason)
+                choices = choices.with_reason("mlp_tile_tokens", "only lean layers have them")
+                return dataclasses.replace(attempt, chosen=evaluated, search=search, choices=choices)
+        return dataclasses.replace(attempt, choices=choices.with_reason("torch_compile", reason))
+
+    def _uncompiled_because(self, choices: Choices, strategy: Strategy) -> str:
+        """What rules out compiled layers; empty if they can be tried."""
+        recipe, card = self.recipe, self.card
+        if recipe.torch_compile != AUTO:
+            return AS_SET
+        if card.is_cpu:
+            return "a processor computes most of a step in the same kernels"
+        if strategy.base is INT8:
+            return compiling_conflict(resolved(recipe, load_in_8bit=True))
+        if strategy.offload_target:
+            return "weights of layers that are moved have not been tried"
+        if strategy.checkpointing == "offload" and strategy.every_n > 1:
+            return "inputs of every layer or of none are offloaded"
+        if card.capability is not None and card.capability < LEAST_CAPABILITY:
+            return f"Triton has no kernels for compute capability {card.capability[0]}.{card.capability[1]}"
+        if recipe.lean_layers is True or recipe.mlp_tile_tokens not in (AUTO, 0):
+            return "the recipe asks for lean layers"
+        if recipe.launch.num_processes > 1:
+            return "several processes have not been tried"
+        if (kind := (self.config.get("text_config") or self.config).get("model_type")) not in COMPILED_TYPES:
+            return f"layers of type {kind} have not been tried"
+        return compiling_conflict(recipe)
+
     def plan(self, attempt: _Attempt) -> Plan:
-        search, chosen, factor = attempt.search, attempt.evaluated, self.history.speed_factor or 1.0
-        choices = explain_strategy(attempt.choices, search, chosen)
-        steps = total_steps(choices, chosen.strategy.micro, self.data)
-        choices = explain_compiling(choose_cadence(choices, steps, self.data), search, chosen.strategy, steps)
+        factor, steps = (
+            self.history.speed_factor or 1.0,
+            total_steps(attempt.choices, attempt.evaluated.strategy.micro, self.data),
+        )
+        attempt = self.with_compiling(attempt, steps)
+        search, chosen = attempt.search, attempt.evaluated
+        choices = choose_cadence(explain_strategy(attempt.choices, search, chosen), steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,
@@ -300,7 +362,7 @@ class _Planner:
                 shape=self.shape, card=self.card, batches=batches_of(choices, self.data),
                 batch=choices.value("effective_batch_size"), world=self.recipe.launch.num_processes, rank=rank,
                 float32=choices.value("dtype") == "float32",
-                compiled=self.recipe.torch_compile, offloading=self.recipe.activation_offloading,
+                compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
                 vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,

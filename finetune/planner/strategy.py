@@ -156,7 +156,8 @@ def _formats(choices: Choices, card: Card, stored: tuple[BaseFormat, ...]) -> tu
     recipe, plain = choices.recipe, BITS_32 if choices.value("dtype") == "float32" else BITS_16
     if requested := requested_formats(recipe):
         return (requested[0],)
-    exact = QUANTISED if plain is BITS_16 else (NF4,)  # int8's kernels compute in float16
+    # int8's kernels compute in float16, and break the graphs of compiled layers
+    exact = QUANTISED if plain is BITS_16 and recipe.torch_compile is not True else (NF4,)
     still_open = tuple(base for base in exact if is_open(recipe, base))
     if stored:
         return stored if len(stored) == 1 or stored[-1] in still_open else (plain,)
@@ -172,7 +173,7 @@ def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int]
         kinds = ((False, 1), (True, 1))
     if is_zero3(choices.recipe.launch):
         kinds = tuple(kind for kind in kinds if kind[0] not in NOT_REENTRANT)
-    if card.is_cpu or (choices.recipe.torch_compile and every not in (AUTO, 1)):
+    if card.is_cpu or (choices.recipe.torch_compile is True and every not in (AUTO, 1)):
         # offloading pins memory, which needs an accelerator; compiled layers offload the inputs of all layers or of none
         kinds = tuple(kind for kind in kinds if kind[0] != "offload")
     if wanted != AUTO:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.card import Card, cuda, nvidia
 from finetune.card.allocator import has_windows_driver, usual_settings
-from finetune.card.compiler import COMPILER_FIX, compiler_problem
+from finetune.card.compiler import compiler_problem
 from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import usable_devices
@@ -140,11 +140,10 @@ def limit_card(plan: Plan) -> str:
     return f"{beside}; by the upper end of its forecast it needs {format_bytes(needed)}"
 
 
-def kernel_problem(plan: Plan) -> str:
+def kernel_problem() -> str:
     """Why Triton's kernels can't be compiled and run on the open card; empty when they can.
 
-    Raises CardError when the plan can't do without them. They are used by TRL's loss and by torch_compile; bitsandbytes
-    has kernels of its own.
+    TRL's loss and compiled layers need them; bitsandbytes brings other kernels.
     """
     problem = triton_needs()
     if not problem:
@@ -153,8 +152,6 @@ def kernel_problem(plan: Plan) -> str:
         except Exception as error:  # noqa: BLE001 - Triton, the linker and the driver each have errors of their own
             line = (str(error).strip().splitlines() or [""])[0][:300]
             problem = f"Triton can't compile: {type(error).__name__}: {line}"
-    if problem and plan.settings.torch_compile:
-        raise CardError(f"torch_compile needs Triton: {problem}", f"{COMPILER_FIX}. Or set torch_compile=false.")
     return problem
 
 

@@ -102,7 +102,7 @@ def _check_machine(recipe: Recipe, card: Card) -> None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")
     if problems:
         raise MachineError(problems)
-    if recipe.torch_compile and not card.is_cpu and (lacking := triton_needs()):
+    if recipe.torch_compile is True and not card.is_cpu and (lacking := triton_needs()):
         raise CardError(f"torch_compile needs Triton: {lacking}", f"{COMPILER_FIX}. Or set torch_compile=false.")
 
 

@@ -20,7 +20,7 @@ from finetune.run.directory import RunDirectory
 from finetune.serialise import read_own, to_json
 from finetune.settings import resolved
 from finetune.settings.base_formats import NF4, base_format_of
-from finetune.settings.compatibility import is_zero3
+from finetune.settings.compatibility import is_zero3, lean_layers_conflict
 from finetune.settings.methods import min_rows
 from finetune.settings.schema import Decides, settings_that_decide
 from finetune.units import format_bytes
@@ -152,6 +152,8 @@ def _layers_in_host_memory(plan: Plan) -> dict[str, Any] | None:
     if plan.card.is_cpu or forecast is None or forecast.peaks["load"] > free_for_run():
         return None
     changes: dict[str, Any] = {"layer_offloading": "cpu", "offloaded_layers": forecast.layers}
+    if settings.torch_compile and plan.reasons["torch_compile"] != AS_SET:
+        changes |= {"torch_compile": False, "lean_layers": not lean_layers_conflict(resolved(settings, torch_compile=False))}
     if settings.activation_checkpointing is False or settings.activation_checkpointing_every_n_layers > 1:
         changes |= _EVERY_LAYER
     with contextlib.suppress(ValueError):  # something else in the recipe excludes it

@@ -27,8 +27,7 @@ class Samples:
         self._tokenizer, self._rows = tokenizer, []
         self._tensors = PictureTensors(processor) if processor else None
         settings, path = plan.settings, run.data / "eval_examples.json"
-        # One rank alone can't generate with sharded weights, and compiled layers would recompile for every length.
-        if settings.launch.strategy != "ddp" or settings.torch_compile or not path.is_file():
+        if settings.launch.strategy != "ddp" or not path.is_file():  # one rank alone can't generate with sharded weights
             return
         rows = read_json(path)
         self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]

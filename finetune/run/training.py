@@ -56,6 +56,19 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
     ))  # fmt: skip
 
 
+@contextlib.contextmanager
+def steady(model: Any) -> Iterator[None]:
+    """Inside, the model remembers its mode and parameters. The trainer sets the mode and lists the parameters in each step,
+    which walks all modules: 24 ms for the 2,665 of an 8B with adapters."""
+    parameters, set_mode = list(model.parameters()), model.train
+    model.train = lambda mode=True: model if model.training == mode else set_mode(mode)
+    model.parameters = lambda recurse=True: iter(parameters)
+    try:
+        yield
+    finally:
+        del model.train, model.parameters
+
+
 class RunTrainer(SFTTrainer):
     """SFTTrainer that counts tokens, runs the longest rows early and seals its checkpoints.
 
@@ -80,6 +93,11 @@ class RunTrainer(SFTTrainer):
         if self._processor:
             self.data_collator = PictureCollator(self.data_collator, self._processor)
         self.samples = Samples(plan, run, self.processing_class, self._processor)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train while the model remembers its mode and parameters."""
+        with steady(self.model):
+            return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Run one micro-batch with the plan's saved-activation hooks, and count its tokens."""

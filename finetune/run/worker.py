@@ -67,7 +67,7 @@ class Worker:
         self.memory = MemorySampler(on_cuda=not self.plan.card.is_cpu)
         records = self.plan.settings.record_memory_history and not self.plan.card.is_cpu and self.rank.is_local_rank_0
         self.history = MemoryHistory(run, self.events.warn, records=records)
-        self.phase = "load"
+        self.phase, self._kernel_problem = "load", ""
         self.trainer: RunTrainer | None = None
 
     def main(self) -> int:
@@ -202,9 +202,17 @@ class Worker:
         if settings.adapter_name_or_path is not None:
             load_base_adapter(trainer.model, self.run)
             trainer.method.keep_reference(trainer.model)
+        self._compile(trainer)
         if settings.precompute_ref_log_probs is True:
             self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer)
         return trainer, callback
+
+    def _compile(self, trainer: RunTrainer) -> None:
+        """Compile the layers, where the plan says so; lean layers take over where that fails."""
+        if self.plan.settings.torch_compile:
+            from finetune.run.compiling import compile_or_undo
+
+            trainer.plan = self.plan = compile_or_undo(trainer, self._kernel_problem)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -267,11 +275,12 @@ class Worker:
         open_card(self.plan, self.rank.local)
         if warning := limit_card(self.plan):
             self.events.warn(warning)
-        if problem := kernel_problem(self.plan):
+        if problem := kernel_problem():
             from finetune.compat.trl import compute_loss_without_triton
 
             compute_loss_without_triton()
             self.events.warn(f"{problem}; the loss is computed without Triton's kernels, which is slower")
+            self._kernel_problem = problem
 
     def _end_load(self, took_s: float) -> None:
         """Emit the load phase, free its cached memory and reset the peak for the first step."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.settings.base_formats import NF4, base_format_of, requested_formats
+from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.methods import METHODS, method_of, methods_reading, min_rows
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.settings.vision import vision_problems
@@ -155,25 +155,35 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
     checkpointing, every_n_layers = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
     if is_zero3(recipe.launch) and checkpointing in NOT_REENTRANT:
         yield f"activation_checkpointing {checkpointing} does not work with DeepSpeed ZeRO-3; set it to true"
-    if recipe.torch_compile and recipe.int8_activations:
-        yield "int8_activations and torch_compile are both true; activations saved by a compiled layer can't be quantised"
-    if recipe.compile_activation_budget != 1 and not recipe.torch_compile:
-        budget = recipe.compile_activation_budget
-        yield f"compile_activation_budget {budget:g} applies only to compiled layers; set torch_compile to true"
-    if recipe.torch_compile and checkpointing == "offload" and every_n_layers not in (AUTO, 1):
+    if recipe.torch_compile is True and (reason := compiling_conflict(recipe)):
+        yield f"torch_compile does not work with {reason}; set torch_compile to auto or false"
+    if recipe.torch_compile is True and checkpointing == "offload" and every_n_layers not in (AUTO, 1):
         yield "activation_checkpointing offload with torch_compile needs activation_checkpointing_every_n_layers 1"
+
+
+def compiling_conflict(recipe: Recipe) -> str:
+    """The setting that rules out compiled layers; empty if they can be used."""
+    if recipe.int8_activations:
+        return "int8_activations: what a compiled layer saves can't be quantised"
+    if base_format_of(recipe) is INT8:
+        return "load_in_8bit, at whose products the graphs break"
+    if recipe.use_dora:
+        return "use_dora, at whose norms the graphs break"
+    if recipe.attn_implementation == "flash_attention_2" and recipe.packing is not False:
+        return "packed rows with flash_attention_2, whose lengths would be constants of a graph; torch_varlen has them as sizes"
+    return ""
 
 
 def padding_multiple(recipe: Recipe, rows: int) -> int:
     """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
     compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
     sequences = rows * method_of(recipe).sequences
-    return 64 if recipe.torch_compile and sequences > 1 and recipe.packing is not True else 1
+    return 64 if recipe.torch_compile is True and sequences > 1 and recipe.packing is not True else 1
 
 
 def lean_layers_conflict(recipe: Recipe) -> str:
     """The setting that rules out lean layers; empty if they can be used."""
-    if recipe.torch_compile:
+    if recipe.torch_compile is True:
         return "torch_compile, which would have to break its graphs at each of them"
     if is_zero3(recipe.launch):
         return "DeepSpeed ZeRO-3, which gathers the weights by hooks of the modules that they replace"
@@ -199,8 +209,8 @@ def layer_offloading_conflict(recipe: Recipe) -> str:
             f"{name} {'false' if checkpointing is False else every_n}: backward fetches a layer's weights again when it "
             f"recomputes the layer, so every layer must be; set {name} to auto or {'true' if checkpointing is False else 1}"
         )
-    if recipe.torch_compile:
-        return "torch_compile: it has not been tested with weights that are moved; set torch_compile=false"
+    if recipe.torch_compile is True:
+        return "torch_compile: it has not been tested with weights that are moved; set torch_compile=auto"
     if (base := base_format_of(recipe)).not_offloaded:
         return f"{base.setting}: {base.not_offloaded}; use {NF4.setting}, or neither"
     if is_sharded(recipe.launch):

@@ -368,11 +368,8 @@ class Recipe(_Strict):
     offloaded_layers: AutoOr[Annotated[int, Field(ge=0)]] = _memory(
         AUTO, COST, "How many decoder layers layer_offloading moves; the others stay on the GPU. 0 without it."
     )
-    torch_compile: bool = _memory(False, COST | EXACTNESS, "Compile each decoder layer.")
-    compile_activation_budget: Annotated[float, Field(gt=0, le=1)] = _memory(
-        1.0,
-        COST | EXACTNESS,
-        "Share of its activations that a compiled layer saves; the others are recomputed, below 0.8 also matrix products.",
+    torch_compile: AutoOr[bool] = _memory(
+        AUTO, COST | EXACTNESS, "Compile the decoder layers; auto is where they compile, fit, and save more time than it takes."
     )
     gpu: Text = _memory(
         AUTO,

@@ -53,7 +53,7 @@ RECIPE = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset": "rows.jsonl", "max_l
 WITHOUT = {
     "torch_compile": {"torch_compile": True},
     "use_dora": {"use_dora": True},
-    "lora_dropout": {"lora_dropout": 0.1},
+    "lora_dropout": {"lora_dropout": 0.1, "torch_compile": False},
     "ZeRO-3": {"launch": {"num_processes": 2, "strategy": "deepspeed", "zero_stage": 3}},
 }
 

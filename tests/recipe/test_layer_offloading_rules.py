@@ -9,7 +9,7 @@ SHORT = "model_name_or_path: m\ndataset: d.jsonl\n"
 REFUSED = {
     "activation_checkpointing=false": "set activation_checkpointing to auto or true",
     "activation_checkpointing_every_n_layers=2": "set activation_checkpointing_every_n_layers to auto or 1",
-    "torch_compile=true": "set torch_compile=false",
+    "torch_compile=true": "set torch_compile=auto",
     "load_in_8bit=true": "use load_in_4bit",
     "launch.num_processes=2": "set launch.num_processes=1",
     "offloaded_layers=0": "set it to how many are offloaded",

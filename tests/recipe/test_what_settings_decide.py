@@ -39,7 +39,6 @@ OTHER = {
     "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7, "optim": "adamw_8bit", "activation_checkpointing": True,
     "activation_checkpointing_every_n_layers": 2, "activation_offloading": True, "int8_activations": True,
     "lean_layers": True, "mlp_tile_tokens": 64, "offload_embeddings": True, "torch_compile": True,
-    "compile_activation_budget": 0.8,
     "layer_offloading": "cpu", "offloaded_layers": 2,
     "gpu": "hopper", "memory_budget": "9GiB", "host_memory": "64GiB", "output_dir": "runs/other",
     "eval_steps": 0, "early_stopping_patience": 2, "sample_answers": 0, "save_steps": 3, "loss_spike_factor": 5.0,
@@ -72,7 +71,6 @@ BASE = {
 #: Other settings that a flip needs, before and after it.
 OTHER_SETTINGS = {
     "torch_compile": {"activation_checkpointing": "offload"},  # compiled layers offload their inputs by other hooks
-    "compile_activation_budget": {"torch_compile": True},
     "load_in_8bit": {"load_in_4bit": False}, "beta": {"method": "dpo"}, "loss_type": {"method": "kto"},
     "desirable_weight": {"method": "kto"}, "undesirable_weight": {"method": "kto"},
     "precompute_ref_log_probs": {"method": "dpo"},

@@ -101,7 +101,7 @@ def test_techniques_that_exclude_each_other_are_refused_together(base):
         settings_for(base, **wrong, launch={"strategy": "deepspeed", "zero_stage": 3}, gpu="rtx-4090")
     message = str(error.value)
     assert (
-        "int8_activations and torch_compile" in message
+        "torch_compile does not work with int8_activations" in message
         and "adamw_cpu_offload does not work" in message
         and "does not work with" in message
     )

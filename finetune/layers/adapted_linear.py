@@ -1,0 +1,110 @@
+"""A frozen linear layer and its adapter as one operator, for compiled layers: torch's compiler fuses everything between them.
+
+Left to the compiler, an adapter's product and its sum are tensors of the layer's width, and a dequantised weight may be made
+long before it is used. Here cuBLAS adds the adapter's product to the layer's output, and weights live within an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from finetune.layers.lean_functions import Linear, backward_of, scaled_product
+from finetune.layers.lean_layers import is_adapted, linear_of
+from finetune.layers.nf4 import Tables, product_4bit
+
+_LIBRARY = torch.library.Library("finetune", "FRAGMENT")
+_WEIGHT = "Tensor weight, Tensor? bias, Tensor? absmax, Tensor? scales, Tensor? code, Tensor? offset, int[] shape, str kind"
+_LIBRARY.define("adapter_input(Tensor x, Tensor a, float scale) -> Tensor")
+_LIBRARY.define(f"adapted_linear(Tensor x, Tensor lora_act, Tensor b, {_WEIGHT}) -> Tensor")
+_LIBRARY.define(
+    "adapted_linear_backward(Tensor grad, Tensor x, Tensor lora_act, Tensor a, Tensor b, float scale, "
+    f"{_WEIGHT}) -> (Tensor, Tensor, Tensor)"
+)
+_OPERATORS = torch.ops.finetune
+
+
+def adapter_input(x: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * x @ A.T for x (..., in): (tokens, rank). By itself, as a recomputed layer needs it without the output."""
+    return scaled_product(x.reshape(-1, x.shape[-1]), a.to(x.dtype).t(), scale)
+
+
+def adapted_linear(
+    x: torch.Tensor, lora_act: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: Any, *tables: Any
+) -> torch.Tensor:
+    """x @ W.T + bias + lora_act @ B.T for x (..., in): (..., out)."""
+    scales, flat = _tables(*tables), x.reshape(-1, x.shape[-1])
+    out = F.linear(flat, weight, bias) if scales is None else product_4bit(flat, weight, scales, bias)
+    return out.addmm_(lora_act, b.to(x.dtype).t()).view(*x.shape[:-1], -1)
+
+
+def adapted_linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, lora_act: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
+    weight: torch.Tensor, bias: Any, *tables: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Gradients of x, a and b."""
+    linear = Linear(weight, bias, _tables(*tables), a, b, scale, True, True)
+    cast, flat = (a.to(grad.dtype), b.to(grad.dtype)), x.reshape(-1, x.shape[-1])
+    dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
+    assert dx is not None and da is not None and db is not None
+    return dx.view(x.shape), da, db
+
+
+def _tables(absmax: Any, scales: Any, code: Any, offset: Any, shape: Any, kind: str) -> Tables | None:
+    nested = () if scales is None else (scales, code, offset)
+    return Tables((absmax, *nested), shape, kind) if kind else None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *weight: Any) -> torch.Tensor:
+        lora_act = _OPERATORS.adapter_input(x, a, scale)
+        ctx.scale, (*tensors, ctx.shape, ctx.kind) = scale, weight
+        ctx.save_for_backward(x, lora_act, a, b, *tensors)
+        return _OPERATORS.adapted_linear(x, lora_act, b, *weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        *adapted, weight, bias, absmax, scales, code, offset = ctx.saved_tensors
+        layer = (weight, bias, absmax, scales, code, offset, ctx.shape, ctx.kind)
+        return *_OPERATORS.adapted_linear_backward(grad, *adapted, ctx.scale, *layer), *[None] * (1 + len(layer))
+
+
+_BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
+    adapter_input: lambda x, a, _: x.new_empty(x.numel() // x.shape[-1], a.shape[0]),
+    adapted_linear: lambda x, _, b, *__: x.new_empty(*x.shape[:-1], b.shape[0]),
+    adapted_linear_backward: lambda _, x, __, a, b, *___: tuple(map(torch.empty_like, (x, a, b))),
+}
+#: Operator -> what it does, step by step.
+BODIES: dict[Any, Callable[..., Any]] = {}
+for body, fake in _BODIES.items():
+    _LIBRARY.impl(body.__name__, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"finetune::{body.__name__}", fake, lib=_LIBRARY)
+    BODIES[getattr(_OPERATORS, body.__name__).default] = body
+
+
+def use_operators(layers: list[torch.nn.Module]) -> None:
+    """Give linear layers with plain adapters a forward of one operator; others, such as with dropout, keep theirs."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if is_adapted(module) and "forward" not in vars(module):
+            module.forward = MethodType(_linear_forward, module)
+
+
+def undo_operators(layers: list[torch.nn.Module]) -> None:
+    """Give linear layers their own forward again."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if getattr(vars(module).get("forward"), "__func__", None) is _linear_forward:
+            del module.forward
+
+
+def _linear_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    linear = None if args or named else linear_of(self, x)
+    if linear is None or linear.a is None or linear.b is None or not (linear.trains_a and linear.trains_b):
+        return type(self).forward(self, x, *args, **named)
+    tensors, shape, kind = linear.tables or ((), (), "")
+    tables = (*tensors, *[None] * (4 - len(tensors)), shape, kind)
+    return _AdaptedLinear.apply(x, linear.a, linear.b, linear.scale, *linear[:2], *tables)

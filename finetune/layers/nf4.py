@@ -1,0 +1,101 @@
+"""Dequantises 4-bit weights: one Triton kernel for NF4 on a GPU, bitsandbytes' operators elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import bitsandbytes  # registers its operators
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+#: Scales in a block of nested scales, as bitsandbytes makes them.
+NESTED_BLOCK = 256
+#: Up to so many tokens bitsandbytes may have a kernel that multiplies with 4-bit weights
+#: (bitsandbytes/backends/cuda/ops.py, _gemm_4bit_custom_max_m).
+_FEW_TOKENS = 1536
+_OPERATORS, _OWN = torch.ops.bitsandbytes, torch.ops.finetune
+_LIBRARY = torch.library.Library("finetune", "FRAGMENT")
+_LIBRARY.define(
+    "dequantise_4bit(Tensor weight, Tensor absmax, Tensor? scales, Tensor? code, Tensor? offset, int[] shape, str kind, "
+    "ScalarType dtype) -> Tensor"
+)
+
+
+class Tables(NamedTuple):
+    """Scales of a 4-bit weight. `tensors`: absmax; or with nested scales their 8-bit codes, and absmax, code book and offset of
+    these. `shape`: out, in, and weights in a block. `kind`: nf4 or fp4."""
+
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, ...]
+    kind: str
+
+
+def product_4bit(x: torch.Tensor, weight: torch.Tensor, tables: Tables, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ W.T + bias for x (tokens, in) and a 4-bit W."""
+    if x.shape[0] > _FEW_TOKENS:
+        return F.linear(x, dequantised(weight, tables, x.dtype), bias)
+    first, *others = tables.tensors
+    *shape, block = tables.shape
+    nested = dict(zip(("absmax", "absmax_code", "absmax_offset"), others, strict=False))
+    codes = {"absmax_8bit": first} if nested else {"absmax": first}
+    return _OPERATORS.gemm_4bit(x, weight, shape, blocksize=block, quant_type=tables.kind, bias=bias, **codes, **nested)
+
+
+def dequantised(weight: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
+    """A 4-bit weight (out, in) in this dtype."""
+    tensors, shape, kind = tables
+    return _OWN.dequantise_4bit(weight, *tensors, *[None] * (4 - len(tensors)), shape, kind, dtype)
+
+
+def _by_bitsandbytes(
+    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    *matrix, block = shape
+    if scales is not None:
+        absmax = _OPERATORS.dequantize_blockwise(absmax, scales, code, NESTED_BLOCK, torch.float32).add_(offset)
+    return _OPERATORS.dequantize_4bit(weight.view(-1, 1), absmax, block, kind, matrix, dtype)
+
+
+def _by_triton(
+    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    kernel = _kernel()
+    if kernel is None or kind != "nf4" or weight.dtype != torch.uint8:
+        return _by_bitsandbytes(weight, absmax, scales, code, offset, shape, kind, dtype)
+    out = torch.empty(shape[:2], dtype=dtype, device=weight.device)
+    kernel(weight, absmax, () if scales is None else (scales, code, offset), _levels(weight.device), out, shape[2])
+    return out
+
+
+def _fake(weight: torch.Tensor, *tables: Any) -> torch.Tensor:
+    shape, _, dtype = tables[-3:]
+    return weight.new_empty(shape[:2], dtype=dtype)
+
+
+@functools.cache
+def _kernel() -> Callable[..., None] | None:
+    """The Triton kernel; None where there is no Triton, or it can't compile."""
+    try:
+        kernel = importlib.import_module("finetune.layers.nf4_kernel").dequantise
+        device = torch.device("cuda")
+        weight, absmax = (torch.zeros(32, dtype=kind, device=device) for kind in (torch.uint8, torch.float32))
+        kernel(weight, absmax, (), _levels(device), torch.empty(64, dtype=torch.bfloat16, device=device), 64)
+    except Exception:  # noqa: BLE001 - Triton, the compiler and the driver each have errors of their own
+        return None
+    return kernel
+
+
+@functools.cache
+def _levels(device: torch.device) -> torch.Tensor:
+    """The 16 values of NF4."""
+    return bitsandbytes.functional.get_4bit_type("nf4", device=device)
+
+
+_LIBRARY.impl("dequantise_4bit", _by_bitsandbytes, "CPU")
+_LIBRARY.impl("dequantise_4bit", _by_triton, "CUDA")
+torch.library.register_fake("finetune::dequantise_4bit", _fake, lib=_LIBRARY)

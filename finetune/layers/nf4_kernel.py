@@ -1,0 +1,47 @@
+"""The Triton kernel that dequantises NF4 weights with nested scales. Importing this needs Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+#: Bytes of packed weights of a program.
+_BYTES = 1024
+
+
+@triton.jit
+def _dequantise(  # noqa: ANN202 - Triton compiles it
+    weight, absmax, scales, code, offset, levels, out, n_bytes, block: tl.constexpr, nested: tl.constexpr, size: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    packed = tl.load(weight + at, mask=at < n_bytes, other=0).to(tl.int32)
+    number = at * 2 // block  # of the block
+    inside = at < n_bytes
+    if nested:
+        scale = tl.load(code + tl.load(absmax + number, mask=inside, other=0).to(tl.int32))
+        scale = scale * tl.load(scales + number // 256, mask=inside, other=0.0) + tl.load(offset)
+    else:
+        scale = tl.load(absmax + number, mask=inside, other=0.0)
+    values = tl.interleave(tl.load(levels + (packed >> 4)) * scale, tl.load(levels + (packed & 15)) * scale)
+    position = tl.program_id(0).to(tl.int64) * (2 * size) + tl.arange(0, 2 * size)
+    tl.store(out + position, values.to(out.dtype.element_ty), mask=position < 2 * n_bytes)
+
+
+def dequantise(
+    weight: torch.Tensor, absmax: torch.Tensor, nested: tuple[torch.Tensor, ...], levels: torch.Tensor, out: torch.Tensor,
+    block: int,
+) -> None:  # fmt: skip
+    """Write the weights to `out`. `weight`: two in a byte, the first in its upper half. `nested`: scales, code book and offset
+    of `absmax` where that is in 8 bit. `levels`: the 16 values of NF4.
+
+    Rounds as bitsandbytes does: products and sums are not fused.
+    """
+    n_bytes = weight.numel()
+    scales, code, offset = nested or (absmax, absmax, absmax)
+    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+    _dequantise[(triton.cdiv(n_bytes, _BYTES),)](
+        weight, absmax, scales, code, offset, levels, out, n_bytes, block, bool(nested), _BYTES, **options
+    )
