@@ -95,8 +95,8 @@ class RunTrainer(SFTTrainer):
         self.samples = Samples(plan, run, self.processing_class, self._processor)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train while the model remembers its mode and parameters."""
-        with steady(self.model):
+        """Train, in one process while the model remembers its mode and parameters: FSDP replaces them."""
+        with steady(self.model) if ranks.this_rank().world == 1 else contextlib.nullcontext():
             return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
