@@ -13,15 +13,14 @@ import torch.nn.functional as F  # noqa: N812
 
 #: Scales in a block of nested scales, as bitsandbytes makes them.
 NESTED_BLOCK = 256
-#: Up to so many tokens bitsandbytes may have a kernel that multiplies with 4-bit weights
-#: (bitsandbytes/backends/cuda/ops.py, _gemm_4bit_custom_max_m).
-_FEW_TOKENS = 1536
+#: Up to so many tokens bitsandbytes has a kernel that multiplies with large 4-bit weights
+#: (bitsandbytes/backends/cuda/ops.py, _gemm_4bit_use_custom_cuda).
+_FEW_TOKENS = 512
 _OPERATORS, _OWN = torch.ops.bitsandbytes, torch.ops.finetune
 _LIBRARY = torch.library.Library("finetune", "FRAGMENT")
-_LIBRARY.define(
-    "dequantise_4bit(Tensor weight, Tensor absmax, Tensor? scales, Tensor? code, Tensor? offset, int[] shape, str kind, "
-    "ScalarType dtype) -> Tensor"
-)
+_WEIGHT = "Tensor weight, Tensor absmax, Tensor? scales, Tensor? code, Tensor? offset, int[] shape, str kind"
+_LIBRARY.define(f"dequantise_4bit({_WEIGHT}, ScalarType dtype) -> Tensor")
+_LIBRARY.define(f"product_of_few({_WEIGHT}, Tensor x, Tensor? bias) -> Tensor")
 
 
 class Tables(NamedTuple):
@@ -37,17 +36,27 @@ def product_4bit(x: torch.Tensor, weight: torch.Tensor, tables: Tables, bias: to
     """x @ W.T + bias for x (tokens, in) and a 4-bit W."""
     if x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantised(weight, tables, x.dtype), bias)
-    first, *others = tables.tensors
-    *shape, block = tables.shape
-    nested = dict(zip(("absmax", "absmax_code", "absmax_offset"), others, strict=False))
-    codes = {"absmax_8bit": first} if nested else {"absmax": first}
-    return _OPERATORS.gemm_4bit(x, weight, shape, blocksize=block, quant_type=tables.kind, bias=bias, **codes, **nested)
+    return _OWN.product_of_few(*_arguments(weight, tables), x, bias)
 
 
 def dequantised(weight: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
     """A 4-bit weight (out, in) in this dtype."""
+    return _OWN.dequantise_4bit(*_arguments(weight, tables), dtype)
+
+
+def _arguments(weight: torch.Tensor, tables: Tables) -> tuple[Any, ...]:
     tensors, shape, kind = tables
-    return _OWN.dequantise_4bit(weight, *tensors, *[None] * (4 - len(tensors)), shape, kind, dtype)
+    return weight, *tensors, *[None] * (4 - len(tensors)), shape, kind
+
+
+def _product_of_few(
+    weight: torch.Tensor, absmax: torch.Tensor, scales: Any, code: Any, offset: Any, shape: Sequence[int], kind: str,
+    x: torch.Tensor, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    *matrix, block = shape
+    nested = {} if scales is None else {"absmax_8bit": absmax, "absmax_code": code, "absmax_offset": offset}
+    first = absmax if scales is None else scales
+    return _OPERATORS.gemm_4bit(x, weight, matrix, first, block, kind, bias, **nested)
 
 
 def _by_bitsandbytes(
@@ -77,6 +86,11 @@ def _fake(weight: torch.Tensor, *tables: Any) -> torch.Tensor:
     return weight.new_empty(shape[:2], dtype=dtype)
 
 
+def _fake_product(*arguments: Any) -> torch.Tensor:
+    shape, _, x, _ = arguments[-4:]
+    return x.new_empty(x.shape[0], shape[0])
+
+
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """The Triton kernel; None where there is no Triton, or it can't compile."""
@@ -98,4 +112,6 @@ def _levels(device: torch.device) -> torch.Tensor:
 
 _LIBRARY.impl("dequantise_4bit", _by_bitsandbytes, "CPU")
 _LIBRARY.impl("dequantise_4bit", _by_triton, "CUDA")
+_LIBRARY.impl("product_of_few", _product_of_few, "CompositeExplicitAutograd")
 torch.library.register_fake("finetune::dequantise_4bit", _fake, lib=_LIBRARY)
+torch.library.register_fake("finetune::product_of_few", _fake_product, lib=_LIBRARY)
