@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,45 @@ def few_layers() -> list[Cell]:
             settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
             cells.append(Cell(mixture, "rtx-4090", "NF4", technique, rows, settings=settings, layers=3))
     return cells
+
+
+def compiled_cells() -> list[Cell]:
+    """Compiled layers with everything that they are tried with; what they can't be ends lean or is refused."""
+    llama, more = "meta-llama/Llama-3.1-8B-Instruct", {"layers": 8}
+    recomputed = ("nothing recomputed", "every layer", "every 2nd layer", "checkpoints in host memory", "all but attention")
+    cells = [
+        Cell(llama, "rtx-4090", base, technique + name, settings={**FORMATS[base], **TECHNIQUES[technique], **packed}, **more)
+        for base in ("NF4", "16 bit")
+        for technique in recomputed
+        for name, packed in (("", {}), (", packed", TECHNIQUES["packed"]))
+    ]
+    singly: dict[str, dict[str, Any]] = {
+        **PAIRS, "KTO": {"method": "kto"}, "dropout": {"lora_dropout": 0.05}, "DoRA": {"use_dora": True},
+        "dropout, every layer": {"lora_dropout": 0.05, **TECHNIQUES["every layer"]},
+        "layers in host memory": TECHNIQUES["layers in host memory"], "int8": {**FORMATS["int8"], "load_in_4bit": False},
+    }  # fmt: skip
+    cells += [
+        Cell(
+            llama,
+            "rtx-4090",
+            "NF4",
+            name,
+            "pairs" if "method" in values else "uneven",
+            settings={**FORMATS["NF4"], **values},
+            **more,
+        )
+        for name, values in singly.items()
+    ]
+    for model, gpu, layers in (
+        *(("Qwen/Qwen3-8B", gpu, 4) for gpu in ("t4", "rtx-3090", "rtx-5090", "h100-80gb")),
+        ("google/gemma-3-4b-it", "rtx-4090", 6), ("mistralai/Mistral-7B-Instruct-v0.3", "rtx-4090", 4),
+        ("microsoft/Phi-3.5-mini-instruct", "rtx-4090", 4), ("Qwen/Qwen3-30B-A3B", "rtx-4090", 3),
+        ("unsloth/gpt-oss-20b-BF16", "rtx-4090", 3), (llama, "rtx-4090", 32),
+    ):  # fmt: skip
+        for technique in ("nothing recomputed", "every layer"):
+            settings = {**FORMATS["NF4"], **TECHNIQUES[technique]}
+            cells.append(Cell(model, gpu, "NF4", technique, settings=settings, layers=layers))
+    return [replace(cell, settings={**cell.settings, "torch_compile": True}) for cell in cells]
 
 
 def write_rows(path: Path, kind: str, seed: int = 0) -> None:

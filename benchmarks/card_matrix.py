@@ -23,16 +23,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card_cells import Cell, all_cells, write_rows
+from benchmarks.card_cells import Cell, all_cells, compiled_cells, write_rows
 from standin_gpu.machine import Machine, describe, read_catalogue
 from standin_gpu.sparse_model import write_sparse_model, write_to_hub_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
+COMPILED = RESULTS.with_name("compiled_matrix.csv")
 COLUMNS = (
     "model", "gpu", "base_format", "technique", "rows", "segments", "phase", "forecast_allocated_bytes",
     "measured_allocated_bytes", "forecast_reserved_bytes", "measured_reserved_bytes", "low_bytes", "high_bytes",
-    "measured_gpu_bytes", "verdict", "exit_code", "torch", "measured_on",
+    "measured_gpu_bytes", "verdict", "exit_code", "torch", "measured_on", "graphs", "graph_breaks", "compile_s", "problem",
 )  # fmt: skip
 #: A worker with this module in its path believes that it runs under WSL, where torch has no expandable segments.
 AS_ON_WSL = "import platform\nplatform.release = lambda: '5.15.167.4-microsoft-standard-WSL2'\n"
@@ -44,12 +45,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="texts that all must be in a cell's name")
     parser.add_argument("--again", action="store_true", help="also cells that are in the results")
     parser.add_argument("--forecast", action="store_true", help="only forecast again what is in the results")
+    parser.add_argument("--compiled", action="store_true", help="the cells of compiled layers, into compiled_matrix.csv")
     parser.add_argument("--list", action="store_true", help="only print the cells' names")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after so many")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    options.output = options.output or (COMPILED if options.compiled else RESULTS)
     results = read_results(options.output)
-    cells = [cell for cell in all_cells() if all(text in cell.name for text in options.only)]
+    cells = [
+        cell
+        for cell in (compiled_cells() if options.compiled else all_cells())
+        if all(text in cell.name for text in options.only)
+    ]
     if options.list:
         print(*(cell.name for cell in cells), sep="\n")
         return 0
@@ -111,7 +118,8 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
             try:
                 return _train(cell, model, Path(run_folder), folder / f"{cell.rows}.jsonl", measured)
             except Exception as error:  # noqa: BLE001 - the other cells go on
-                return measured or [], f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
+                return measured or [{**named(cell), "phase": "none", "problem": problem}], problem
 
 
 @contextmanager
@@ -166,18 +174,19 @@ def lines_of(cell: Cell, plan: Any, run: Any, exit_code: int) -> list[dict[str, 
     """One line for each phase that ended, from the run's own events."""
     from importlib.metadata import version
 
-    from finetune.events import Phase, Step, read_events
+    from finetune.events import Compiled, Phase, Step, read_events
 
     measured: dict[str, list[Any]] = {}
+    compiled = Compiled()
     for event in read_events(run.events):
+        compiled = event if isinstance(event, Compiled) else compiled
         if isinstance(event, Phase):
             measured.setdefault({"evaluate": "eval"}.get(event.phase, event.phase), []).append(event)
         elif isinstance(event, Step):
             measured.setdefault("train", []).append(event)
     usual = {
-        "model": cell.model_name, "gpu": cell.gpu, "base_format": cell.base_format, "technique": cell.technique,
-        "rows": cell.rows, "segments": "expandable" if cell.expandable else "segments",
-        "exit_code": exit_code, "torch": version("torch"), "measured_on": "stand-in", **_forecast_of(plan),
+        **named(cell), "exit_code": exit_code, "torch": version("torch"), "measured_on": "stand-in", **_forecast_of(plan),
+        "graphs": compiled.graphs, "graph_breaks": compiled.graph_breaks, "compile_s": compiled.compile_s,
     }  # fmt: skip
     context = plan.card.context_bytes
     return [
@@ -189,6 +198,14 @@ def lines_of(cell: Cell, plan: Any, run: Any, exit_code: int) -> list[dict[str, 
         }
         for phase, events in measured.items()
     ] or [{**usual, "phase": "none"}]  # fmt: skip
+
+
+def named(cell: Cell) -> dict[str, Any]:
+    """The columns that name a cell."""
+    return {
+        "model": cell.model_name, "gpu": cell.gpu, "base_format": cell.base_format, "technique": cell.technique,
+        "rows": cell.rows, "segments": "expandable" if cell.expandable else "segments",
+    }  # fmt: skip
 
 
 def _forecast_of(plan: Any) -> dict[str, Any]:

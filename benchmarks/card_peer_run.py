@@ -132,7 +132,8 @@ class Watch:
     """Peaks of torch's allocators over the whole process, also where a peer resets them; the largest batch, in tokens.
 
     With `most_tokens` in the job, the second step is followed by a search for the longest row: steps of other lengths, with the
-    optimizer's state there, which leave no gradients. With `counted`, Python's calls in the last step but one are counted.
+    optimizer's state there, which leave no gradients. With `counted`, Python's calls in the last step but one are counted. With
+    `timed`, steps are synchronised and timed; `lengths` and `listed` add steps of other lengths and a table of kernels.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -143,6 +144,9 @@ class Watch:
         self.allocated = self.reserved = self.registered = self.batch_tokens = self.steps = 0
         self.trained: dict[str, int] = {}
         self.processor_s: list[float] = []
+        self.began: list[float] = []
+        self.lengths: dict[int, dict[str, Any]] = {}
+        self.kernels, self.peaks = "", dict[str, int]()
         self.calls = 0
         self.search: dict[str, Any] = {}
         self.probes: dict[int, tuple[int, int, int]] = {}
@@ -160,10 +164,20 @@ class Watch:
             if self.steps == 1 and job.get("most_tokens"):
                 self.find_longest(trainer, model, inputs, *more, **named)
             self.processor_s.append(time.process_time())
+            if job.get("timed"):
+                torch.cuda.synchronize()
+                self.began.append(time.perf_counter())
             is_counted = job.get("counted") and self.steps == job["steps"] - 2
             with self.counted_calls() if is_counted else contextlib.nullcontext():
                 loss = self.step(trainer, model, inputs, *more, **named)
             self.steps += 1
+            if self.steps == job["steps"]:
+                self.read()
+                self.peaks = {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved}
+                for tokens in job.get("lengths", ()):
+                    self.lengths[tokens] = self.time_length(trainer, model, lengthened(dict(inputs), tokens), *more, **named)
+                if job.get("listed"):
+                    self.kernels = self.list_kernels(lambda: self.step(trainer, model, dict(inputs), *more, **named))
             return loss
 
         def counted_register(pointer: int, size: int, flags: int) -> Any:
@@ -217,6 +231,36 @@ class Watch:
             "reserved_bytes": reserved, "host_bytes": pinned,
         }  # fmt: skip
 
+    def time_length(self, trainer: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> dict[str, Any]:
+        """Seconds of three steps with these inputs, without the optimizer's, and bytes at the peak."""
+        import torch
+
+        times: list[float] = []
+        try:
+            for _ in range(3):
+                collect(model)
+                self.reset()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                self.step(trainer, model, dict(inputs), *more, **named)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+        except Exception as error:  # noqa: BLE001 - a length that does not fit is a result
+            return {"failed": f"{type(error).__name__}: {error}"[:200]}
+        finally:
+            collect(model)
+        return {"s": times, "allocated_bytes": torch.cuda.max_memory_allocated()}
+
+    def list_kernels(self, run: Callable[[], Any]) -> str:
+        """The kernels of a step by their time."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        return str(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+
     def pinned(self) -> int:
         """Bytes of pinned host memory at the peak so far."""
         import torch
@@ -237,7 +281,9 @@ class Watch:
             "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "host_bytes": self.pinned(),
             "batch_tokens": self.batch_tokens, "steps": self.steps, "trained_bytes": self.trained, **self.search,
             "processor_s": [end - start for start, end in itertools.pairwise(self.processor_s)], "calls": self.calls,
-            "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
+            "step_s": [end - start for start, end in itertools.pairwise(self.began)], "lengths": self.lengths,
+            "kernels": self.kernels,
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "", **self.peaks,
         }  # fmt: skip
 
 

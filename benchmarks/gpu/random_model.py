@@ -32,9 +32,10 @@ def make_model(shape: str, folder: Path, layers: int | None = None) -> dict[str,
             values["layer_types"] = values["layer_types"][:layers]
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(**{**values, "dtype": "bfloat16"})
-    config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     tied = set(model.all_tied_weights_keys)
     sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     _write(folder / "model.safetensors", sizes)

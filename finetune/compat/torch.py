@@ -144,6 +144,13 @@ def set_compiler() -> None:
     dynamo.recompile_limit = 64  # in training and in a reference's pass, with and without recomputation
 
 
+def raising_compiler_errors() -> AbstractContextManager[None]:
+    """Within it the compiler's errors are raised, not only logged."""
+    import torch._dynamo.config as dynamo
+
+    return dynamo.patch(suppress_errors=False)
+
+
 #: Of a context and an operator.
 RecomputePolicy = Callable[[Any, Any], Any]
 

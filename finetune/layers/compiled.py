@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo import maybe_mark_dynamic
 
-from finetune.compat.torch import set_compiler
+from finetune.compat.torch import raising_compiler_errors, set_compiler
 from finetune.layers.checkpointing import require_gradient
 from finetune.layers.varlen_attention import lengths_as_sizes
+
+#: Types of guards whose answers may differ between layers and calls.
+_CHANGING = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
@@ -23,9 +26,23 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
     whole process.
     """
     set_compiler()
-    compiled = {kind: torch.compile(kind.forward) for kind in {type(layer) for layer in layers}}
+    alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
+    compiled = {kind: torch.compile(kind.forward, options=alike) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, compiled[type(layer)])  # type: ignore[method-assign]
+
+
+def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """What is fixed for the whole run, and may differ between layers: modules, their types and attributes."""
+    return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
+
+
+def _changing(guards: Sequence[Any]) -> list[bool]:
+    """Which guards of a layer are checked in each call: of inputs, tensors and plain values such as whether adapters are used.
+
+    Most of them ask whether modules and functions are still what they were, which takes longer than the layer's kernels do.
+    """
+    return [guard.guard_type in _CHANGING or not (guard.is_global or "self" in guard.name) for guard in guards]
 
 
 def undo_compiling(layers: list[torch.nn.Module]) -> None:
@@ -66,14 +83,15 @@ class _Reached(Exception):  # noqa: N818 - ends a forward pass
 
 
 def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> str:
-    """Compile the first layer with the inputs that `run` gives it, forward and backward; why that fails, or empty.
+    """Compile the first recomputed layer and the first that is not, forward and backward; why that fails, or empty.
 
-    Leaves no gradients and no change of random states.
+    Both get the inputs that `run` gives the first layer. Leaves no gradients and no change of random states.
     """
 
     def stop(_layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
         raise _Reached(args, kwargs)
 
+    tried = {getattr(layer, "gradient_checkpointing", False): layer for layer in reversed(layers)}.values()
     hook = layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     breaks = _graph_breaks()
     try:
@@ -83,14 +101,17 @@ def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> st
             except _Reached as reached:
                 (hidden, *args), kwargs = reached.args
             hook.remove()
-            out = layers[0](hidden.detach(), *args, **kwargs)
-            out = out[0] if isinstance(out, tuple) else out
-            out.backward(torch.zeros_like(out))
+            with raising_compiler_errors():
+                for layer in tried:
+                    out = layer(hidden.detach(), *args, **kwargs)
+                    out = out[0] if isinstance(out, tuple) else out
+                    out.backward(torch.zeros_like(out))
     except Exception as error:  # noqa: BLE001 - whatever the compiler can't do, the run can without
+        error = getattr(error, "inner_exception", error)  # what a compiler behind Dynamo raised
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
     finally:
         hook.remove()
-        for parameter in layers[0].parameters():
+        for parameter in (parameter for layer in tried for parameter in layer.parameters()):
             parameter.grad = None
     new = _graph_breaks() - breaks
     return f"its graph breaks in {sum(new.values())} places: {next(iter(new)).splitlines()[0][:200]}" if new else ""

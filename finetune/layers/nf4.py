@@ -41,7 +41,10 @@ def product_4bit(x: torch.Tensor, weight: torch.Tensor, tables: Tables, bias: to
 
 def dequantised(weight: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
     """A 4-bit weight (out, in) in this dtype."""
-    return _OWN.dequantise_4bit(*_arguments(weight, tables), dtype)
+    first = tables.tensors[0]
+    # not a forecast's tensor; an operator costs the host as much as the kernel does
+    body: Callable[..., torch.Tensor] = _by_triton if type(first) is torch.Tensor and first.is_cuda else _OWN.dequantise_4bit
+    return body(*_arguments(weight, tables), dtype)
 
 
 def _arguments(weight: torch.Tensor, tables: Tables) -> tuple[Any, ...]:
@@ -57,6 +60,13 @@ def _product_of_few(
     nested = {} if scales is None else {"absmax_8bit": absmax, "absmax_code": code, "absmax_offset": offset}
     first = absmax if scales is None else scales
     return _OPERATORS.gemm_4bit(x, weight, matrix, first, block, kind, bias, **nested)
+
+
+def product_of_many(*arguments: Any) -> torch.Tensor:
+    """What `product_of_few` computes, by way of the whole weight. Forecasts take it: an upper bound, and rows of all lengths
+    allocate alike."""
+    *weight, x, bias = arguments
+    return F.linear(x, _OWN.dequantise_4bit(*weight, x.dtype), bias)
 
 
 def _by_bitsandbytes(
@@ -76,8 +86,8 @@ def _by_triton(
     kernel = _kernel()
     if kernel is None or kind != "nf4" or weight.dtype != torch.uint8:
         return _by_bitsandbytes(weight, absmax, scales, code, offset, shape, kind, dtype)
-    out = torch.empty(shape[:2], dtype=dtype, device=weight.device)
-    kernel(weight, absmax, () if scales is None else (scales, code, offset), _levels(weight.device), out, shape[2])
+    out = absmax.new_empty(shape[:2], dtype=dtype)
+    kernel(weight, absmax, () if scales is None else (scales, code, offset), _levels(absmax.device), out, shape[2])
     return out
 
 

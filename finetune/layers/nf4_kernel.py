@@ -10,6 +10,11 @@ import triton.language as tl
 
 #: Bytes of packed weights of a program.
 _BYTES = 1024
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+#: Triton compiles a kernel of its own for pointers that are multiples of this.
+_ALIGNED = 16
+#: Compiled kernels by what they were compiled for: Triton's own search for one takes longer than the launch.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @triton.jit
@@ -39,9 +44,14 @@ def dequantise(
 
     Rounds as bitsandbytes does: products and sums are not fused.
     """
-    n_bytes = weight.numel()
+    n_bytes = out.numel() // 2
     scales, code, offset = nested or (absmax, absmax, absmax)
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-    _dequantise[(triton.cdiv(n_bytes, _BYTES),)](
-        weight, absmax, scales, code, offset, levels, out, n_bytes, block, bool(nested), _BYTES, **options
-    )
+    tensors = (weight, absmax, scales, code, offset, levels, out)
+    arguments = (*tensors, n_bytes, block, bool(nested), _BYTES)
+    grid, key = (-(-n_bytes // _BYTES), 1, 1), (out.device, absmax.dtype, out.dtype, *arguments[7:10])
+    if sum([tensor.data_ptr() % _ALIGNED for tensor in tensors]):
+        _dequantise[grid](*arguments, **_OPTIONS)
+    elif kernel := _compiled.get(key):
+        kernel[grid](*arguments)
+    else:
+        _compiled[key] = _dequantise[grid](*arguments, **_OPTIONS)

@@ -67,7 +67,7 @@ class SplitLayers:
         kind = (type(layer), budget, str(spec), unlike, tuple(map(_signature, [*inputs, *tensors])))
         if kind not in self._splits:
             call = _as_function(forward, slots, tensors, leaves, spec)
-            self._splits[kind] = self._split(call, [*inputs, *tensors], slots, budget, policy)
+            self._splits[kind] = self._split(call, inputs, tensors, slots, budget, policy)
         split = self._splits[kind]
         if split is None:
             return forward(*args, **kwargs)
@@ -75,15 +75,22 @@ class SplitLayers:
         return tuple(out) if isinstance(out, list) else out  # aot_function's form of a tuple
 
     def _split(
-        self, call: Callable[..., Any], values: list[Any], slots: list[_Slot], budget: float, policy: RecomputePolicy | None
+        self,
+        call: Callable[..., Any],
+        inputs: list[torch.Tensor],
+        tensors: list[Any],
+        slots: list[_Slot],
+        budget: float,
+        policy: RecomputePolicy | None,
     ) -> Callable[..., Any] | None:
         """The layer as split by the compiler, attempted once; None where that fails."""
+        values = [*inputs, *tensors]
         parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]
         try:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
                 split = split_by_compiler(call, parameter_indices, policy, FusedGraph)
-                split(*values)
+                split(*map(_example, inputs), *tensors)
         except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
@@ -100,7 +107,8 @@ def _as_function(
     index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
     slot_indices = [index_of[id(owner[key])] for owner, key in slots]
     states = [getattr(tensor, "quant_state", None) for tensor in tensors]
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    is_input = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    others, count = [None if of_call else leaf for of_call, leaf in zip(is_input, leaves, strict=True)], sum(is_input)
 
     def call(*values: Any) -> Any:
         layer_inputs, own = iter(values[:count]), values[count:]
@@ -108,7 +116,8 @@ def _as_function(
             if state is not None:
                 value.quant_state = state
         _set_slots(slots, [own[index] for index in slot_indices])
-        args, kwargs = tree_unflatten([next(layer_inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        own_leaves = [next(layer_inputs) if of_call else leaf for of_call, leaf in zip(is_input, others, strict=True)]
+        args, kwargs = tree_unflatten(own_leaves, spec)
         return forward(*args, **kwargs)
 
     return call
@@ -128,6 +137,11 @@ def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
 def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
     for (owner, key), value in zip(slots, values, strict=True):
         owner[key] = value
+
+
+def _example(like: torch.Tensor) -> torch.Tensor:
+    """Another tensor of this form: a trace keeps what it is made with."""
+    return like.new_empty_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from finetune.layers.adapted_linear import BODIES
+from finetune.layers.nf4 import product_of_many
 from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
@@ -30,7 +30,7 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
         "aten._scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(_attention_backward, capability),
         "torch_attn._varlen_attn_backward": _varlen_backward,
         "bitsandbytes.gemm_4bit": _dequantised_matmul,
-        "finetune.product_of_few": functools.partial(_own, _product_of_many),
+        "finetune.product_of_few": functools.partial(_own, product_of_many),
     }
     cpu_rules = rules_for_cpu()  # registers bitsandbytes' operators
     operators = {name: functools.reduce(getattr, name.split("."), torch.ops).default for name in rules}
@@ -80,12 +80,6 @@ def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, k
         out = _gemm_4bit_default_impl(*args, **kwargs)
     tracker.retag(out, tracker.part)
     return out
-
-
-def _product_of_many(*arguments: Any) -> torch.Tensor:
-    """Lean layers multiply few tokens as if they were many: an upper bound, and rows of all lengths allocate alike."""
-    *weight, x, bias = arguments
-    return F.linear(x, torch.ops.finetune.dequantise_4bit(*weight, x.dtype), bias)
 
 
 def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:

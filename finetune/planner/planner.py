@@ -110,8 +110,11 @@ def _planner_of(
     choices, budget = choose_budget(Choices(recipe), card)
     report_progress("reading the model's configuration")
     config = read_config(recipe)
+    shape = shape_of(config, recipe)
+    if recipe.torch_compile is True and shape.experts:
+        raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
     return _Planner(
-        recipe, card, data, choices, budget, config, shape_of(config, recipe), read_history(card.name),
+        recipe, card, data, choices, budget, config, shape, read_history(card.name),
         forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
     )  # fmt: skip
 
@@ -292,6 +295,8 @@ class _Planner:
             return "weights of layers that are moved have not been tried"
         if strategy.checkpointing == "offload" and strategy.every_n > 1:
             return "inputs of every layer or of none are offloaded"
+        if recipe.lora_dropout and strategy.checkpointing:
+            return "dropout in recomputed layers needs more than its forecast"
         if card.capability is not None and card.capability < LEAST_CAPABILITY:
             return f"Triton has no kernels for compute capability {card.capability[0]}.{card.capability[1]}"
         if recipe.lean_layers is True or recipe.mlp_tile_tokens not in (AUTO, 0):

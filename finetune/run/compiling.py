@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import TYPE_CHECKING, Any
 
 from finetune.layers.checkpointing import decoder_layers
@@ -34,6 +35,7 @@ def compile_or_undo(trainer: RunTrainer, problem: str) -> Plan:
         with trainer.measured_phase("compile"), trainer.accelerator.autocast(), hooks:
             problem = compile_problem(decoder_layers(model), lambda: trainer.compute_loss(model, inputs))
         trainer.take_counts()
+        gc.collect()  # compiled code that comes from a cache leaves cycles with the inputs in them
     if not problem:
         return plan
     lean = settings.model_copy(update={"torch_compile": False})

@@ -6,6 +6,6 @@ from benchmarks.quantisation_interval import COSTS, covered_share
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", COSTS)
+@pytest.mark.parametrize("label", [pytest.param(label, marks=[pytest.mark.exhaustive][: label == "NF4"]) for label in COSTS])
 def test_the_interval_covers_the_true_cost_in_93_of_100_draws(label):
     assert covered_share(*COSTS[label], rows=60, draws=400) >= 0.93

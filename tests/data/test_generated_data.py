@@ -18,7 +18,7 @@ def test_a_sample_of_generated_files_is_asked_about_or_read_rightly(tmp_path):
 
 
 @pytest.mark.slow
-def test_2000_generated_files_are_asked_about_or_read_rightly(tmp_path):
-    samples = [cases(1) for cases in (column_cases, field_cases, split_cases)]
-    assert sum(map(len, samples)) > 2_000
+def test_1000_generated_files_are_asked_about_or_read_rightly(tmp_path):
+    samples = [cases(1)[::2] for cases in (column_cases, field_cases, split_cases)]
+    assert sum(map(len, samples)) > 1_000
     assert not problems_of(*samples, tmp_path)

@@ -6,10 +6,13 @@ import pytest
 from finetune.evaluate.paired import difference
 from finetune.evaluate.scorers import span_of
 
+OTHER_SHARES = ((0.3, 0.6, 0.2), (0.97, 0.2, 0.01))
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "base", "better", "worse"), [(100, 0.4, 0.3, 0.1), (120, 0.3, 0.6, 0.2), (120, 0.97, 0.2, 0.01)]
+    ("rows", "base", "better", "worse"),
+    [(100, 0.4, 0.3, 0.1), *(pytest.param(120, *shares, marks=pytest.mark.exhaustive) for shares in OTHER_SHARES)],
 )
 def test_the_interval_covers_the_true_difference_in_93_of_100_evaluations(rows, base, better, worse):
     """`better`: share of the base's wrong rows that the tuned model has right; `worse`: of its right rows, wrong."""

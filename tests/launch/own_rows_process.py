@@ -63,7 +63,7 @@ def settings_for(model):
     )  # fmt: skip
     return resolved(
         recipe, attn_implementation="sdpa", load_in_8bit=False, dtype="bfloat16", activation_checkpointing=True,
-        activation_checkpointing_every_n_layers=1, layer_offloading=False, lean_layers=False,
+        activation_checkpointing_every_n_layers=1, layer_offloading=False, lean_layers=False, torch_compile=False,
     )  # fmt: skip
 
 

@@ -31,13 +31,13 @@ def routes(shipped_run):
     return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
-@pytest.mark.parametrize(("method", "learning_rate", "steps"), [("dpo", "3e-4", 100), ("kto", "3e-4", 120)])
-def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, learning_rate, steps):
+@pytest.mark.parametrize(("method", "steps"), [("dpo", 100), pytest.param("kto", 120, marks=pytest.mark.exhaustive)])
+def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, steps):
     """KTO in fewer steps at a higher rate than in docs/preferences.md, which has what its own command reaches."""
     from finetune.evaluate.score import compare
     from finetune.evaluate.scorers import scorer
 
-    settings = ["beta=0.5", f"learning_rate={learning_rate}", f"max_steps={steps}"]
+    settings = ["beta=0.5", "learning_rate=3e-4", f"max_steps={steps}"]
     run = train(method, f"adapter_name_or_path={routes}", "dataset=support-pairs", f"method={method}", *settings)
     pairs = compare(run, score=scorer("loss"), data="support-pairs")
     assert 0.4 <= pairs.base.pairs_in_order <= 0.65 and pairs.tuned.pairs_in_order >= 0.9

@@ -11,7 +11,9 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune.layers.adapted_linear import undo_operators, use_operators
 from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.compiled import compile_layers, undo_compiling
 from finetune.layers.lean_layers import make_lean, undo_lean
 from finetune.methods.dpo import PREFERENCE_LOSSES, Dpo
 from finetune.recipe import recipe_from
@@ -21,6 +23,8 @@ from finetune.settings.methods import METHODS
 VOCABULARY = 64
 #: Prompt, chosen and rejected answer as vocabulary, of uneven lengths.
 PAIRS = [("w3 w4 w5", "w6 w7", "w8 w9 w10 w11"), ("w12", "w13 w14 w15 w16 w17", "w18")]
+#: What is done to a model's layers before its loss is computed.
+LAYERS = {"plain": (), "lean": (make_lean,), "compiled": (use_operators, compile_layers)}
 
 
 def tokenizer():
@@ -75,12 +79,14 @@ def gradients(model):
     return copies
 
 
-def compute(method, model, ours, lean):
+def compute(method, model, ours, layers):
     """This project's loss of these rows, after its backward pass, and its metrics."""
-    (make_lean if lean else undo_lean)(list(decoder_layers(model)))
+    for change in LAYERS[layers]:
+        change(decoder_layers(model))
     computed = method.loss(model, method.collator(DataCollatorForLanguageModeling(pad_token_id=62))(ours))
     computed.loss.backward()
-    undo_lean(list(decoder_layers(model)))
+    for undo in (undo_lean, undo_compiling, undo_operators):
+        undo(decoder_layers(model))
     return computed.loss, method.metrics({name: float(count) for name, count in computed.counts.items()})
 
 
@@ -96,9 +102,9 @@ def test_every_loss_of_the_recipe_has_its_function():
     assert tuple(PREFERENCE_LOSSES) == METHODS["dpo"].losses
 
 
-@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("layers", ["plain", "lean", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.compiler])])
 @pytest.mark.parametrize("loss_type", PREFERENCE_LOSSES)
-def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
+def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, layers):
     ours, trls = rows()
     model = trainer.model.train()
     trainer.loss_types, trainer.label_smoothing = [loss_type], 0.2
@@ -110,7 +116,7 @@ def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, lean):
         "model_name_or_path": "m", "dataset": "d.jsonl", "method": "dpo", "beta": 0.3, "loss_type": loss_type,
         **({"label_smoothing": 0.2} if loss_type == "robust" else {}),
     }))  # fmt: skip
-    loss, metrics = compute(Dpo(settings), model, ours, lean)
+    loss, metrics = compute(Dpo(settings), model, ours, layers)
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
     assert_same_gradients(model, expected)
     measured = {name: values[-1] for name, values in trainer._metrics["train"].items() if name in metrics}

@@ -47,10 +47,12 @@ def rows(only=None):
     return ours, trls
 
 
-@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize(
+    "layers", ["plain", "lean", pytest.param("compiled", marks=[pytest.mark.exhaustive, pytest.mark.compiler])]
+)
 @pytest.mark.parametrize("only", [None, True, False], ids=["both", "good", "bad"])
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, lean):
+def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, layers):
     ours, trls = rows(only)
     model = trainer.model.train()
     trainer.loss_type, trainer.calculate_KL = loss_type, loss_type == "kto"
@@ -63,7 +65,7 @@ def test_loss_rewards_kl_and_gradients_are_trls(trainer, loss_type, only, lean):
         "model_name_or_path": "m", "dataset": "d.jsonl", "method": "kto", "beta": 0.3, "loss_type": loss_type,
         "desirable_weight": 1.5, "undesirable_weight": 0.7,
     }))  # fmt: skip
-    loss, metrics = compute(Kto(settings), model, ours, lean)
+    loss, metrics = compute(Kto(settings), model, ours, layers)
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
     assert_same_gradients(model, expected)
     for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins"):

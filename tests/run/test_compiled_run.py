@@ -1,22 +1,62 @@
-"""A run with compiled layers says what was compiled, how often and for how long."""
+"""A run with compiled layers: what it says of compiling, its results beside the lean run's, and its bits after a resume."""
 
 import pytest
+from child_faults import killed_before_seal
+from conftest import adapter_hash, events_of, fresh_copy
+from torch._inductor import compile_fx
 
-from finetune.events import Compiled, RunWarning, Step, read_events
+from finetune.events import Compiled, RunWarning, Sample, Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
+RECIPE = [
+    "max_steps=6", "effective_batch_size=4", "per_device_train_batch_size=2", "packing=false", "activation_checkpointing=false",
+    "sample_answers=2", "eval_steps=3",
+]  # fmt: skip
 
 
-def test_a_run_counts_graphs_recompilations_and_graph_breaks(make_run, train):
-    run = make_run(
-        "torch_compile=true", "max_steps=6", "effective_batch_size=4", "per_device_train_batch_size=2", "packing=false",
-        "activation_checkpointing=false",
-    )  # fmt: skip
-    train.whole(run)
-    events = list(read_events(run.events))
-    compiled = [event for event in events if isinstance(event, Compiled)]
-    assert {event.padded_tokens % (2 * 64) for event in events if isinstance(event, Step)} == {0}
-    last = compiled[-1]
+@pytest.fixture(scope="module")
+def run(make_run, train):
+    return train.whole(make_run("torch_compile=true", *RECIPE))
+
+
+def losses(run):
+    return [event.loss for event in events_of(run, Step)]
+
+
+def answers(run):
+    return [event.answer for event in events_of(run, Sample)]
+
+
+def test_a_run_counts_graphs_recompilations_and_graph_breaks(run):
+    assert {event.padded_tokens % (2 * 64) for event in events_of(run, Step)} == {0}
+    last = events_of(run, Compiled)[-1]
     assert last.graphs == 1 and last.graph_breaks == 0 and last.compile_s > 0
     assert last.recompiles == 0
-    assert last.step < 6 and not any(isinstance(event, RunWarning) and "compiled" in event.message for event in events)
+    assert last.step < 6 and not any("compiled" in event.message for event in events_of(run, RunWarning))
+
+
+def test_losses_and_sample_answers_are_those_of_a_run_that_compiles_nothing(run, make_run, train):
+    other = train.whole(make_run("torch_compile=false", *RECIPE))
+    assert losses(run) == pytest.approx(losses(other), rel=1e-4)
+    assert answers(run) and answers(run) == answers(other)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(run, train, tmp_path):
+    killed = fresh_copy(run, tmp_path / "killed")
+    assert train(killed, killed_before_seal(4)) == 137
+    assert train(killed) == 0
+    assert adapter_hash(killed) == adapter_hash(run)
+
+
+def test_a_run_whose_layers_do_not_compile_goes_on_with_lean_layers(run, train, tmp_path):
+    def fault():
+        def fails(*_arguments, **_named):
+            raise RuntimeError("no such kernel")
+
+        compile_fx.compile_fx = fails
+
+    other = fresh_copy(run, tmp_path / "lean")
+    assert train(other, fault) == 0
+    [warning] = [event.message for event in events_of(other, RunWarning) if "compiled" in event.message]
+    assert "no such kernel" in warning and "lean layers" in warning
+    assert not events_of(other, Compiled) and losses(other) == pytest.approx(losses(run), rel=1e-4)

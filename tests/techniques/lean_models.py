@@ -1,6 +1,7 @@
 """Tiny models of each family with adapters, and gradients of one step with lean layers and without."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ COMMON = {
 }  # fmt: skip
 
 
-def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
-    """In fp32, with values that 16 bit has, norm weights other than 1 and adapters other than 0."""
+def base_of(family: str, seed: int = 0) -> Any:
+    """In fp32, with values that 16 bit has, and norm weights other than 1."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**COMMON, **FAMILIES[family][0])
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -45,6 +46,18 @@ def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
         if "norm" in name:
             parameter.add_(0.3 * torch.randn_like(parameter))
         parameter.copy_(parameter.bfloat16())
+    return base
+
+
+def save_base(folder: Path, family: str) -> str:
+    if not folder.exists():
+        base_of(family).save_pretrained(folder)
+    return str(folder)
+
+
+def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A base with adapters other than 0."""
+    base = base_of(family, seed)
     wanted = settings_for("none", **{"lora_alpha": 12.0, **changes})
     model = attach_adapters(base, wanted)
     fill_adapters(model)

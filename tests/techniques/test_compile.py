@@ -1,28 +1,95 @@
-"""Compiled decoder layers: one graph each, no graph breaks, and the losses of the eager run but for rounding."""
+"""Compiled decoder layers: the losses and gradients of eager and lean ones, without graph breaks."""
+
+import itertools
 
 import pytest
 import torch
 import torch._dynamo.utils as dynamo
-from tiny_training import losses, plain_losses, settings_for
+from lean_models import adapter_gradients, error, fill_adapters, save_base
+from tiny_training import adapted, optimizer_of, settings_for
+from torch._inductor import config as inductor
+
+from finetune.layers import adapted_linear
+from finetune.model.techniques import apply_techniques, step_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
+#: What is recomputed or kept elsewhere.
 FORMS = {
-    "plain": {},
+    "nothing": {},
+    "every": {"activation_checkpointing": True},
     "every-2": {"activation_checkpointing": True, "activation_checkpointing_every_n_layers": 2},
     "offload": {"activation_checkpointing": "offload"},
     "selective": {"activation_checkpointing": "selective"},
     "activation-offloading": {"activation_offloading": True},
 }
+#: (family, whether NF4, rows, dropout, form)
+FEW = [
+    ("llama", True, "padded", 0.0, "selective"), ("qwen3", False, "packed", 0.1, "every-2"),
+    ("gemma3_text", True, "padded", 0.0, "every"),
+]  # fmt: skip
+ALL = itertools.product(("llama", "qwen3", "gemma3_text"), (False, True), ("padded", "packed"), (0.0, 0.1), FORMS)
+CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL if case not in FEW)]
+STEPS = 20
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if form in ("every-2", "selective") else pytest.mark.exhaustive) for form in FORMS]
-)
-def test_layers_compile_without_graph_breaks_and_train_alike(base, form):
-    torch._dynamo.reset()
-    dynamo.counters.clear()
-    settings = settings_for(base, dtype="bfloat16", load_in_4bit=True, torch_compile=True, **FORMS[form])
-    assert losses(settings) == pytest.approx(plain_losses(base, "nf4"), rel=1e-3)
-    assert dynamo.counters["stats"]["unique_graphs"] >= 1
-    assert not dynamo.counters["graph_break"]
+@pytest.fixture
+def history(tmp_path):
+    """history(way, family, is_nf4, rows, dropout, form) -> losses and adapter gradients of each step in fp32."""
+
+    def run(way, family, is_nf4, rows, dropout, form):
+        torch._dynamo.reset()
+        dynamo.counters.clear()
+        settings = settings_for(
+            save_base(tmp_path / family, family), load_in_4bit=is_nf4, lora_dropout=dropout, torch_compile=way == "compiled",
+            lean_layers=way == "lean", **FORMS[form],
+        )  # fmt: skip
+        model = adapted(settings)
+        fill_adapters(model)
+        model.train()
+        apply_techniques(model, settings)
+        optimizer, losses, gradients = optimizer_of(model, settings), [], []
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            with step_context(settings, "cpu"):
+                loss = model(**batch(rows, step)).loss
+                loss.backward()
+            losses.append(loss.item())
+            gradients.append(adapter_gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, gradients
+
+    with inductor.patch(fallback_random=True):  # dropout's masks are those of eager layers
+        yield run
+
+
+def batch(rows, step):
+    """Two rows of lengths that change from step to step."""
+    length = 40 + 8 * (step % 3)
+    ids = torch.randint(1, 128, (2, length), generator=torch.Generator().manual_seed(step))
+    if rows == "padded":
+        mask = torch.ones_like(ids)
+        mask[1, -5 - step % 4 :] = 0
+        return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    ids, first = ids.reshape(1, -1), 30 + step % 5
+    positions = torch.cat([torch.arange(first), torch.arange(2 * length - first)])[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+@pytest.mark.parametrize(("family", "is_nf4", "rows", "dropout", "form"), CASES)
+def test_losses_and_gradients_are_those_of_eager_and_lean_layers(history, family, is_nf4, rows, dropout, form):
+    cell = (family, is_nf4, rows, dropout, form)
+    losses, gradients = history("compiled", *cell)
+    assert not dynamo.counters["graph_break"] and 1 <= dynamo.counters["stats"]["unique_graphs"] <= 3
+    for way in ("eager",) if dropout else ("eager", "lean"):
+        others, other_gradients = history(way, *cell)
+        assert losses == pytest.approx(others, rel=1e-5)
+        assert error(gradients[0], other_gradients[0]) <= 1e-5 and error(gradients[-1], other_gradients[-1]) <= 1e-4
+
+
+def test_an_operator_that_is_wrong_by_a_thousandth_is_noticed(history, monkeypatch):
+    right, product = history("eager", *FEW[0]), adapted_linear.scaled_product
+    monkeypatch.setattr(adapted_linear, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
+    losses, gradients = history("compiled", *FEW[0])
+    assert losses != pytest.approx(right[0], rel=1e-5) and error(gradients[0], right[1][0]) > 1e-5
