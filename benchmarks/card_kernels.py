@@ -38,6 +38,7 @@ CASES = {
     for technique in MEASURED
     if base_format == "NF4" or technique in MEASURED[:2]
 }
+CASES |= {f"{case}, compiled": {**CASES[case], "torch_compile": True} for case in [f"NF4 | {name}" for name in MEASURED[:2]]}
 
 
 def trace_of(case: str, layers: int, steps: int, machine: Machine) -> dict[str, Any]:
