@@ -121,7 +121,7 @@ def trained(job: Any, model: Path, unsloth: Path | None, ends_at: float) -> dict
 def resumed(ends_at: float) -> dict[str, Any]:
     """Whether a run that is stopped and resumed ends with the bits of one that is not."""
     with tempfile.TemporaryDirectory(prefix="finetune_day_") as temporary:
-        folder, hashes = Path(temporary), []
+        folder, hashes, stopped_with = Path(temporary), [], 0
         for name, stop_at in (("whole", None), ("stopped", 10)):
             run = [sys.executable, "-m", "finetune", "run", "tiny-cpu", "gpu=auto", "max_steps=20", "save_steps=5",
                    "torch_compile=true", f"output_dir={folder / name}"]  # fmt: skip
@@ -130,6 +130,7 @@ def resumed(ends_at: float) -> dict[str, Any]:
                     while process.poll() is None and not (folder / name / "checkpoints" / f"checkpoint-{stop_at}").exists():
                         time.sleep(0.05)
                     process.send_signal(signal.SIGINT)
+                    stopped_with = process.wait()
                 run = [sys.executable, "-m", "finetune", "resume", str(folder / name)]
             process_end = subprocess.run(
                 run, cwd=ROOT, capture_output=True, text=True, timeout=ends_at - time.monotonic(), check=False
@@ -137,7 +138,7 @@ def resumed(ends_at: float) -> dict[str, Any]:
             if process_end.returncode:
                 return {"failed": (process_end.stdout + process_end.stderr)[-300:]}
             hashes.append(hashlib.sha256((folder / name / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest())
-        return {"equal": hashes[0] == hashes[1]}
+        return {"equal": hashes[0] == hashes[1], "stopped_with": stopped_with}
 
 
 def addresses() -> dict[str, Any]:
@@ -160,7 +161,9 @@ def summary(line: dict[str, Any]) -> str:
     figures_shown += [
         f"{line[name] / 2**30:.3f} GiB {name.split('_')[0]}" for name in ("allocated_bytes", "forecast_bytes") if line.get(name)
     ]
-    figures_shown += [f"{name} {line[name]}" for name in ("equal", "rising", "graphs", "compile_s", "failed") if name in line]
+    figures_shown += [
+        f"{name} {line[name]}" for name in ("equal", "stopped_with", "rising", "graphs", "compile_s", "failed") if name in line
+    ]
     return f"{line['name']}: {', '.join(figures_shown)} ({line['job_s']} s)"
 
 

@@ -26,6 +26,7 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
     whole process.
     """
     set_compiler()
+    torch._dynamo.reset()  # with few guards, code of another model's layers could be taken for these
     alike: Any = {"guard_filter_fn": _changing} if len(set(map(_structure, layers))) == 1 else None
     compiled = {kind: torch.compile(kind.forward, options=alike) for kind in {type(layer) for layer in layers}}
     for layer in layers:
@@ -40,7 +41,7 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
 def _changing(guards: Sequence[Any]) -> list[bool]:
     """Which guards of a layer are checked in each call: of inputs, tensors and plain values such as whether adapters are used.
 
-    Most of them ask whether modules and functions are still what they were, which takes longer than the layer's kernels do.
+    Most others ask whether modules and functions are still what they were: nothing changes them in a run.
     """
     return [guard.guard_type in _CHANGING or not (guard.is_global or "self" in guard.name) for guard in guards]
 

@@ -59,7 +59,7 @@ def sft_config(plan: Plan, run: RunDirectory) -> SFTConfig:
 @contextlib.contextmanager
 def steady(model: Any) -> Iterator[None]:
     """Inside, the model remembers its mode and parameters. The trainer sets the mode and lists the parameters in each step,
-    which walks all modules: 24 ms for the 2,665 of an 8B with adapters."""
+    which walks all modules, 2,665 in an 8B with adapters."""
     parameters, set_mode = list(model.parameters()), model.train
     model.train = lambda mode=True: model if model.training == mode else set_mode(mode)
     model.parameters = lambda recurse=True: iter(parameters)

@@ -93,3 +93,20 @@ def test_an_operator_that_is_wrong_by_a_thousandth_is_noticed(history, monkeypat
     monkeypatch.setattr(adapted_linear, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
     losses, gradients = history("compiled", *FEW[0])
     assert losses != pytest.approx(right[0], rel=1e-5) and error(gradients[0], right[1][0]) > 1e-5
+
+
+def test_few_guards_still_see_adapters_switched_off_and_another_model(tmp_path):
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        settings = settings_for(save_base(tmp_path / "llama", "llama"), target_modules=targets)
+        model = adapted(settings)
+        fill_adapters(model)
+        model.train()
+
+        def loss(model=model):
+            with model.disable_adapter():
+                off = model(**batch("padded", 0)).loss
+            return model(**batch("padded", 0)).loss.item(), off.item()
+
+        eager = loss()
+        apply_techniques(model, settings.model_copy(update={"torch_compile": True}))
+        assert loss() == pytest.approx(eager, rel=1e-5) and eager[0] != pytest.approx(eager[1], rel=1e-4)
