@@ -69,10 +69,10 @@ def measured(plain):
     "how",
     [
         pytest.param({}, id="fp32"),
-        pytest.param({"bf16": True}, id="bf16 autocast", marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, id="bf16 autocast", marks=pytest.mark.exhaustive),
         pytest.param({"bf16": True, "dtype": torch.bfloat16}, id="bf16 weights", marks=pytest.mark.exhaustive),
         pytest.param({"peft": False}, id="all parameters", marks=pytest.mark.exhaustive),
-        pytest.param({"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.exhaustive),
         pytest.param({"rows": 4, "uneven": True}, id="padded rows", marks=pytest.mark.slow),
         pytest.param({"gradient_accumulation_steps": 2}, id="accumulation", marks=pytest.mark.exhaustive),
     ],

@@ -4,7 +4,6 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from blocks.measured import MEASURED, accuracy
 from blocks.page import block, cells, pages
 from blocks.plans import MODELS, need_row, recipe_row
 from doc_pages import ROOT, every_command
-from generate import clean_state
+from generate import clean_state, plan_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 #: The bundled model's trainings are cut to a few steps here; tests/cli runs the whole one. One that is stopped needs some more.
@@ -116,13 +115,9 @@ def without_this_machines_state(forecasts):
         os.environ.update(before)
 
 
-def test_a_plan_is_printed_as_on_the_page():
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import generate\n"
-        "with generate.clean_state(): print(generate.plan_of('7b-4090'), end='')"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, str(ROOT / "docs")], capture_output=True, text=True, check=True)
-    assert ended.stdout == block("docs/memory.md", "plan-7b-4090"), "run: python docs/generate.py"
+def test_a_plan_is_printed_as_on_the_page(forecasts):
+    with without_this_machines_state(forecasts):
+        assert plan_of("7b-4090") == block("docs/memory.md", "plan-7b-4090"), "run: python docs/generate.py"
 
 
 def test_tables_of_what_fits_are_up_to_date(forecasts):

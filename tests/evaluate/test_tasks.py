@@ -70,9 +70,9 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Two tasks on twelve bundled rows: answers, and choices."""
+    """Two tasks on six bundled rows: answers, and choices."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [json.loads(line) for line in (ROOT / "finetune/bundled/support/eval.jsonl").read_text().splitlines()[:12]]
+    rows = [json.loads(line) for line in (ROOT / "finetune/bundled/support/eval.jsonl").read_text().splitlines()[:6]]
     texts = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     lines = [
         json.dumps({"question": question, "answer": answer, "queue": QUEUES.index(json.loads(answer)["queue"])})

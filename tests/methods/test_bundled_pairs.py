@@ -8,7 +8,7 @@ from finetune.recipe import load_recipe
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive  # test_pairs_are_learnt.py has a small one
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def routes(shipped_run):
     return folder / json.loads(printed.splitlines()[-1])["run"]
 
 
-@pytest.mark.parametrize(("method", "steps"), [("dpo", 100), pytest.param("kto", 120, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("method", "steps"), [("dpo", 100), ("kto", 120)])
 def test_held_out_pairs_are_put_in_order_and_the_fine_tunes_task_stays(train, routes, method, steps):
     """KTO in fewer steps at a higher rate than in docs/preferences.md, which has what its own command reaches."""
     from finetune.evaluate.score import compare

@@ -1,5 +1,7 @@
 """Loss, rewards and gradients of pairs against TRL's own DPOTrainer, on the same rows."""
 
+import itertools
+
 import pytest
 import torch
 from datasets import Dataset
@@ -102,8 +104,13 @@ def test_every_loss_of_the_recipe_has_its_function():
     assert tuple(PREFERENCE_LOSSES) == METHODS["dpo"].losses
 
 
-@pytest.mark.parametrize("layers", ["plain", "lean", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.compiler])])
-@pytest.mark.parametrize("loss_type", PREFERENCE_LOSSES)
+COMPILED = [
+    pytest.param(loss_type, "compiled", marks=[pytest.mark.compiler, pytest.mark.exhaustive if number else pytest.mark.slow])
+    for number, loss_type in enumerate(PREFERENCE_LOSSES)
+]
+
+
+@pytest.mark.parametrize(("loss_type", "layers"), [*itertools.product(PREFERENCE_LOSSES, ("plain", "lean")), *COMPILED])
 def test_loss_rewards_and_gradients_are_trls(trainer, loss_type, layers):
     ours, trls = rows()
     model = trainer.model.train()

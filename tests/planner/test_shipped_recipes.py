@@ -26,7 +26,7 @@ def test_a_recipe_names_a_known_model_and_says_how_to_run_it(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOR_A_CARD)
+@pytest.mark.parametrize("name", FOR_A_CARD[::4])  # docs/fits.md has all of them
 def test_a_recipe_is_forecast_to_fit_its_card(name):
     recipe = load_recipe(name)
     plan = make_plan(recipe, find_card(recipe.gpu), None)

@@ -213,7 +213,10 @@ def test_a_checkpoint_of_other_rows_or_settings_is_refused_with_what_differs(end
     assert "the training data has changed" in message and "lora_r was" in message
 
 
-@pytest.mark.parametrize("overrides", [PADDED_EPOCHS, PACKED_BY_WORKERS, TILED, PAIRS, LABELS])
+@pytest.mark.parametrize(
+    "overrides",
+    [PADDED_EPOCHS, PACKED_BY_WORKERS, PAIRS, *(pytest.param(its, marks=pytest.mark.exhaustive) for its in (TILED, LABELS))],
+)
 def test_resume_is_exact_with_padding_packing_workers_epochs_tiles_and_answers(make_run, train, tmp_path, overrides):
     whole = make_run("lora_dropout=0.1", *overrides)
     broken = fresh_copy(whole, tmp_path / "broken")

@@ -30,15 +30,16 @@ FLIPS = {
     "max_grad_norm": ((), "1e-3"),
     "seed": ((), "7"), "optim": ((), "adafactor"), "activation_checkpointing": (("activation_checkpointing=false",), "true"),
     "int8_activations": ((), "true"), "lean_layers": ((), "false"),
-    "mlp_tile_tokens": (("activation_checkpointing=true",), "32"), "memory_budget": ((), "1GiB"),
-    "host_memory": ((), "8GiB"), "eval_steps": ((), "1"),
-    "layer_offloading": (("activation_checkpointing=true",), "cpu"),
-    "offloaded_layers": (("activation_checkpointing=true", "layer_offloading=cpu"), "1"), "save_steps": ((), "1"),
-    "loss_spike_factor": ((), "50"), "record_memory_history": ((), "true"), "save_total_limit": ((), "1"),
-    "price_per_hour": ((), "0.5"),
+    "mlp_tile_tokens": (("activation_checkpointing=true",), "32"), "eval_steps": ((), "1"),
     "early_stopping_patience": (("eval_steps=1", "max_steps=3"), "1"),
     "per_device_eval_batch_size": (("eval_steps=1",), "1"), "dataset.max_rows": ((), "6"),
     "dataset.test_split_size": (("dataset.eval_path=null",), "2"),
+}  # fmt: skip
+
+#: Settings that decide nothing of the result; flipped together.
+WITHOUT_EFFECT = {
+    "memory_budget": "1GiB", "host_memory": "8GiB", "layer_offloading": "cpu", "offloaded_layers": "1", "save_steps": "1",
+    "loss_spike_factor": "50", "record_memory_history": "true", "save_total_limit": "1", "price_per_hour": "0.5",
 }  # fmt: skip
 
 
@@ -62,7 +63,13 @@ def adapter(make_run, train):
 
 
 def test_the_flips_are_settings():
-    assert set(FLIPS) <= {row.name for row in settings_reference()}
+    assert {*FLIPS, *WITHOUT_EFFECT} <= {row.name for row in settings_reference()}
+
+
+def test_settings_without_effect_leave_the_adapter_as_it_is(adapter):
+    assert not any(says(name) & (Decides.RESULT | Decides.EXACTNESS) for name in WITHOUT_EFFECT)
+    base = (*BASE, "activation_checkpointing=true")
+    assert adapter(*base) == adapter(*base, *(f"{name}={other}" for name, other in WITHOUT_EFFECT.items()))
 
 
 @pytest.mark.parametrize("name", sorted(FLIPS))
