@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from finetune.data.tool_calls import Call
 if TYPE_CHECKING:
     from finetune.data.template import Template
 
+_SYSTEM: Message = {"role": "system", "content": "a rule"}
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _ANSWER, _THOUGHT = "the answer ends here", "the thought ends here"
 _REPLY: Message = {"role": "assistant", "content": _ANSWER}
@@ -52,7 +54,7 @@ class ChatFormat:
     """The texts and tokens that a template writes around answers, thoughts and calls.
 
     - ends: ids that end an answer in a conversation
-    - stops, call_stops: ids at which generation stops, after an answer and after its last call
+    - stops, call_stops: ids at which generation stops, after an answer and after its last call; stop_tokens: their texts
     - marks: of thoughts that are read
     - opens_thought: whether the generation prompt opens a thought that the template does not write
     - before_answer: text between the generation prompt and an answer without a thought, such as an empty thought
@@ -70,15 +72,20 @@ class ChatFormat:
         opening, answer, after = plain.rpartition(_ANSWER)  # without an answer where it must be a list of parts
         self._answer_opening = opening if answer else ""  # such as a channel; empty if it is an empty thought
         self.before_answer = "" if self.opens_thought else self._answer_opening
+        closing = until(self.special_tokens, after) if answer else ""
+        self._answer_closing = closing if closing != after else after.rstrip()  # such as </answer>, or a space
         eos_ids = {self._tokenizer.eos_token_id} - {None}
-        ends = self._first_special(after)
+        ends = self._first_special(after.removeprefix(self._answer_closing))
         _, continued = self._written(_REPLY, {"role": "user", "content": "more"})
-        inside = self._first_special(continued.rpartition(_ANSWER)[2])
+        inside = self._first_special(continued.rpartition(_ANSWER)[2].removeprefix(self._answer_closing))
         self._after_calls = ""
         self.syntax, self.call_stops, followed = self._learn_calls()
         self.call_openings = self.syntax.openings if self.syntax else ()
         self.ends, self.stops = eos_ids | inside | ends | followed, eos_ids | (ends or inside)
-        self._end_tokens = [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(self.ends | self.call_stops))]
+        self._end_tokens, self.stop_tokens = (
+            [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(ids | self.call_stops))]
+            for ids in (self.ends, self.stops)
+        )
         self.writes_thought = {True: False, False: False}
         self.marks = self._learn_marks()
 
@@ -86,16 +93,16 @@ class ChatFormat:
     def literals(self) -> tuple[str, ...]:
         """Marks, ends and openings around an answer; the end of a streamed piece may be a part of one."""
         marks = [text.strip() for form in self.marks for text in (form.opening, form.closing)]
-        return tuple(filter(None, [*marks, self._answer_opening, *self._end_tokens]))
+        return tuple(filter(None, [*marks, self._answer_opening, self._answer_closing.strip(), *self._end_tokens]))
 
     def with_thought(self, message: Message) -> Message:
-        """A message whose `<think>` block is its reasoning, if the template writes one."""
+        """A message whose `<think>` block is its reasoning, if the template writes one; without an empty block."""
         if message["role"] != "assistant" or "reasoning_content" in message:
             return message
-        thought, text = thought_and_text(message)
-        if not thought or not self.writes_thought[bool(message.get("tool_calls"))]:
+        block = TAGS.split(message["content"])
+        if block is None or not self.writes_thought[bool(message.get("tool_calls"))]:
             return message
-        return {**message, "reasoning_content": thought, "content": text}
+        return {**message, **({"reasoning_content": block[0]} if block[0] else {}), "content": block[1]}
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] | None = (), *, is_cut: bool = False) -> Answer:
         """Read an answer that was decoded with its special tokens. Without `tools` (None) it has no calls.
@@ -123,7 +130,7 @@ class ChatFormat:
         for end in self._end_tokens:
             text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
         thought, text = next(filter(None, (marks.split(text, is_cut=is_cut) for marks in self.marks)), ("", text))
-        return thought, text.removeprefix(self._answer_opening)
+        return thought, text.removeprefix(self._answer_opening).removesuffix(self._answer_closing)
 
     def without_special_tokens(self, text: str) -> str:
         """The text as people read it."""
@@ -133,15 +140,15 @@ class ChatFormat:
 
     def _written(self, *messages: Message) -> tuple[str, str]:
         """The end of the generation prompt that the template leaves out before these messages, and their text."""
-        try:
-            prompt = self._template.render([_QUESTION], prompt=True)
-            whole = self._template.render([_QUESTION, *messages])
-        except BadRow:
-            return "", ""
-        length = common_prefix_length(prompt, whole)
-        if length < len(prompt):
-            length = self._template.token_boundary(prompt, whole, length)
-        return prompt[length:], whole[length:]
+        for head in ([_QUESTION], [_SYSTEM, _QUESTION]):  # some templates require a system message
+            with contextlib.suppress(BadRow):
+                prompt = self._template.render(head, prompt=True)
+                whole = self._template.render([*head, *messages])
+                length = common_prefix_length(prompt, whole)
+                if length < len(prompt):
+                    length = self._template.token_boundary(prompt, whole, length)
+                return prompt[length:], whole[length:]
+        return "", ""
 
     def _first_special(self, text: str) -> set[int]:
         ids = self._tokenizer.encode(text.lstrip(), add_special_tokens=False)
@@ -175,12 +182,14 @@ class ChatFormat:
             closing = following.removesuffix(self._written(call)[1]) if has_calls else following.partition(_ANSWER)[0]
             if marks or not (thought and closing.strip()):
                 continue
-            if not has_calls and "".join(self._answer_opening.split()).endswith("".join(closing.split())):
-                self._answer_opening = ""
-            elif not has_calls:
-                closing = closing.removesuffix(self._answer_opening)
             is_prompted = not opening.strip()
-            opening = closing.strip().replace("</", "<", 1) if is_prompted else opening
+            may_be_empty = is_prompted or opening.strip() in self._answer_opening
+            if not has_calls and may_be_empty and without_space(self._answer_opening).endswith(without_space(closing)):
+                self._answer_opening = ""  # it is an empty thought
+            elif not has_calls and closing.strip() != self._answer_opening.strip():
+                closing = closing.removesuffix(self._answer_opening)
+            if is_prompted:  # the opening is unknown but for tags
+                opening = closing.strip().replace("</", "<", 1) if "</" in closing else ""
             is_text = message["content"] == in_text and (opening.strip(), closing.strip()) == (TAGS.opening, TAGS.closing)
             if not is_text:
                 marks.append(ThoughtMarks(opening, closing, is_prompted))
@@ -203,6 +212,16 @@ def syntax_and_end(
     if end and (syntax := syntax_of(text.removesuffix(end), calls)):
         return syntax, end
     return syntax_of(text, calls), ""
+
+
+def until(tokens: Sequence[str], text: str) -> str:
+    """The text before the first of these tokens."""
+    return text[: min((position for token in tokens if (position := text.find(token)) >= 0), default=len(text))]
+
+
+def without_space(text: str) -> str:
+    """The text without any white space."""
+    return "".join(text.split())
 
 
 def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.call_syntax import Answer
-from finetune.data.chat_format import ChatFormat, common_prefix_length, syntax_and_end, thought_and_text
+from finetune.data.chat_format import ChatFormat, common_prefix_length, syntax_and_end, thought_and_text, until, without_space
 from finetune.data.checks import BadRow, quoted
 from finetune.data.conversation import REASONING, Message
 from finetune.data.example import Example
@@ -100,10 +100,9 @@ class Template:
         assistant_turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
         if whole:
             text = self.render(messages, example.tools)
-            _note_changes(messages, [rendered := Rendered(text, [(0, len(text))])])
             for turn in example.answers:
                 _require_written(messages[turn], f"messages[{turn}]", text)
-            return [rendered]
+            return [Rendered(text, [(0, len(text))], {note for part in self.sequences(example) for note in part.notes})]
         if self.has_markers and example.answers == assistant_turns:
             text, spans = self._render(messages, example.tools, False, tracked=True)
             if not any(text[start:end].strip() for start, end in spans):
@@ -240,30 +239,37 @@ class Template:
             for turn, (start, end) in zip(sequence.turns, sequence.spans, strict=True):
                 message, text, path = messages[turn], sequence.text[start:end], f"messages[{turn}]"
                 _require_written(message, path, text)
+                if not any(token in message["content"] for token in self.format.stop_tokens):  # of which there is a note
+                    text = until(self.format.stop_tokens, text)  # where generation ends
                 tools = example.tools if example.tools or message.get("tool_calls") else None
-                if self._is_trimmed(message, self.format.read(text, tools), path):
-                    sequence.notes.add("trimmed")
+                sequence.notes |= self._changes(message, self.format.read(text, tools), path)
         if self.format.writes_thought[False] and not any(thought_and_text(messages[turn])[0] for turn in example.answers):
             sequences[0].notes.add("unthinking")
-        _note_changes(messages, sequences)
+        # a text or a thought that no sequence has; white space does not count
+        texts = (piece for message in messages for piece in (*text_pieces(message), message.get("reasoning_content", "")))
+        if not all(any(_has(sequence.text, text) for sequence in sequences) for text in texts):
+            sequences[0].notes.add("altered")
         _check_calls(messages, sequences)
         return sequences
 
-    def _is_trimmed(self, message: Message, answer: Answer, path: str) -> bool:
-        """Whether only white space differs between a message and its trained text. Raises BadRow for other changes."""
+    def _changes(self, message: Message, answer: Answer, path: str) -> set[str]:
+        """Notes on how a message differs from its trained text. Raises BadRow if the model would learn another answer."""
         calls, calls_read = ([call["function"] for call in its or ()] for its in (message.get("tool_calls"), answer.calls))
-        if calls != calls_read:
+        # True == 1, and their texts differ
+        if calls != calls_read or (calls and json.dumps(calls, sort_keys=True) != json.dumps(calls_read, sort_keys=True)):
             name = printable(calls[0]["name"]) if calls else ""
             problem = f"the chat template changes its call of the tool {name}: it parses back to other arguments"
             raise BadRow(path, problem if calls else "is read back as a call of a tool, which a program would run")
         thought, text = (self.format.without_special_tokens(part) for part in thought_and_text(message))
-        wanted, read = [thought, text], [answer.thought, answer.text]
-        if calls:  # some templates write the text before a call as a thought
-            wanted, read = ["".join(wanted)], ["".join(read)]
-        if wanted != read and [*map(_without_space, wanted)] != [*map(_without_space, read)]:
+        if (thought, text) == (answer.thought, answer.text):
+            return set()
+        wanted, read = ([*map(without_space, pair)] for pair in ((thought, text), (answer.thought, answer.text)))
+        if wanted == read:
+            return {"trimmed"} if not calls and text != answer.text else set()
+        if not calls or "".join(wanted) != "".join(read):
             thinking = f", after the thought {quoted(answer.thought)}" if answer.thought else ""
             raise BadRow(path, f"is read back from its training text as {quoted(answer.text)}{thinking}")
-        return not calls and text != answer.text
+        return {"altered"}  # the text before a call is written as a thought
 
 
 def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -342,13 +348,6 @@ def _require_written(message: Message, path: str, trained: str) -> None:
         )
 
 
-def _note_changes(messages: list[Message], sequences: list[Rendered]) -> None:
-    """Note a text that no sequence has. White space does not count."""
-    for text in (piece for message in messages for piece in text_pieces(message)):
-        if not any(_has(sequence.text, text) for sequence in sequences):
-            sequences[0].notes.add("altered")
-
-
 def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
     """Raises BadRow if a prompt asks for calls in another form."""
     has_calls = any(message.get("tool_calls") for message in messages)
@@ -394,8 +393,4 @@ def _with_call_form(messages: list[Message], form: _CallForm) -> list[Message]:
 
 
 def _has(whole: str, text: str) -> bool:
-    return text in whole or _without_space(text) in _without_space(whole)
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
+    return text in whole or without_space(text) in without_space(whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import Answer
@@ -75,6 +75,8 @@ def _find(text: str, opening: str) -> int:
     return -1 if opening == "{" and text[:position].strip() else position
 
 
-def longest_partial_match(marks: Iterable[str], text: str) -> int:
-    """The number of characters at the end of the text that begin one of `marks` without completing the mark."""
+def longest_partial_match(marks: tuple[str, ...], text: str) -> int:
+    """The number of characters at the end of the text that begin one of `marks` without completing any."""
+    if text.endswith(marks):
+        return 0
     return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)

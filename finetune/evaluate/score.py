@@ -229,7 +229,7 @@ class ModelOutputs:
         read = [Answer(entry["answer"]) for entry in answer_entries]
         if self._format:
             read = [
-                self._format.read(entry["answer"], rows.tools[row] if rows.tools else None, is_cut=entry["is_cut"])
+                self._format.read(entry["answer"], rows.callable_tools(row), is_cut=entry["is_cut"])
                 for row, entry in enumerate(answer_entries)
             ]
         answers = [display_text(answer) for answer in read]

@@ -59,6 +59,9 @@ SHAPES = {
     "text, call": [WEATHER, answer("Let me see.", tool_calls=[BERN])],
     "one thought": [ASKED, answer(FOUR), AGAIN, answer(SEVEN, reasoning_content=SECOND)],
     "JSON": [ASKED, answer('{"name": "four", "parameters": {"value": 4}}')],
+    "reasoning 2 turns, the last one trained": [
+        ASKED, answer(FOUR, reasoning_content=THOUGHT, weight=0), AGAIN, answer(SEVEN, reasoning_content=SECOND),
+    ],
     "tags": [ASKED, answer("Close the block with </think> and </b>.")],
 }  # fmt: skip
 TURN = "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
@@ -81,6 +84,24 @@ FORMS = {
     "a new line": ("<|start|>assistant\n{{ m.content }}<|end|>", ""),
     "prompted": (
         HEAD + "<my:think>{{ m.reasoning_content or '' }}</my:think>{{ m.content }}<|end|>", "<|message|><my:think>",
+    ),
+    "prompted brackets": (
+        HEAD + "[THINK]{{ m.reasoning_content or '' }}[/THINK]{{ m.content }}<|end|>", "<|message|>[THINK]",
+    ),
+    "words": (
+        HEAD + "{% if m.reasoning %}Thought: {{ m.reasoning }}\n{% endif %}Answer: {{ m.content }}<|end|>", "<|message|>",
+    ),
+    "a channel of answers": (
+        "<|start|>assistant{% if m.thinking %}<|channel|>inner<|message|>{{ m.thinking }}{% endif %}"
+        "<|channel|>outer<|message|>{{ m.content }}<|end|>", "",
+    ),
+    "text around": (HEAD + "<answer>{{ m.content }}</answer> <|end|>", "<|message|>"),
+    "one end": (
+        "{% if m.thinking %}<|start|>assistant<|channel|>inner<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "<|start|>assistant<|channel|>outer<|message|>{{ m.content }}<|end|>", "",
+    ),
+    "a rule first": ("{% if messages[0].role != 'system' %}{{ raise_exception('no rule') }}{% endif %}" + HEAD
+        + "{{ m.content }}<|end|>", "<|message|>",
     ),
 }  # fmt: skip
 CUSTOM = {
@@ -112,11 +133,11 @@ def parts(thought, text, calls):
     return ("", (thought + text).strip(), calls) if calls else (thought, text.strip(), calls)
 
 
-def encoded(name, shape):
+def encoded(name, shape, **options):
     tokenizer = tokenizer_with_marks()
     tokenizer.chat_template = CUSTOM.get(name) or (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     has_calls = any("tool_calls" in message for message in SHAPES[shape])
-    encoder = Encoder(tokenizer, conversations=True)
+    encoder = Encoder(tokenizer, conversations=True, **options)
     row = {"messages": SHAPES[shape], **({"tools": TOOLS} if has_calls else {})}
     [result] = encoder.encode([parse(row, "messages", {}, "rows.jsonl", 1)])
     return encoder, has_calls, result
@@ -139,7 +160,7 @@ def cell(name, shape):
         problems += [f"{asked} is trained" for asked in questions if asked in text]
         read.append(chat_format.read(text, TOOLS if has_calls else None))
     taught = sorted(parts(its.thought, its.text, its.calls) for its in read)
-    answers = [message for message in messages if message["role"] == "assistant"]
+    answers = [message for message in messages if message["role"] == "assistant" and message.get("weight") != 0]
     wanted = sorted(parts(*thought_and_text(message), message.get("tool_calls", ())) for message in answers)
     if taught != wanted:
         problems.append(f"{taught} are not {wanted}")
@@ -156,10 +177,27 @@ def cell(name, shape):
 def test_what_is_taught_is_read_back_or_refused_or_noted(name):
     cells = {shape: cell(name, shape) for shape in SHAPES}
     assert {shape: verdict for shape, verdict in cells.items() if verdict.startswith("wrong")} == {}
-    sure = ["plain", "two turns", *(["system"] if name != "gemma" else [])]
-    sure += ["<think>", "<think> 2 turns", "JSON"] if name in CUSTOM else []
-    sure += ["reasoning", "one thought"] if "m.thinking" in (form := CUSTOM.get(name, "")) or "m.reasoning" in form else []
+    sure = ["plain", "two turns"] if name != "a rule first" else []
+    sure += ["system"] if name != "gemma" else []
+    if name in CUSTOM and name not in ("one end", "a rule first"):
+        sure += ["<think>", "<think> 2 turns", "JSON"]
+        sure += ["reasoning", "one thought"] if "m.thinking" in (form := CUSTOM[name]) or "m.reasoning" in form else []
     assert {shape: cells[shape] for shape in sure} == dict.fromkeys(sure, "comes back")
+
+
+def test_an_answer_that_generation_would_end_before_its_text_is_refused():
+    assert cell("one end", "reasoning").startswith("refused: is read back")
+
+
+def test_what_is_not_learnt_as_written_is_said_where_whole_rows_are_trained_on():
+    whole = functools.partial(encoded, train_on_inputs=True)
+    assert "trimmed" in whole("llama3_2", "spaces")[2][0].notes
+    assert isinstance(whole("one end", "reasoning")[2], BadRow)
+
+
+def test_text_before_a_call_that_becomes_a_thought_and_an_earlier_thought_that_is_dropped_are_noted():
+    assert "altered" in encoded("gptoss", "text, call")[2][0].notes
+    assert "altered" in encoded("qwen3", "reasoning 2 turns, the last one trained")[2][0].notes
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_training") and name not in FOR_IMAGES])

@@ -39,6 +39,7 @@ TEXTS = {
         "<|channel|>final<|message|>Four.<|return|>",
         "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
     ],
+    "muse_glimmer": [" to=self<|message|>Two.<|eom|><|start|>assistant to=user<|message|>Four.<|eot|>"],
     "deepseek_r1_distill": ["Two and two.</think>\n\nFour.<｜end▁of▁sentence｜>"],
     "lfm2_v2": ["Yes.<|tool_call_start|>[f(a='x'), g()]<|tool_call_end|><|im_end|>", "No <|tool_call_start|>[f("],
 }
@@ -49,8 +50,8 @@ def test_the_text_and_the_calls_are_those_of_the_whole_answer(name, text):
     _, reader = reader_of(name)
     is_cut = text.endswith("Still thinking")
     source, whole = random.Random(0), reader.read(text, is_cut=is_cut)
-    for _ in range(20):
-        cuts = sorted(source.sample(range(len(text) + 1), min(len(text), source.randint(0, 12))))
+    for count in [*range(13), len(text)]:
+        cuts = sorted(source.sample(range(len(text) + 1), min(len(text), count)))
         pieces, emitted = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], {True: "", False: ""}
 
         def say(piece, is_thought, emitted=emitted):
