@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from finetune.layers.lean_functions import Linear, backward_of, scaled_product
+from finetune.layers.lean_functions import Linear, backward_of, cast_adapters, scaled_product
 from finetune.layers.lean_layers import is_adapted, linear_of
 from finetune.layers.nf4 import Tables, product_4bit
 
@@ -48,7 +48,7 @@ def adapted_linear_backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of x, a and b."""
     linear = Linear(weight, bias, _tables(*tables), a, b, scale, True, True)
-    cast, flat = (a.to(grad.dtype), b.to(grad.dtype)), x.reshape(-1, x.shape[-1])
+    (cast,), flat = cast_adapters([linear], grad.dtype), x.reshape(-1, x.shape[-1])
     dx, da, db = backward_of(grad.reshape(-1, grad.shape[-1]), linear, cast, lora_act, lambda: flat)
     assert dx is not None and da is not None and db is not None
     return dx.view(x.shape), da, db
