@@ -23,6 +23,8 @@ from blocks.measured import (
     accuracy_short,
     card_peers,
     gpu,
+    gpu_day,
+    gpu_day_short,
     gpu_short,
     peers,
     reserved,
@@ -76,6 +78,11 @@ QUICK: dict[str, Callable[[], str]] = {
     "model-types": model_types,
     "picture-types": picture_types,
     "gpu": gpu,
+    "gpu-day": gpu_day,
+    "gpu-day-short": gpu_day_short,
+    "gpu-day-short-zh": functools.partial(
+        gpu_day_short, "H200 上，Llama-3.1-8B 的形状（NF4，全部 32 层）：预测 {forecast} 字节，实测 {measured} 字节，误差 {error}。"
+    ),
     "peers": peers,
     "card-peers": card_peers,
     "stand-in": stand_in,

@@ -19,6 +19,7 @@ from finetune.planner.plan import Verdict
 
 PEERS = ROOT / "benchmarks" / "reference" / "peers.csv"
 CARD_PEERS = ROOT / "benchmarks" / "reference" / "card_peers.csv"
+GPU_DAY = ROOT / "benchmarks" / "reference" / "gpu_day.csv"
 STAND_IN = ROOT / "benchmarks" / "reference" / "card_matrix.csv"
 STAND_IN_EDGE = ROOT / "benchmarks" / "reference" / "card_edge.csv"
 STAND_IN_KERNELS = ROOT / "benchmarks" / "reference" / "card_kernels.csv"
@@ -119,6 +120,31 @@ def gpu_short(
     """The summary of the runs on a card."""
     report = _gpu()
     return f"{text.format(**{**report, 'cards': ', '.join(report['cards'])}) if report['runs'] else none}\n"
+
+
+def gpu_day() -> str:
+    """Whole runs of Llama-3.1-8B's shape on an H200, beside other programs."""
+    with GPU_DAY.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    columns = ("program", "recomputed", ">tokens a step", ">forecast, bytes", ">measured, bytes", ">s a step", ">tokens/s")
+    return markdown(columns, [_gpu_day_row(row) for row in rows])
+
+
+def _gpu_day_row(row: dict[str, str]) -> list[str]:
+    sizes = [f"{int(row[name]):,}" if row[name] else "-" for name in ("tokens", "forecast_bytes", "allocated_bytes")]
+    step_s = float(row["step_s"])
+    return [row["program"], row["recomputed"], *sizes, f"{step_s:.3f}", f"{int(row['tokens']) / step_s:,.0f}"]
+
+
+def gpu_day_short(
+    text: str = "Llama-3.1-8B's shape in NF4, all 32 layers, on an H200: {measured} bytes where {forecast} were forecast, {error}.",
+) -> str:
+    """The first row with a forecast, in a sentence."""
+    with GPU_DAY.open(newline="", encoding="utf-8") as file:
+        row = next(csv.DictReader(file))
+    forecast, measured = int(row["forecast_bytes"]), int(row["allocated_bytes"])
+    error = f"{abs(forecast / measured - 1):.4%}".replace("%", " %")
+    return f"{text.format(measured=f'{measured:,}', forecast=f'{forecast:,}', error=error)}\n"
 
 
 def peers(table: Path = PEERS) -> str:
