@@ -81,7 +81,8 @@ QUICK: dict[str, Callable[[], str]] = {
     "gpu-day": gpu_day,
     "gpu-day-short": gpu_day_short,
     "gpu-day-short-zh": functools.partial(
-        gpu_day_short, "H200 上，Llama-3.1-8B 的形状（NF4，全部 32 层）：预测 {forecast} 字节，实测 {measured} 字节，误差 {error}。"
+        gpu_day_short,
+        "H200 上，Llama-3.1-8B 的形状（NF4，全部 32 层）：预测 {forecast} 字节，实测 {measured} 字节，误差 {error}。",
     ),
     "peers": peers,
     "card-peers": card_peers,

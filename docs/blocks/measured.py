@@ -137,7 +137,7 @@ def _gpu_day_row(row: dict[str, str]) -> list[str]:
 
 
 def gpu_day_short(
-    text: str = "Llama-3.1-8B's shape in NF4, all 32 layers, on an H200: {measured} bytes where {forecast} were forecast, {error}.",
+    text: str = "Llama-3.1-8B's shape in NF4, 32 layers, on an H200: {forecast} bytes forecast, {measured} measured, {error}.",
 ) -> str:
     """The first row with a forecast, in a sentence."""
     with GPU_DAY.open(newline="", encoding="utf-8") as file:

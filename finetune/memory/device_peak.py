@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import AllocatorSettings, expandable_segments
 from finetune.card.host import PROCESS_BYTES
 from finetune.memory.allocator_choice import candidates, choose
+from finetune.memory.caching_allocator import Ties, ties_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, AtLimit, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
@@ -147,6 +149,8 @@ def with_row_lengths(
         return forecast
     loaded = forecast.parts["weights"] + forecast.parts["adapters"]
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
+    if ties_of(version("torch")) is Ties.ADDRESS:  # the driver's addresses decide, with other settings on a quarter of it all
+        tried = tried[:1]
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
     steps = functools.partial(
         replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,

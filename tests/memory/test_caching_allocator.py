@@ -5,14 +5,24 @@ import os
 import random
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+from test_trace import both_ways
 
 from finetune.card.allocator import AllocatorSettings
 from finetune.memory import allocator_replay
-from finetune.memory.caching_allocator import CachingAllocator, OutOfMemory, rounded, segment_bytes
+from finetune.memory.caching_allocator import (
+    SMALL_SEGMENT,
+    CachingAllocator,
+    OutOfMemory,
+    Ties,
+    rounded,
+    segment_bytes,
+    ties_of,
+)  # fmt: skip
 from finetune.units import GIB, KIB, MIB
 
 BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
@@ -267,8 +277,6 @@ def noted_random(settings, seed, **more):
 
 def recorded_run(expandable, monkeypatch):
     """The whole replay of a small model's dry run."""
-    from test_trace import both_ways
-
     allocators = []
     monkeypatch.setattr(
         allocator_replay,
@@ -295,6 +303,33 @@ def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
     assert len(noted.asked) > 1000 and sum(size for run in noted.segments_as_torch_shows_them() for size, _ in run) == sums[1]
 
 
+def at_random_addresses(seed):
+    """Segments where a driver may put them; until torch 2.12 the lowest address decides between free blocks of one size."""
+
+    class Scattered(CachingAllocator):
+        def __init__(self, settings, **more):
+            super().__init__(settings, **{**more, "torch_version": "2.11.0"})
+            self.rng = random.Random(seed)
+
+        def _new_address(self, size):
+            return self.rng.randrange(1 << 40) << 22
+
+    return Scattered
+
+
+@pytest.mark.slow
+def test_addresses_that_do_not_rise_change_what_is_reserved_by_no_more_than_a_small_segment(monkeypatch):
+    trace, reserved = both_ways(activation_checkpointing=False)[0], set()
+    for seed in range(20):
+        monkeypatch.setattr(allocator_replay, "CachingAllocator", at_random_addresses(seed))
+        reserved.add(allocator_replay.replay(trace, expandable=False).reserved_bytes)
+    monkeypatch.undo()
+    assert len(reserved) > 1  # the addresses do decide something
+    assert all(
+        abs(size - allocator_replay.replay(trace, expandable=False).reserved_bytes) <= SMALL_SEGMENT for size in reserved
+    )
+
+
 def on_torchs_allocator(asked, settings, limit=None):
     """What torch's own allocator makes of the requests."""
     process = subprocess.run(
@@ -304,7 +339,12 @@ def on_torchs_allocator(asked, settings, limit=None):
     return json.loads(process.stdout)
 
 
+#: On a real GPU with a torch before 2.12, where segments lie decides between free blocks of one size.
+SCATTERED = ties_of(version("torch")) is Ties.ADDRESS and "STAND_IN_LIBRARIES" not in os.environ
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(SCATTERED, reason="such settings are not chosen with this torch: the driver's addresses decide")
 @pytest.mark.parametrize("settings", OTHERS, ids=str)
 def test_torchs_own_allocator_does_the_same_with_other_settings(settings):
     limit = 2 * GIB if settings.garbage_collection_threshold else None
@@ -320,5 +360,7 @@ def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
     settings = AllocatorSettings(expandable)
     noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(settings, what)
     theirs = on_torchs_allocator(noted.asked, settings)
-    assert theirs["sums"] == noted.sums
-    assert theirs["segments"] == noted.segments_as_torch_shows_them()
+    if expandable or not SCATTERED:
+        assert theirs["sums"] == noted.sums and theirs["segments"] == noted.segments_as_torch_shows_them()
+    for (allocated, reserved), sums in zip(noted.sums, theirs["sums"], strict=True):
+        assert sums[0] == allocated and abs(sums[1] - reserved) <= 2 * SMALL_SEGMENT
