@@ -1,7 +1,7 @@
 """Step time from FLOPs, bytes moved and dequantisation at the card's rates.
 
 Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; what a GPU reaches of its published
-rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares all of it with 58 published
+rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares all of it with 60 published
 measurements (docs/accuracy.md); earlier runs on a card correct it (history.py). Nothing here decides whether a plan fits.
 """
 
@@ -116,13 +116,14 @@ SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
 ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
 #: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
 GROUPED_TILE_ROWS = 128
-#: Host time of a layer with experts against a dense one, by kernels (benchmarks/layer_kernels.py).
-EXPERTS_DISPATCH = 1.3
+#: Host time of a layer against a dense one with sdpa, by kernels: with experts (benchmarks/layer_kernels.py), and with eager
+#: attention, which launches about 14 more than the 237 of an ordinary layer.
+EXPERTS_DISPATCH, EAGER_DISPATCH = 1.3, 1.06
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
-#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two. Both together launch
-#: 138 kernels in 16 bit and 180 in NF4 (benchmarks/card_kernels.py).
-LAYER_DISPATCH_S = 1.05e-3
+#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two: ordinary, lean and
+#: compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a processor.
+DISPATCH_S, LEAN_DISPATCH_S, COMPILED_DISPATCH_S, CPU_DISPATCH_S = 1.8e-3, 1.5e-3, 1.0e-3, 1.05e-3
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
@@ -235,9 +236,13 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         waits = (saved / pcie - part for part in (computing_s / passes, computing_s - computing_s / passes))
         micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
-    dispatch *= EXPERTS_DISPATCH if shape.experts else 1.0
-    launches = (1 + passes) * shape.layers * LAYER_DISPATCH_S * overhead * dispatch
-    micro["launching"] = launches if card.is_cpu else max(0.0, launches - sum(micro.values()))
+    dispatch *= (EXPERTS_DISPATCH if shape.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
+    dispatch *= (1 + passes) * shape.layers
+    if card.is_cpu:
+        micro["launching"] = dispatch * CPU_DISPATCH_S * overhead
+    else:  # beside the GPU's work
+        layer_s = COMPILED_DISPATCH_S if job.compiled else LEAN_DISPATCH_S if job.lean else DISPATCH_S
+        micro["launching"] = max(0.0, dispatch * layer_s - sum(micro.values()))
     micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
