@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USUAL_SAMPLES = 3
 #: Where offloaded layers are, in a plan's summary.
 OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
-#: Seconds to compile a layer's forward and backward pass, at most: benchmarks/reference/compiled_matrix.csv has 2 to 9.
+#: Seconds to compile a layer: 2 to 33 on a busy machine, once 112 (benchmarks/reference/compiled_matrix.csv).
 COMPILE_S = 25.0
 
 

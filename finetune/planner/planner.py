@@ -59,8 +59,8 @@ from finetune.units import format_bytes
 #: Model types whose compiled layers were run on a stand-in: one graph, and the forecast's bytes. phi3's forecast is 2 to 4 %
 #: too high for rows of uneven length (benchmarks/reference/compiled_matrix.csv).
 COMPILED_TYPES = (
-    "exaone4", "gemma", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss",
-    "smollm3",
+    "exaone4", "gemma", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3",
 )  # fmt: skip
 #: Lowest compute capability that torch's compiler has Triton kernels for (torch/_inductor/scheduler.py).
 LEAST_CAPABILITY = (7, 0)
