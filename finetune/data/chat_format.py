@@ -72,7 +72,8 @@ class ChatFormat:
         opening, answer, after = plain.rpartition(_ANSWER)  # without an answer where it must be a list of parts
         self._answer_opening = opening if answer else ""  # such as a channel; empty if it is an empty thought
         self.before_answer = "" if self.opens_thought else self._answer_opening
-        closing = until(self.special_tokens, after) if answer else ""
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        closing = until([*added, *self.special_tokens], after) if answer else ""
         self._answer_closing = closing if closing != after else after.rstrip()  # such as </answer>, or a space
         eos_ids = {self._tokenizer.eos_token_id} - {None}
         ends = self._first_special(after.removeprefix(self._answer_closing))
@@ -96,13 +97,13 @@ class ChatFormat:
         return tuple(filter(None, [*marks, self._answer_opening, self._answer_closing.strip(), *self._end_tokens]))
 
     def with_thought(self, message: Message) -> Message:
-        """A message whose `<think>` block is its reasoning, if the template writes one; without an empty block."""
+        """A message whose `<think>` block is its reasoning, if the template writes one."""
         if message["role"] != "assistant" or "reasoning_content" in message:
             return message
-        block = TAGS.split(message["content"])
-        if block is None or not self.writes_thought[bool(message.get("tool_calls"))]:
+        thought, text = thought_and_text(message)
+        if not thought or not self.writes_thought[bool(message.get("tool_calls"))]:
             return message
-        return {**message, **({"reasoning_content": block[0]} if block[0] else {}), "content": block[1]}
+        return {**message, "reasoning_content": thought, "content": text}
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] | None = (), *, is_cut: bool = False) -> Answer:
         """Read an answer that was decoded with its special tokens. Without `tools` (None) it has no calls.
@@ -130,7 +131,9 @@ class ChatFormat:
         for end in self._end_tokens:
             text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
         thought, text = next(filter(None, (marks.split(text, is_cut=is_cut) for marks in self.marks)), ("", text))
-        return thought, text.removeprefix(self._answer_opening).removesuffix(self._answer_closing)
+        closing = self._answer_closing.rstrip() or self._answer_closing
+        text = text.rstrip() if closing.strip() and text.rstrip().endswith(closing) else text
+        return thought, text.removeprefix(self._answer_opening).removesuffix(closing)
 
     def without_special_tokens(self, text: str) -> str:
         """The text as people read it."""
@@ -188,7 +191,7 @@ class ChatFormat:
                 self._answer_opening = ""  # it is an empty thought
             elif not has_calls and closing.strip() != self._answer_opening.strip():
                 closing = closing.removesuffix(self._answer_opening)
-            if is_prompted:  # the opening is unknown but for tags
+            if is_prompted:  # the prompt has the opening, which only tags tell
                 opening = closing.strip().replace("</", "<", 1) if "</" in closing else ""
             is_text = message["content"] == in_text and (opening.strip(), closing.strip()) == (TAGS.opening, TAGS.closing)
             if not is_text:

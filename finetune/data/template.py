@@ -102,7 +102,11 @@ class Template:
             text = self.render(messages, example.tools)
             for turn in example.answers:
                 _require_written(messages[turn], f"messages[{turn}]", text)
-            return [Rendered(text, [(0, len(text))], {note for part in self.sequences(example) for note in part.notes})]
+            parts = list[Rendered]()
+            with contextlib.suppress(BadRow):  # no answer has to be located
+                parts = self._sequences_by_prefix(messages, example)
+            notes = {note for part in self._read_back(messages, example, parts) for note in part.notes} if parts else set()
+            return [Rendered(text, [(0, len(text))], notes)]
         if self.has_markers and example.answers == assistant_turns:
             text, spans = self._render(messages, example.tools, False, tracked=True)
             if not any(text[start:end].strip() for start, end in spans):
@@ -239,7 +243,7 @@ class Template:
             for turn, (start, end) in zip(sequence.turns, sequence.spans, strict=True):
                 message, text, path = messages[turn], sequence.text[start:end], f"messages[{turn}]"
                 _require_written(message, path, text)
-                if not any(token in message["content"] for token in self.format.stop_tokens):  # of which there is a note
+                if not any(token in str(message) for token in self.format.stop_tokens):  # else a note says so
                     text = until(self.format.stop_tokens, text)  # where generation ends
                 tools = example.tools if example.tools or message.get("tool_calls") else None
                 sequence.notes |= self._changes(message, self.format.read(text, tools), path)

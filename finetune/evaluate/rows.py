@@ -63,10 +63,6 @@ class EvalRows:
     prompt_pictures: list[list[dict[str, Any]]] = field(default_factory=list)
     pictures: list[list[dict[str, Any]]] = field(default_factory=list)
 
-    def callable_tools(self, row: int) -> list[dict[str, Any]] | None:
-        """Tools to read a row's answer with; None: without calls, as training reads a row that has neither."""
-        return self.tools[row] if self.tools and (self.tools[row] or self.calls[row]) else None
-
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
     """At most `limit` of the run's held-out rows; with `of_first_run`, of the run whose adapter it continued.

@@ -228,10 +228,11 @@ class ModelOutputs:
         answer_entries = [entries[key] for key in self._answer_keys]
         read = [Answer(entry["answer"]) for entry in answer_entries]
         if self._format:
-            read = [
-                self._format.read(entry["answer"], rows.callable_tools(row), is_cut=entry["is_cut"])
-                for row, entry in enumerate(answer_entries)
-            ]
+            for row, entry in enumerate(answer_entries):
+                tools = rows.tools[row] if rows.tools else None
+                if tools == [] and not rows.calls[row] and self._format.read(rows.references[row], tools).calls:
+                    tools = None  # JSON with the form of a call was taught as text
+                read[row] = self._format.read(entry["answer"], tools, is_cut=entry["is_cut"])
         answers = [display_text(answer) for answer in read]
         if scorer.name == "calls":
             expected_calls = zip(rows.calls, rows.tools, read, strict=False)

@@ -50,7 +50,7 @@ def choose(tried: Sequence[AllocatorSettings], growths: Sequence[Growth | None])
         if growth is not None and growth.reserved_bytes < clearly_less(usual)
     }  # fmt: skip
     if len(tried) == 1:
-        return 0, ""
+        return 0, "" if tried[0].expandable_segments else "the allocator's other settings are not tried with this torch"
     if not better:
         return 0, f"no other setting of the allocator that was replayed saves more than {CLEAR_GAIN:.0%} of it"
     least_reserved = min(growth.reserved_bytes for growth in better.values())

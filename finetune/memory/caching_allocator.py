@@ -254,7 +254,7 @@ class CachingAllocator:
 
     def _new_address(self, size: int) -> int:
         """Address of a new segment, which only decides between free blocks of equal size and space without memory."""
-        # Before torch 2.12 it is the driver's, in no order: 0.01 % of what an 8B's steps reserve (tests/memory)
+        # Before torch 2.12 it is the driver's, in no order: tests/memory/test_caching_allocator.py bounds what that changes
         if self._ties is Ties.SEGMENT_AGE:
             self._next_address += size
             return self._next_address - size

@@ -149,7 +149,7 @@ def with_row_lengths(
         return forecast
     loaded = forecast.parts["weights"] + forecast.parts["adapters"]
     tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
-    if ties_of(version("torch")) is Ties.ADDRESS:  # the driver's addresses decide, with other settings on a quarter of it all
+    if ties_of(version("torch")) is Ties.ADDRESS:  # the driver's addresses move what other settings reserve by up to a quarter
         tried = tried[:1]
     limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
     steps = functools.partial(

@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from app.planning.planner import Planner
 from app.planning.prefetch import USUAL, PlanPrefetcher, neighbours
 from app.planning.process import Questions, _data_key
+from app.workspace import Workspace
 from finetune.recipe import load_recipe
 from finetune.settings import resolved
 
@@ -67,6 +69,19 @@ def test_a_question_ends_the_work_at_once(planned):
     for line in planned():
         with pytest.raises(ProcessLookupError):
             os.kill(int(line.split()[0]), 0)
+
+
+@pytest.mark.exhaustive
+def test_the_real_planner_forecasts_neighbours_before_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")  # as on a user's machine
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    planner = Planner(Workspace(tmp_path, tmp_path / "runs"))
+    recipe = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset: support\ngpu: rtx-3060\nlora_r: 16\nmax_length: 512\n"
+    planner.ask("plan", recipe=recipe, free_bytes=None)
+    asked = len(list((tmp_path / "cache" / "forecasts").iterdir()))
+    while len(list((tmp_path / "cache" / "forecasts").iterdir())) < asked + 6:  # the time limit of the test ends this
+        time.sleep(0.1)
+    planner.close()
 
 
 def test_a_plan_that_fails_ahead_does_not_stop_the_others(planned):

@@ -185,6 +185,14 @@ def test_what_is_taught_is_read_back_or_refused_or_noted(name):
     assert {shape: cells[shape] for shape in sure} == dict.fromkeys(sure, "comes back")
 
 
+def test_a_turn_may_end_with_an_added_token_that_is_not_special():
+    tokenizer = tokenizer_with_marks()
+    tokenizer.add_tokens(["<|fin|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|fin|>\n{% endfor %}"
+    encoder = Encoder(tokenizer, conversations=True)
+    assert encoder.use_template().format.stops == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|fin|>")}
+
+
 def test_an_answer_that_generation_would_end_before_its_text_is_refused():
     assert cell("one end", "reasoning").startswith("refused: is read back")
 

@@ -9,6 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from small_data import build_tokenizer  # noqa: E402
 from test_calls_in_answers import reader_of  # noqa: E402
+from test_round_trip import encoded  # noqa: E402
 
 from finetune.evaluate.answer_stream import AnswerStream  # noqa: E402
 from finetune.evaluate.answerer import answer_limit  # noqa: E402
@@ -84,6 +85,26 @@ def test_scores_see_the_answer_without_its_thought_and_cut_answers_are_counted(t
     score = outputs.score(scorer("contains"))
     assert list(zip(score.answers, score.thoughts, strict=True)) == [*answers.values()]
     assert (score.exact, score.scores, score.cut) == ([True, True, False, False], [1, 1, 0, 0], 1)
+
+
+def test_without_tools_a_call_is_wrong_and_json_in_the_form_of_a_call_is_right_where_it_was_taught(tmp_path):
+    text, call = '{"name": "four", "parameters": {}}', '{"name": "f", "parameters": {}}'
+    journal = Journal(tmp_path, "tuned", {})
+    keys = [digest([[row], 9, "with special tokens"]) for row in range(2)]
+    journal.entries = {key: {"answer": answer, "is_cut": False} for key, answer in zip(keys, (text, call), strict=True)}
+    rows = EvalRows(["?"] * 2, [[0], [1]], [text, "It is 4."], calls=[[], []], tools=[[], []])
+    score = ModelOutputs(lambda: None, journal, rows, "tuned", 9, lambda _: None, reader_of("llama3_1")[1]).score(
+        scorer("calls")
+    )
+    assert (score.exact, score.scores) == ([True, False], [1, 0])
+
+
+def test_text_around_an_answer_is_not_streamed():
+    emitted, reader = [], encoded("text around", "plain")[0].chat_format
+    stream = AnswerStream(reader, None, lambda piece, _: emitted.append(piece))
+    for piece in ("<answer>", "4", "</answer>", " ", "<|end|>"):
+        stream.add(piece)
+    assert (stream.finish().text, "".join(emitted)) == ("4", "4")
 
 
 def test_a_base_model_that_can_not_be_asked_without_a_thought_gets_room_for_one():

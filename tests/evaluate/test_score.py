@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.evaluate.rows import EvalRows
 from finetune.evaluate.score import batches
 from finetune.evaluate.score import losses as losses_of
 
@@ -34,9 +33,3 @@ def test_the_losses_of_a_batch_are_those_of_its_rows():
     results = losses_of(model, ids, labels, "cpu")
     assert [row["loss"] for row in results] == pytest.approx(losses, rel=1e-5) and [row["tokens"] for row in results] == counts
     assert [row["right"] for row in results] == right
-
-
-def test_a_row_without_tools_and_calls_is_not_read_for_calls_beside_rows_with_some():
-    rows = EvalRows(calls=[[], [{"name": "f"}], []], tools=[[], [], [{"name": "f"}]])
-    assert [rows.callable_tools(row) for row in range(3)] == [None, [], [{"name": "f"}]]
-    assert EvalRows().callable_tools(0) is None

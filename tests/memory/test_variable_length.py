@@ -130,8 +130,9 @@ def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
-def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("expandable", "torch_version"), [(False, "2.13.0"), (True, "2.13.0"), (False, "2.11.0")])
+def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, torch_version, monkeypatch, tmp_path):
+    monkeypatch.setattr(device_peak, "version", lambda _: torch_version)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
     recipe = settings(per_device_train_batch_size=1)

@@ -48,6 +48,17 @@ def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecast
     assert getattr(largest.plan.settings, setting) == largest.value
 
 
+@pytest.mark.exhaustive
+def test_with_layers_offloaded_the_next_value_does_not_fit():
+    card, fixed = find_card("rtx-4090", free_bytes=6 * GIB), {"load_in_4bit": True, "lora_r": 8, "optim": "adamw_8bit"}
+    open_recipe = recipe(layer_offloading="auto", activation_checkpointing=True, effective_batch_size=1, **fixed)
+    largest = find_largest(open_recipe, card, "max_length")
+    verdicts = [
+        make_plan(resolved(open_recipe, max_length=tokens), card, None).verdict for tokens in (largest.value, largest.too_large)
+    ]
+    assert largest.plan.settings.layer_offloading and verdicts[0] == "fits" != verdicts[1]
+
+
 def test_where_the_models_own_limit_fits_it_is_the_answer(new_forecaster):
     largest = find_largest(recipe(), find_card("h200"), "max_length", forecaster=new_forecaster())
     assert (largest.value, largest.too_large) == (40_960, None)

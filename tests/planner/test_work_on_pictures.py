@@ -7,11 +7,13 @@ import torch
 from picture_models import kinds, save_picture_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from finetune.card import find_card
 from finetune.memory.picture_inputs import picture_inputs
 from finetune.model.adapters import attach_adapters
 from finetune.model.build import build_base
 from finetune.model.configuration import read_config
 from finetune.model.transformers_config import load_config
+from finetune.planner.planning import plan_recipe, rows_with_pictures
 from finetune.planner.vision_work import vision_work
 from finetune.recipe import recipe_from
 from finetune.settings import plainest
@@ -71,3 +73,14 @@ def test_the_work_is_that_of_the_real_passes(tmp_path, kind, part):
     })  # fmt: skip
     work = vision_work(read_config(recipe), recipe, PICTURES)
     assert work.flops(RANK) == pytest.approx(counted_flops(plainest(recipe)), rel=0.03)
+
+
+@pytest.mark.exhaustive
+def test_pictures_slow_a_step_down_and_more_so_where_the_tower_is_trained(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    values = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "unread", "max_length": 2048, "lora_r": 16}
+    card, pictures = find_card("rtx-4090"), rows_with_pictures(((1024, 1024),))
+    plans = [plan_recipe(recipe_from({**values, "train_vision": part}), card, pictures) for part in ("none", "all")]
+    assert [plan.forecast.tokens_per_s for plan in plans] == sorted(
+        (plan.forecast.tokens_per_s for plan in plans), reverse=True
+    )
