@@ -49,10 +49,14 @@ def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than
     ("overrides", "text"),
     [
         ([], "the upper end"),
+        pytest.param(
+            ["activation_checkpointing=true", "activation_checkpointing_every_n_layers=3"], "the upper end",
+            marks=pytest.mark.exhaustive,
+        ),
         (["packing=true", "activation_checkpointing_every_n_layers=1"], "by a replay of torch's allocator"),
     ],
-    ids=["as it is", "packed"],
-)
+    ids=["as it is", "every third layer", "packed"],
+)  # fmt: skip
 def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path, overrides, text):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")

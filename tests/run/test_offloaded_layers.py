@@ -49,7 +49,9 @@ def test_losses_answers_and_the_adapter_are_those_of_a_resident_run(resident, ma
     assert adapter_hash(run) == adapter_hash(resident)
 
 
-@pytest.mark.parametrize(("first", "then"), [("cpu", False), ("cpu", "nvme")])
+@pytest.mark.parametrize(
+    ("first", "then"), [pytest.param(False, "cpu", marks=pytest.mark.exhaustive), ("cpu", False), ("cpu", "nvme")]
+)
 def test_a_killed_run_continues_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
     run = fresh_copy(resident, tmp_path / "run")
     change_plan(run, resident, first)

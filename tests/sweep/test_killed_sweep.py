@@ -34,8 +34,8 @@ def new_sweep(path, *overrides, swept=RATES):
     return create_sweep(recipe_of, swept)
 
 
-#: Trainings of the sweep, by their number, and after how many of their steps they are killed: just before a checkpoint.
-KILLS = {2: 2}
+#: Trainings of the sweep, by their number, and after how many of their steps they are killed; 2 is just before a checkpoint.
+KILLS = [{2: 2}, pytest.param({0: 1, 2: 2, 4: 1}, marks=pytest.mark.exhaustive)]
 
 
 def drive_to_the_end(path, train, monkeypatch, kills):
@@ -75,10 +75,11 @@ def outcome(sweep):
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_ends_as_one_in_one_go(tmp_path, train, monkeypatch):
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_sweep_that_was_killed_ends_as_one_in_one_go(tmp_path, train, monkeypatch, kills):
     whole, killed = new_sweep(tmp_path / "whole"), new_sweep(tmp_path / "killed")
     assert drive_to_the_end(whole.path, train, monkeypatch, {}) == 0
-    assert drive_to_the_end(killed.path, train, monkeypatch, KILLS) == 1
+    assert drive_to_the_end(killed.path, train, monkeypatch, kills) == len(kills)
     assert outcome(killed) == outcome(whole)
     winner, *_, last = killed.results()
     assert winner.state == "finished" and "wins with a held-out loss of" in killed.sentence()
