@@ -24,7 +24,10 @@ FORMS = {
     "activation-offloading": {"activation_offloading": True},
 }
 #: (family, whether NF4, rows, dropout, form)
-FEW = [("qwen3", False, "packed", 0.1, "every-2"), ("gemma3_text", True, "padded", 0.0, "every")]
+FEW = [
+    ("llama", True, "padded", 0.0, "selective"), ("qwen3", False, "packed", 0.1, "every-2"),
+    ("gemma3_text", True, "padded", 0.0, "every"),
+]  # fmt: skip
 ALL = itertools.product(("llama", "qwen3", "gemma3_text"), (False, True), ("padded", "packed"), (0.0, 0.1), FORMS)
 CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL if case not in FEW)]
 STEPS = 20
@@ -86,9 +89,9 @@ def test_losses_and_gradients_are_those_of_eager_and_lean_layers(history, family
 
 
 def test_an_operator_that_is_wrong_by_a_thousandth_is_noticed(history, monkeypatch):
-    right, product = history("eager", *FEW[1]), adapted_linear.scaled_product
+    right, product = history("eager", *FEW[0]), adapted_linear.scaled_product
     monkeypatch.setattr(adapted_linear, "scaled_product", lambda left, right, scale: product(left, right, 1.001 * scale))
-    losses, gradients = history("compiled", *FEW[1])
+    losses, gradients = history("compiled", *FEW[0])
     assert losses != pytest.approx(right[0], rel=1e-5) and error(gradients[0], right[1][0]) > 1e-5
 
 
