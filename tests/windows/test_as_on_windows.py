@@ -116,8 +116,8 @@ def test_the_pages_queue_starts_a_run(workspace):
         "Queue(Workspace(here, here / 'queued')).add(load_recipe('tiny-cpu', ['max_steps=2', 'eval_steps=0']))"
     )
     python(workspace, "-c", code)
-    wait_for(lambda: list((workspace / "queued").glob("*/plan.json")))
-    run = RunDirectory(next((workspace / "queued").glob("*/plan.json")).parent)
+    wait_for(lambda: list((workspace / "queued").glob("[!.]*/plan.json")))
+    run = RunDirectory(next((workspace / "queued").glob("[!.]*/plan.json")).parent)
     wait_for(lambda: read_state(run).ended and run.process.exists(), run)
     assert read_state(run).state == "finished"
 
