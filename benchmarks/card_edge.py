@@ -232,7 +232,7 @@ def train_run(run: Path) -> int:
     from finetune.run.worker import main as work
 
     plan = read_plan(run / "plan.json")
-    environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
+    environment = worker_environment(cards_of(plan))
     os.environ.clear()
     os.environ.update(environment)
     torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined] # the parent counted GPUs, and opened none

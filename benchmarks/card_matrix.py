@@ -161,7 +161,7 @@ def _train(
     if measured is not None:
         return [{**line, **_forecast_of(plan), **_forecast_of_phase(plan, line["phase"])} for line in measured], ""
     run = create_run(prepared)
-    environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
+    environment = worker_environment(cards_of(plan))
     environment.pop("PYTHONSAFEPATH", None)
     command = [sys.executable, "-m", "finetune.run.worker", str(run.path)]
     worker = subprocess.run(command, env=environment, capture_output=True, text=True)

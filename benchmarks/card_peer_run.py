@@ -338,7 +338,7 @@ def train_finetune(job: dict[str, Any]) -> dict[str, Any]:
         **settings,
     }), force=True)  # fmt: skip
     plan, run = prepared.plan, create_run(prepared)
-    environment = worker_environment(cards_of(plan), plan.forecast.allocator if plan.forecast else None)
+    environment = worker_environment(cards_of(plan))
     environment.pop("PYTHONSAFEPATH", None)
     (folder / "worker.json").write_text(json.dumps({**job, "run": str(run.path)}), encoding="utf-8")
     files = [str(folder / "worker.json"), str(folder / "worker_result.json")]

@@ -116,7 +116,6 @@ def _value(name: str, hint: object) -> str:
 
 def plan_json() -> str:
     """The types that plan.json is made of."""
-    from finetune.card.allocator import AllocatorSettings
     from finetune.card.card import Card
     from finetune.memory.forecast import AtLimit, Forecast
     from finetune.planner import plan
@@ -124,7 +123,7 @@ def plan_json() -> str:
     parts = (
         plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
         plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
-        plan.LayerCopies, plan.RunTime, AllocatorSettings,
+        plan.LayerCopies, plan.RunTime,
     )  # fmt: skip
     shown = ""
     for part in parts:

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator: chosen by the forecast, set at launch."""
+"""Settings of torch's CUDA allocator: set at launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ class AllocatorSettings:
 
     `roundup_power2_divisions`: sizes are rounded up to so many parts of a power of two. `max_split_size_mb`: larger blocks are
     not split. `garbage_collection_threshold`: the share of the run's limit from which on old segments are freed before a new
-    one is made. Beside them `warm_up_bytes`: a block of this size is allocated and freed before the first step, so that the
-    steps' blocks are parts of one segment and not segments of their own, which blocks of other sizes don't fit.
+    one is made.
     """
 
     expandable_segments: bool = False
     roundup_power2_divisions: int = 0
     max_split_size_mb: int = 0
     garbage_collection_threshold: float = 0.0
-    warm_up_bytes: int = 0
 
     def environment(self) -> dict[str, str]:
         """Environment variables that must be set before torch is imported."""
-        values = {name: value for name, value in asdict(self).items() if value and name != "warm_up_bytes"}
+        values = {name: value for name, value in asdict(self).items() if value}
         return {"PYTORCH_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in values.items())} if values else {}
 
 
@@ -40,5 +38,5 @@ def expandable_segments() -> bool:
 
 
 def usual_settings() -> AllocatorSettings:
-    """The settings on this system where no forecast has chosen others."""
+    """The settings on this system."""
     return AllocatorSettings(expandable_segments=expandable_segments())

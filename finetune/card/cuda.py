@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import asdict
 from typing import Any
@@ -61,14 +60,6 @@ def release_cached() -> None:
     import torch
 
     torch.cuda.empty_cache()
-
-
-def warm_up(size: int) -> None:
-    """Allocate and free a block of `size` bytes, whose segment stays cached for smaller ones; no effect without memory."""
-    import torch
-
-    with contextlib.suppress(torch.OutOfMemoryError):
-        torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def reset_peak() -> None:

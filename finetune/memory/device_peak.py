@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from finetune.card.allocator import AllocatorSettings, expandable_segments
+from finetune.card.allocator import expandable_segments
 from finetune.card.host import PROCESS_BYTES
-from finetune.memory.allocator_choice import candidates, choose
-from finetune.memory.caching_allocator import Ties, ties_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, AtLimit, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
@@ -137,37 +134,29 @@ def with_row_lengths(
 ) -> Forecast:
     """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
 
-    Without expandable segments the allocator's settings are chosen by it. With them no others are tried: on every trace that
-    was replayed they reserve less than any setting without. Unchanged for packed rows, for rows of one length, and where the
-    allocator was not replayed. `lowers`: the upper end is that of these steps and not at least the interval of runs that are
-    not replayed; without lengths, as the rows were not read, of steps with rows of any length.
+    Unchanged for packed rows, for rows of one length, and where the allocator was not replayed. `lowers`: the upper end is that
+    of these steps and not at least the interval of runs that are not replayed; without lengths, as the rows were not read, of
+    steps with rows of any length.
     """
     expandable, read = expandable_segments(), bool(lengths)
     if lowers and not read:
         lengths = range(LEAST_WIDTH, rows.tokens + 1)
     if not forecast.reserved_peaks or settings.packing is True or len(set(lengths)) < 2 or rows.tokens < LEAST_WIDTH:
         return forecast
-    loaded = forecast.parts["weights"] + forecast.parts["adapters"]
-    tried = [AllocatorSettings(expandable_segments=True)] if expandable else candidates(forecast.allocated_bytes - loaded)
-    if ties_of(version("torch")) is Ties.ADDRESS:  # the driver's addresses move what other settings reserve by up to a quarter
-        tried = tried[:1]
-    limit = None if expandable or budget_bytes is None else max(0, budget_bytes - (card.context_bytes or 0))
-    steps = functools.partial(
-        replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths, limit=limit,
+    reserved_by_steps = functools.partial(
+        replay_rows, config, settings, rows=rows, capability=card.capability or USUAL_CAPABILITY, lengths=lengths,
+        expandable=expandable,
     )  # fmt: skip
-    growths = steps(tried=tried)
-    if not growths:
+    reserved_bytes = reserved_by_steps()
+    if reserved_bytes is None:
         return forecast
-    index, why = choose(tried, growths)
-    growth = growths[index]
-    assert growth is not None
-    likely = max(forecast.reserved_bytes, growth.reserved_bytes)
+    likely = max(forecast.reserved_bytes, reserved_bytes)
     more = likely - forecast.reserved_bytes
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     most = [likely]
-    if lowers and growth.reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
-        other_orders = (steps(tried=[tried[index]], seed=seed) for seed in OTHER_ORDERS)
-        most += [other.reserved_bytes for (other,) in other_orders if other is not None]
+    if lowers and reserved_bytes > (1 + SMALL_GROWTH) * forecast.reserved_bytes:
+        other_orders = (reserved_by_steps(seed=seed) for seed in OTHER_ORDERS)
+        most += [other for other in other_orders if other is not None]
     high = round((_with_replay_error(max(most)) if expandable else max(most)) * (1 + DRY_RUN_ERROR)) + context
     if not lowers:
         high = max(forecast.peak_high_bytes, high)
@@ -176,11 +165,10 @@ def with_row_lengths(
     return dataclasses.replace(
         forecast, reserved_bytes=likely, peak_bytes=forecast.peak_bytes + more, peak_high_bytes=high,
         reserved_peaks={  # torch keeps what the steps reserved
-            phase: reserved if phase == "load" else max(reserved, growth.reserved_bytes)
+            phase: reserved if phase == "load" else max(reserved, reserved_bytes)
             for phase, reserved in forecast.reserved_peaks.items()
         },
-        notes=(*notes, _growth_note(growth.reserved_bytes / forecast.reserved_bytes - 1, why, share, read=read)),
-        allocator=tried[index] if index else None,
+        notes=(*notes, _growth_note(reserved_bytes / forecast.reserved_bytes - 1, share, expandable=expandable, read=read)),
     )  # fmt: skip
 
 
@@ -193,17 +181,16 @@ def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
     return dataclasses.replace(forecast, peak_high_bytes=min(high, forecast.peak_high_bytes))
 
 
-def _growth_note(growth: float, why: str, share: float | None, *, read: bool) -> str:
-    """What rows of uneven length do to reserved memory, and why the allocator's settings are what they are; `why` is empty with
-    expandable segments. `share`: what is reserved beyond the allocated, where that is the upper end."""
+def _growth_note(growth: float, share: float | None, *, expandable: bool, read: bool) -> str:
+    """Say how much more rows of uneven length reserve. `share`: reserved beyond allocated, where that is the upper end."""
     over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
     more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
-    if not why:
+    if expandable:
         return f"{over} {more} than for the longest alone, with expandable segments"
     packing = "; packing=true would avoid that" if growth > SMALL_GROWTH else ""
     end = "" if share is None else f"; at most {share:.1%} more than is allocated, the upper end where segments can't expand"
     unread = "" if read else "; the rows were not read, so those of every length were replayed"
-    return f"{over} {more} than for the longest alone{packing}{end}{unread}; {why}"
+    return f"{over} {more} than for the longest alone{packing}{end}{unread}"
 
 
 def _at_limit(

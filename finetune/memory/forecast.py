@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from finetune.card.allocator import AllocatorSettings
 from finetune.settings.vision import Sizes
 from finetune.units import format_bytes
 
@@ -62,8 +61,7 @@ class Forecast:
     of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
     `reserved_peaks` and `segments` are the peaks of reserved memory and of the number of segments by phase where torch's
     allocator is replayed; torch counts no expandable segments. `at_limit`: how the run stays within a budget below its upper
-    end. `allocator`: settings that were chosen by the replay, None for the usual ones. `pinned_bytes`: of `host_bytes` what
-    offloading pins in a step.
+    end. `pinned_bytes`: of `host_bytes` what offloading pins in a step.
     """
 
     allocated_bytes: int
@@ -84,7 +82,6 @@ class Forecast:
     reserved_peaks: dict[str, int] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
     at_limit: AtLimit | None = None
-    allocator: AllocatorSettings | None = None
     pinned_bytes: int = 0
 
     @property

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
-from finetune.memory.allocator_choice import clearly_less
-from finetune.memory.allocator_replay import Replay, replay
+from finetune.memory.allocator_replay import MicroBatchEvents, Replay, micro_batch_widths, replay, replay_widths
 from finetune.memory.caching_allocator import OutOfMemory
 from finetune.memory.forecast import PARTS
 from finetune.memory.trace import NotRepeated
-from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.settings import resolved
 from finetune.settings.compatibility import is_zero3, padding_multiple
 from finetune.settings.methods import METHODS, has_kl
@@ -25,7 +23,6 @@ from finetune.settings.schema import Decides, settings_that_decide
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from finetune.card.allocator import AllocatorSettings
     from finetune.memory.forecast import RowShape
     from finetune.memory.simulate import Batch, Simulation
     from finetune.memory.tracker import Peak
@@ -159,23 +156,21 @@ def replay_rows(
     rows: RowShape,
     capability: tuple[int, int],
     lengths: Sequence[int],
-    tried: Sequence[AllocatorSettings],
-    limit: int | None = None,
+    expandable: bool,
     seed: int = 0,
-) -> list[Growth | None]:
-    """What torch reserves over steps of rows of these `lengths` with each of the allocator's settings that are `tried`, by
-    replays; cached on disk. None for those that don't reserve clearly less than the first. Empty where there can be no replay.
+) -> int | None:
+    """Return the peak of reserved bytes over steps of rows of these `lengths`, by a replay; None where there can be none.
 
-    `limit`: most bytes that torch may reserve, for settings that depend on it. `seed`: of the rows' order.
+    Cached on disk. `seed`: of the rows' order.
     """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     widths = micro_batch_widths(lengths, micro, rows.tokens, accumulation, seed)
     key = cache.key_of(
         kind="growth", config=config, settings=_memory_settings(settings), shape=_shape(settings, micro, rows),
-        capability=capability, tried=list(map(asdict, tried)), limit=limit, widths=widths, accumulation=accumulation,
+        capability=capability, expandable=expandable, widths=widths, accumulation=accumulation,
     )  # fmt: skip
 
-    def make() -> list[dict[str, Any] | None]:
+    def make() -> int | None:
         from finetune.memory.simulate import Batch, garbage_collection_paused
         from finetune.model.transformers_config import config_from
 
@@ -187,22 +182,14 @@ def replay_rows(
                 for shape in (rows, narrow)
             )
             if wide is None or other is None:
-                return []
+                return None
             try:
                 micro_batches = MicroBatchEvents(wide, rows.tokens, other, narrow.tokens)
             except NotRepeated:
-                return []
-            growths: list[Growth | None] = []
-            for setting in tried:
-                usual = growths[0] if growths else None
-                growths.append(replay_widths(
-                    wide, micro_batches, widths, accumulation, setting, most=clearly_less(usual) if usual else math.inf,
-                    limit=limit if setting.garbage_collection_threshold else None,
-                ))  # fmt: skip
-            return [asdict(growth) if growth else None for growth in growths]
+                return None
+            return replay_widths(wide, micro_batches, widths, accumulation, expandable=expandable)
 
-    cached: list[dict[str, Any] | None] = cache.cached(key, make)
-    return [Growth(**{**growth, "by_step": tuple(growth["by_step"])}) if growth else None for growth in cached]
+    return cache.cached(key, make)
 
 
 def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune.card import cuda
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
@@ -141,12 +140,6 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Recall the best step of a resumed run, and apply the plan's learning rate: it may have been lowered since."""
-        plan = self.trainer.plan
-        allocator = plan.forecast.allocator if plan.forecast else None
-        # reserves the steps' memory as one segment; not earlier: `Trainer.train` begins by giving all cached memory back
-        if allocator and allocator.warm_up_bytes and not plan.card.is_cpu:
-            cuda.warm_up(allocator.warm_up_bytes)
-            self._memory.reset_peak()
         if state.global_step == 0:
             return
         self.trainer.recall_best()

@@ -96,8 +96,7 @@ def ignored_settings_message(plan: Plan) -> str:
 
     Asked after the model was loaded: torch 2.9.1 ignored expandable segments without a word.
     """
-    planned = plan.forecast.allocator if plan.forecast else None
-    ignored_names = cuda.ignored_settings(planned or usual_settings())
+    ignored_names = cuda.ignored_settings(usual_settings())
     if not ignored_names:
         return ""
     peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0

@@ -30,8 +30,8 @@ _EVERY_LAYER = {"activation_checkpointing": True, "activation_checkpointing_ever
 
 
 def adjusted_plan(run: RunDirectory) -> Plan:
-    """The run's plan with the changes of its retries; where they change memory, with the usual settings of the allocator, and
-    with the forecast that `forecast_adjusted` has made.
+    """The run's plan with the changes of its retries; where they change memory, with the forecast that `forecast_adjusted` has
+    made.
 
     Raises RecipeError when the changes are damaged.
     """
@@ -41,9 +41,8 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         if not changes:
             return plan
         forecast = plan.forecast
-        if forecast is not None and _changes_of(changes, Decides.BYTES):
-            adjusted = _adjusted_forecast(run, changes)
-            forecast = adjusted.forecast if adjusted else dataclasses.replace(forecast, allocator=None)
+        if forecast is not None and _changes_of(changes, Decides.BYTES) and (adjusted := _adjusted_forecast(run, changes)):
+            forecast = adjusted.forecast
         modelled_step_s = None if _changes_of(changes, Decides.SPEED) else plan.modelled_step_s
         return dataclasses.replace(
             plan, settings=resolved(plan.settings, **changes), forecast=forecast, modelled_step_s=modelled_step_s

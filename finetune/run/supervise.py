@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from finetune import errors
-from finetune.card.allocator import AllocatorSettings, usual_settings
+from finetune.card.allocator import usual_settings
 from finetune.distributed.configuration import is_distributed
 from finetune.distributed.processes import Launcher
 from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State, newest
@@ -114,7 +114,7 @@ class Supervisor:
     def _attempt(self) -> int:
         plan = adjusted_plan(self.run)
         launcher = Launcher(self.run.path, self.run.log, plan) if is_distributed(plan.settings) else None
-        environment = worker_environment(self.cards, plan.forecast.allocator if plan.forecast else None)
+        environment = worker_environment(self.cards)
         command = worker_command(self.run)
         if launcher is not None:
             launcher.prepare()
@@ -247,14 +247,14 @@ def worker_command(run: RunDirectory) -> list[str]:
     return [sys.executable, "-m", "finetune.run.worker", str(run.path)]
 
 
-def worker_environment(cards: Sequence[str] = (), allocator: AllocatorSettings | None = None) -> dict[str, str]:
+def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
 
-    `allocator`: what the forecast chose, None for the usual settings; the user's own variable comes before both.
+    The user's own PYTORCH_ALLOC_CONF comes before the planned one.
     Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
     """
     return {
-        **(allocator or usual_settings()).environment(),
+        **usual_settings().environment(),
         # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and each length is planned anew
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "PYTHONUNBUFFERED": "1",

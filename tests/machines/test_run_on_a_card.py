@@ -15,7 +15,6 @@ import torch
 from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
-from finetune.card.allocator import AllocatorSettings
 from finetune.cli.chat import chat_with
 from finetune.cli.evaluate import show_scores
 from finetune.errors import CardError, RecipeError
@@ -192,22 +191,9 @@ def test_training_opens_limits_and_tries_the_card_before_it_loads(machine, make_
     assert measured == end.reserved_error
 
 
-def test_the_worker_gets_the_settings_of_the_allocator_that_its_forecast_chose(machine, make_run, card, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    environment = machine("wsl")
-    run = make_run()
-    plan = read_plan(run.plan)
-    chosen = AllocatorSettings(garbage_collection_threshold=0.8, warm_up_bytes=7 * MIB)
-    plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, allocator=chosen))
-    write_json(run.plan, plan.as_json())
-    assert read_plan(run.plan).forecast.allocator == chosen
-    _, worker = supervised(run, environment, tmp_path)
-    assert worker["PYTORCH_ALLOC_CONF"] == "garbage_collection_threshold:0.8"
-    recorded = card(plan)
-    assert train(run) == 0, run.log.read_text()[-3000:]
-    calls = [name for name, *_ in recorded.calls()]
-    assert ["warm_up", 7 * MIB] in recorded.calls() and calls[calls.index("warm_up") + 1] == "reset_peak"
-    assert calls.index("release_cached") < calls.index("warm_up")
+def test_the_users_own_settings_of_the_allocator_come_first(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert worker_environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
 
 
 def test_an_error_of_the_allocator_is_explained_by_its_blocks_and_the_plan(machine, make_run, card):

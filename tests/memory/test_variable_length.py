@@ -7,16 +7,13 @@ import pytest
 from tiny_models import config_values, settings
 
 from finetune.card import find_card
-from finetune.card.allocator import AllocatorSettings
 from finetune.memory import device_peak
-from finetune.memory.allocator_choice import candidates, choose
-from finetune.memory.allocator_replay import replay
+from finetune.memory.allocator_replay import MicroBatchEvents, micro_batch_widths, replay, replay_widths
 from finetune.memory.device_peak import make_forecast, with_row_lengths
 from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import _shape
 from finetune.memory.simulate import Batch, simulate
 from finetune.memory.trace import RELEASED, NotRepeated, Trace
-from finetune.memory.variable_length import Growth, MicroBatchEvents, micro_batch_widths, replay_widths
 from finetune.model.transformers_config import config_from
 from finetune.units import MIB
 
@@ -34,14 +31,6 @@ def _cached(key):
 
 def traced(width, rows=1, **more):
     return _cached((width, rows, tuple(more.items())))
-
-
-def loaded_bytes(trace):
-    """What stays of loading."""
-    sizes = {}
-    for number, size in trace.parts["load"]:
-        sizes[number] = 0 if size == RELEASED else size
-    return sum(sizes.values())
 
 
 def sizes(events):
@@ -90,49 +79,22 @@ def test_the_longest_rows_come_where_a_run_puts_them():
 def test_rows_of_one_length_reserve_what_the_step_does(expandable):
     wide = traced(2048)
     batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
-    growth = replay_widths(wide, batches, [2048] * 6, 2, AllocatorSettings(expandable))
-    assert growth.reserved_bytes == replay(wide, expandable=expandable).reserved["train"]
+    step = replay(wide, expandable=expandable)
+    assert replay_widths(wide, batches, [2048] * 6, 2, expandable=expandable) == step.reserved["train"]
 
 
 def test_growing_widths_fragment_segments_and_expandable_ones_hardly():
     wide = traced(2048)
     batches, rising = MicroBatchEvents(wide, 2048, traced(1024), 1024), sorted(micro_batch_widths(LENGTHS, 1, 2048, 4))
-    free, fixed = (replay_widths(wide, batches, rising, 4, AllocatorSettings(expandable)) for expandable in (True, False))
+    free, fixed = (replay_widths(wide, batches, rising, 4, expandable=expandable) for expandable in (True, False))
     alone = replay(wide, expandable=False).reserved["train"]
-    falling = replay_widths(wide, batches, rising[::-1], 4, AllocatorSettings(False))
-    assert fixed.reserved_bytes > 1.5 * alone and list(fixed.by_step) == sorted(fixed.by_step)
-    assert falling.reserved_bytes < 1.05 * alone and free.reserved_bytes < 1.1 * alone
-
-
-def test_one_segment_for_the_steps_undoes_what_a_shorter_row_first_does_to_segments():
-    wide = traced(2048)
-    batches, widths = MicroBatchEvents(wide, 2048, traced(1024), 1024), [1500, *[300] * 6, 2048, *[700] * 8]
-    usual, *others = candidates(replay(wide, expandable=False).allocated_bytes - loaded_bytes(wide))
-    alone = replay(wide, expandable=False).reserved["train"]
-    before = replay_widths(wide, batches, widths, 4, usual)
-    after = min(replay_widths(wide, batches, widths, 4, setting).reserved_bytes for setting in others if setting.warm_up_bytes)
-    assert after < alone < 0.8 * before.reserved_bytes
-    assert replay_widths(wide, batches, widths, 4, others[0], most=before.reserved_bytes / 2) is None
-    assert replay_widths(wide, batches, widths, 4, usual, limit=before.allocated_bytes) is None
-    loaded = sum(size for _, size in wide.parts["load"] if size > 0)
-    assert replay_widths(wide, batches, widths, 4, usual, limit=loaded // 2) is None  # not even the weights fit
-
-
-def test_settings_are_the_usual_ones_unless_others_clearly_reserve_less():
-    tried = candidates(1000 * MIB)
-    growths = [Growth(1, reserved * MIB, ()) for reserved in (1000, 985, 990, 983, 1100, 1000)]
-    assert choose(tried, growths) == (0, "no other setting of the allocator that was replayed saves more than 2% of it")
-    growths[2], growths[3], growths[4] = Growth(1, 900 * MIB, (), 0, 7), None, Growth(1, 910 * MIB, (), 0, 3)
-    index, why = choose(tried, growths)
-    assert index == 4 and "a block of 800 MiB" in why and "reserves 910 MiB with it and 1000 MiB without" in why
-    growths[4] = Growth(1, 930 * MIB, ())
-    assert choose(tried, growths)[1].startswith("the run gets max_split_size_mb:512: torch reserves 900 MiB")
+    falling = replay_widths(wide, batches, rising[::-1], 4, expandable=False)
+    assert fixed > 1.5 * alone and falling < 1.05 * alone and free < 1.1 * alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("expandable", "torch_version"), [(False, "2.13.0"), (True, "2.13.0"), (False, "2.11.0")])
-def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, torch_version, monkeypatch, tmp_path):
-    monkeypatch.setattr(device_peak, "version", lambda _: torch_version)
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(device_peak, "expandable_segments", lambda *_: expandable)
     recipe = settings(per_device_train_batch_size=1)
@@ -142,7 +104,6 @@ def test_the_plan_says_what_uneven_rows_do_and_never_forecasts_less(expandable, 
         assert after.reserved_bytes >= before.reserved_bytes and after.peak_high_bytes >= before.peak_high_bytes
         (note,) = set(after.notes) - set(before.notes)
         assert note.startswith("rows of uneven length") and ("expandable segments" in note) is expandable
-        assert ("setting" in note) is not expandable and (after.allocator is None) >= expandable
     packed = recipe.model_copy(update={"packing": True})
     assert with_row_lengths(before, VALUES, packed, CARD, rows=RowShape(2048), lengths=LENGTHS) is before
     assert with_row_lengths(before, VALUES, recipe, CARD, rows=RowShape(2048), lengths=[7, 7]) is before
@@ -163,8 +124,8 @@ def test_where_segments_cannot_expand_the_upper_end_is_that_of_the_steps_and_cov
     for forecast, lengths in ((after, LENGTHS), (unread, range(64, 2049))):
         least = before.reserved_bytes * (1 + device_peak.DRY_RUN_ERROR) + CARD.context_bytes
         assert least - 1 <= forecast.peak_high_bytes and "the upper end where segments can't expand" in forecast.notes[-1]
-        wide, steps, chosen = traced(2048), recipe.gradient_accumulation_steps, forecast.allocator or AllocatorSettings()
+        wide, steps = traced(2048), recipe.gradient_accumulation_steps
         batches = MicroBatchEvents(wide, 2048, traced(1024), 1024)
         for seed in (3, 4):
-            growth = replay_widths(wide, batches, micro_batch_widths(lengths, 1, 2048, steps, seed), steps, chosen)
-            assert growth.reserved_bytes + CARD.context_bytes <= forecast.peak_high_bytes
+            reserved = replay_widths(wide, batches, micro_batch_widths(lengths, 1, 2048, steps, seed), steps, expandable=False)
+            assert reserved + CARD.context_bytes <= forecast.peak_high_bytes

@@ -9,7 +9,6 @@ import sys
 import psutil
 import pytest
 
-from finetune.card.allocator import AllocatorSettings
 from finetune.cli.run import watch_run
 from finetune.errors import DiskFull, RecipeError
 from finetune.events import EventWriter, State
@@ -72,16 +71,6 @@ def test_damaged_adjustments_are_named(finished_plan, content):
     finished_plan.adjustments.write_text(content)
     with pytest.raises(RecipeError, match=r"adjustments\.json"):
         adjusted_plan(finished_plan)
-
-
-def test_the_allocators_settings_are_those_of_the_planned_micro_batch(finished_plan):
-    plan, chosen = read_plan(finished_plan.plan), AllocatorSettings(garbage_collection_threshold=0.8)
-    plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, allocator=chosen))
-    write_json(finished_plan.plan, plan.as_json())
-    adjust(finished_plan, {"learning_rate": 1e-5})
-    assert adjusted_plan(finished_plan).forecast.allocator == chosen
-    adjust(finished_plan, {"activation_checkpointing": True})
-    assert adjusted_plan(finished_plan).forecast.allocator is None
 
 
 def test_a_changed_settings_speed_is_not_compared_with_the_planned_ones(finished_plan):
