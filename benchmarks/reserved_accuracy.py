@@ -25,7 +25,6 @@ import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 import forecast_accuracy as accuracy
-from finetune.card.allocator import AllocatorSettings
 from finetune.compat.torch import backward
 from finetune.memory.allocator_replay import play
 from finetune.memory.caching_allocator import CachingAllocator
@@ -71,7 +70,7 @@ def replayed(row: accuracy.Row) -> CachingAllocator:
         accuracy.model_values(row.model), recipe_from({"model_name_or_path": row.model, "dataset": "random ids"})
     )
     trace = _steps(row, config)
-    allocator = CachingAllocator(AllocatorSettings(), limit=T4_LIMIT, torch_version=MEASURED_WITH)
+    allocator = CachingAllocator(expandable=False, limit=T4_LIMIT, torch_version=MEASURED_WITH)
     run = functools.partial(play, allocator, trace.persistent)
     run([(-2 - number, size) for number, size in _loading(row, config)])
     run(trace.parts["step 0"])

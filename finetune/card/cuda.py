@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
 from typing import Any
 
 from finetune.card import nvidia
-from finetune.card.allocator import AllocatorSettings
-from finetune.units import MIB
 
 
 def open_card(number: int) -> None:
@@ -96,18 +92,9 @@ def snapshot() -> dict[str, Any]:
     return torch.cuda.memory._snapshot()
 
 
-def ignored_settings(planned: AllocatorSettings) -> list[str]:
-    """Names of allocator settings that the plan counts on and torch does not use; asked after its first allocation."""
-    state = snapshot()
-    actual: dict[str, Any] = state["allocator_settings"]
-    used = {
-        "expandable_segments": all(segment["is_expandable"] for segment in state["segments"]),
-        "roundup_power2_divisions": min(actual["roundup_power2_divisions"].values()),
-        "max_split_size_mb": actual["max_split_size"] / MIB,
-        "garbage_collection_threshold": actual["garbage_collection_threshold"],
-    }
-    wanted = {name: value for name, value in asdict(planned).items() if value and name in used}
-    return [name for name, value in wanted.items() if not math.isclose(used[name], value, rel_tol=1e-6)]
+def has_plain_segments() -> bool:
+    """Whether any segment of the allocator can't expand; asked after its first allocation."""
+    return not all(segment["is_expandable"] for segment in snapshot()["segments"])
 
 
 def start_history(most_entries: int) -> None:

@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from finetune.card.allocator import AllocatorSettings
 from finetune.memory.caching_allocator import CachingAllocator
 from finetune.memory.trace import RELEASED, Event, NotRepeated, Trace
 
@@ -48,7 +47,7 @@ class Replay:
 
 def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Replay:
     """The run on a card with this allocator. Raises OutOfMemory when it does not fit `limit`."""
-    allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable), limit=limit)
+    allocator = CachingAllocator(expandable=expandable, limit=limit)
     run = functools.partial(play, allocator, trace.persistent)
     allocated: dict[str, int] = {}
     reserved: dict[str, int] = {}
@@ -181,7 +180,7 @@ def replay_widths(
     trace: Trace, micro_batches: MicroBatchEvents, widths: Sequence[int], accumulation: int, *, expandable: bool
 ) -> int:
     """Return the peak of reserved bytes up to the end of these micro-batches, `accumulation` to a step, in unlimited memory."""
-    allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable))
+    allocator = CachingAllocator(expandable=expandable)
     run = functools.partial(play, allocator, trace.persistent)
     run([(WARM_UP, trace.warm_up), (WARM_UP, RELEASED)])
     run(trace.parts["load"])

@@ -1,8 +1,8 @@
 """A simulation of torch's CUDA caching allocator: what it reserves for a sequence of allocations and releases.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, those of `AllocatorSettings` included; the
-sizes are those of c10/core/AllocatorConfig.h. Each rule names its function. tests/memory replays random and
-recorded requests on the allocator of each supported torch (`make test-card TORCH=...`), and compares the blocks.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`; the sizes are those of
+c10/core/AllocatorConfig.h. Each rule names its function. tests/memory replays random and recorded requests on the allocator of
+each supported torch (`make test-card TORCH=...`), and compares the blocks.
 Frees take effect at once, as they do for tensors that are used on one stream.
 """
 
@@ -14,7 +14,6 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-from finetune.card.allocator import AllocatorSettings
 from finetune.units import GIB, MIB
 
 #: kMinBlockSize: requests are rounded up to multiples of this (`round_size`).
@@ -23,9 +22,6 @@ MIN_BLOCK = 512
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 #: kMinLargeAlloc: smaller ones share segments of `large_segment_size`; others are rounded up to kRoundLarge.
 LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-#: An oversize block may be this much larger than the request it serves (`max_non_split_rounding_size`).
-SPARE_OVERSIZE = 20 * MIB
-NO_LIMIT = 1 << 62
 #: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
 _ADDRESSES = 1 << 45
 
@@ -57,12 +53,11 @@ def ties_of(torch_version: str) -> Ties:
 class Block:
     """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
 
-    __slots__ = ("address", "base", "free", "freed_at", "mapped", "next", "number", "pool", "prev", "size")
+    __slots__ = ("address", "base", "free", "mapped", "next", "number", "pool", "prev", "size")
 
     def __init__(self, size: int, address: int, pool: Pool, base: int) -> None:
         self.size, self.address, self.pool, self.base = size, address, pool, base
         self.free = self.mapped = True
-        self.freed_at = 0
         pool.blocks_made += 1
         self.number = pool.blocks_made
         self.prev: Block | None = None
@@ -105,11 +100,8 @@ class CachingAllocator:
     returned to the driver. `segments` is their number, which torch does not count where they are expandable.
     """
 
-    def __init__(self, settings: AllocatorSettings, *, limit: int | None = None, torch_version: str | None = None) -> None:
-        self.expandable, self.limit = settings.expandable_segments, limit
-        self._divisions, self._most_split = settings.roundup_power2_divisions, settings.max_split_size_mb * MIB or NO_LIMIT
-        self._collect_above = round(settings.garbage_collection_threshold * limit) if limit is not None else 0
-        self._searches = 0  # among large blocks
+    def __init__(self, *, expandable: bool, limit: int | None = None, torch_version: str | None = None) -> None:
+        self.expandable, self.limit = expandable, limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = self.returned = 0
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
@@ -128,14 +120,14 @@ class CachingAllocator:
         if requested == 0:
             self.live[name] = None
             return
-        size = rounded(requested, self._divisions)
+        size = rounded(requested)
         small = size <= SMALL_REQUEST
         pool = self.pools.get((stream, small))
         if pool is None:
             pool = self.pools[(stream, small)] = Pool(small, self._ties)
         block = self._best_fit(pool, size) or self._new_memory(pool, size)
         tail = block.size - size
-        if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST and size < self._most_split:  # should_split
+        if tail >= MIN_BLOCK if small or self.expandable else tail > SMALL_REQUEST:  # should_split
             remaining = Block(tail, block.address + size, pool, block.base)
             after = block.next
             remaining.prev, remaining.next = block, after
@@ -158,7 +150,6 @@ class CachingAllocator:
         self.allocated -= block.size
         block.free = True
         self._merge(block)
-        block.freed_at = self._searches
         block.pool.add(block)
 
     def empty_cache(self) -> None:
@@ -167,14 +158,14 @@ class CachingAllocator:
             for _, _, block in list(pool.free):
                 if self.expandable:
                     self._unmap(block)
-                elif block.prev is None and block.next is None:
-                    self._free_segment(block)
+                elif block.prev is None and block.next is None:  # release_block
+                    pool.remove(block)
+                    self.segments -= 1
+                    self._return(block.size)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         """`get_free_block`: the smallest free block that is large enough. One that can grow counts with its growth."""
         free = pool.free
-        if not pool.is_small:
-            self._searches += 1
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
@@ -182,19 +173,11 @@ class CachingAllocator:
             growable_bytes, following = _growable_size(free[index][2]), index + 1
             while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
                 index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
-        block = free[index][2]
-        if block.size >= self._most_split and (size < self._most_split or block.size >= size + SPARE_OVERSIZE):
-            return None
-        del free[index]
-        return block
+        return free.pop(index)[2]
 
     def _new_memory(self, pool: Pool, size: int) -> Block:
         """New memory for a request that no free block serves, by the attempts of `malloc` in order."""
-        if self._collect_above:
-            self._collect()
         block = self._new_block(pool, size)
-        if block is None and self._most_split < NO_LIMIT and self._free_oversize(pool, size):
-            block = self._new_block(pool, size)
         if block is None:
             self.retries += 1
             self.empty_cache()
@@ -202,42 +185,6 @@ class CachingAllocator:
         if block is None:
             raise OutOfMemory(size, self.allocated, self.reserved)
         return block
-
-    def _collect(self) -> None:
-        """`garbage_collect_cached_blocks`: free whole segments at least as old as their mean, until enough is free."""
-        excess = self.reserved - int(self._collect_above)
-        if excess <= 0:
-            return
-        whole = [
-            block for pool in self.pools.values() if not pool.is_small for _, _, block in pool.free
-            if block.prev is None and block.next is None
-        ]  # fmt: skip
-        while excess > 0 and whole:
-            mean = sum(self._searches - block.freed_at for block in whole) / len(whole)
-            old = [block for block in whole if self._searches - block.freed_at >= mean]
-            whole = [block for block in whole if self._searches - block.freed_at < mean]
-            excess -= sum(block.size for block in old)
-            for block in old:
-                self._free_segment(block)
-
-    def _free_oversize(self, pool: Pool, size: int) -> bool:
-        """`release_available_cached_blocks`: free one oversize block that is large enough, or the largest ones."""
-        wanted = max(size, self._most_split)
-        at = bisect_left(pool.free, (wanted,))
-        if at < len(pool.free):
-            self._free_segment(pool.free[at][2])
-            return True
-        while wanted > 0 and pool.free and pool.free[-1][0] >= self._most_split:
-            block = pool.free[-1][2]
-            wanted -= block.size
-            self._free_segment(block)
-        return wanted <= 0
-
-    def _free_segment(self, block: Block) -> None:
-        """`release_block`: a segment that is one free block goes back to the driver."""
-        block.pool.remove(block)
-        self.segments -= 1
-        self._return(block.size)
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
         """`alloc_block`: a new segment, or new pages of an expandable one. The limit is tested with a segment's size."""
@@ -351,11 +298,8 @@ class CachingAllocator:
         pool.add(block)
 
 
-def rounded(requested: int, divisions: int = 0) -> int:
-    """`round_size`: multiples of 512 bytes, or with `divisions` the next of that many parts of a power of two."""
-    if divisions > 1 and requested > MIN_BLOCK * divisions:
-        part = (1 << requested.bit_length() - 1) // divisions
-        return -(-requested // part) * part
+def rounded(requested: int) -> int:
+    """`round_size`: multiples of 512 bytes."""
     return -(-requested // MIN_BLOCK) * MIN_BLOCK
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from finetune.card import Card, cuda, nvidia
-from finetune.card.allocator import has_windows_driver, usual_settings
+from finetune.card.allocator import expandable_segments, has_windows_driver
 from finetune.card.compiler import compiler_problem
 from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
@@ -91,18 +91,17 @@ def _devices(cards: Collection[str]) -> list[Device]:
         return []
 
 
-def ignored_settings_message(plan: Plan) -> str:
-    """A message when torch's allocator does not use the settings that the forecast counts on; else an empty text.
+def plain_segments_message(plan: Plan) -> str:
+    """A message when the segments of torch's allocator can't expand, though the forecast counts on it; else an empty text.
 
     Asked after the model was loaded: torch 2.9.1 ignored expandable segments without a word.
     """
-    ignored_names = cuda.ignored_settings(usual_settings())
-    if not ignored_names:
+    if not expandable_segments() or not cuda.has_plain_segments():
         return ""
     peak_bytes = plan.forecast.peak_high_bytes if plan.forecast else 0
     peak_without_bytes = round(peak_bytes * (1 + SEGMENTED[-1]) / (1 + EXPANDABLE[-1]))
     return (
-        f"torch's allocator does not use {', '.join(ignored_names)}, which the forecast counts on: the run may take "
+        "torch's allocator does not use expandable_segments, which the forecast counts on: the run may take "
         f"{format_bytes(peak_without_bytes)}, not {format_bytes(peak_bytes)}. Look for PYTORCH_ALLOC_CONF in the environment"
     )
 

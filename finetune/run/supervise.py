@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from finetune import errors
-from finetune.card.allocator import usual_settings
+from finetune.card.allocator import allocator_environment
 from finetune.distributed.configuration import is_distributed
 from finetune.distributed.processes import Launcher
 from finetune.events import Event, EventReader, EventWriter, LossSpike, OutOfMemory, Retry, RunWarning, Start, State, newest
@@ -254,7 +254,7 @@ def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
     Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.
     """
     return {
-        **usual_settings().environment(),
+        **allocator_environment(),
         # else torch prefers cuDNN's attention on Hopper and B200: its buffers are not forecast, and each length is planned anew
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "PYTHONUNBUFFERED": "1",

@@ -27,7 +27,7 @@ class RecordedCard:
                 "peak_reserved_bytes": RESERVED, "inactive_split_bytes": 0,
                 "segments": SEGMENTS, "peak_segments": SEGMENTS + 1, "allocation_retries": 0,
             },
-            "snapshot": {}, "ignored_settings": [],
+            "snapshot": {},
         }  # fmt: skip
         self.broken = broken or {}
 

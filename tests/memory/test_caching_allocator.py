@@ -12,18 +12,16 @@ from pathlib import Path
 import pytest
 from test_trace import both_ways
 
-from finetune.card.allocator import AllocatorSettings
 from finetune.memory import allocator_replay
 from finetune.memory.caching_allocator import (
     SMALL_SEGMENT,
     CachingAllocator,
     OutOfMemory,
     Ties,
-    rounded,
     segment_bytes,
     ties_of,
 )  # fmt: skip
-from finetune.units import GIB, KIB, MIB
+from finetune.units import KIB, MIB
 
 BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 
@@ -80,7 +78,7 @@ def random_requests(allocator, seed, count=600, least=1):
 @BOTH
 @pytest.mark.parametrize("seed", range(8))
 def test_blocks_tile_their_segments_and_sums_agree(expandable, seed):
-    allocator = CachingAllocator(AllocatorSettings(expandable))
+    allocator = CachingAllocator(expandable=expandable)
     for name in random_requests(allocator, seed):
         allocator.release(name)
     assert_sound(allocator)
@@ -93,10 +91,10 @@ def test_blocks_tile_their_segments_and_sums_agree(expandable, seed):
 @BOTH
 @pytest.mark.parametrize("seed", range(4))
 def test_with_a_limit_never_more_is_reserved(expandable, seed):
-    free = CachingAllocator(AllocatorSettings(expandable))
+    free = CachingAllocator(expandable=expandable)
     random_requests(free, seed)
     limit = int(0.97 * free.peak_reserved)
-    capped = CachingAllocator(AllocatorSettings(expandable), limit=limit)
+    capped = CachingAllocator(expandable=expandable, limit=limit)
     try:
         random_requests(capped, seed)
     except OutOfMemory as error:
@@ -108,7 +106,7 @@ def test_with_a_limit_never_more_is_reserved(expandable, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_reserved_is_never_less_than_allocated(seed):
-    allocators = [CachingAllocator(AllocatorSettings(expandable)) for expandable in (False, True)]
+    allocators = [CachingAllocator(expandable=expandable) for expandable in (False, True)]
     for allocator in allocators:
         random_requests(allocator, seed)
         assert allocator.peak_reserved >= allocator.peak_allocated
@@ -123,7 +121,7 @@ def test_sizes_of_segments():
 
 def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
     for spare, allocated in ((MIB, 12 * MIB), (MIB + 512, 11 * MIB - 512)):
-        allocator = CachingAllocator(AllocatorSettings(False))
+        allocator = CachingAllocator(expandable=False)
         allocator.allocate(0, 12 * MIB)
         allocator.release(0)
         allocator.allocate(1, 12 * MIB - spare)
@@ -131,7 +129,7 @@ def test_a_large_block_is_split_only_when_more_than_a_mebibyte_remains():
 
 
 def test_the_smallest_block_that_fits_is_taken():
-    allocator = CachingAllocator(AllocatorSettings(False))
+    allocator = CachingAllocator(expandable=False)
     for name, size in enumerate((40, 20, 30)):
         allocator.allocate(name, size * MIB)
     for name in range(3):
@@ -142,7 +140,7 @@ def test_the_smallest_block_that_fits_is_taken():
 
 
 def test_expandable_segments_grow_by_pages_and_split_to_the_byte():
-    allocator = CachingAllocator(AllocatorSettings(True))
+    allocator = CachingAllocator(expandable=True)
     allocator.allocate(0, 33 * MIB)
     assert (allocator.allocated, allocator.reserved) == (33 * MIB, 40 * MIB)
     allocator.allocate(1, 20 * MIB)  # 7 MiB are there, one page more
@@ -156,7 +154,7 @@ def test_expandable_segments_grow_by_pages_and_split_to_the_byte():
 
 
 def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
-    allocator = CachingAllocator(AllocatorSettings(False), limit=50 * MIB)
+    allocator = CachingAllocator(expandable=False, limit=50 * MIB)
     allocator.allocate(0, 30 * MIB)
     allocator.release(0)
     allocator.allocate(1, 40 * MIB)
@@ -165,66 +163,8 @@ def test_a_request_at_the_limit_is_met_after_cached_blocks_are_freed():
         allocator.allocate(2, 30 * MIB)
 
 
-def test_sizes_are_rounded_up_to_parts_of_a_power_of_two():
-    assert [rounded(size, 4) for size in (1, 1200, 2100, 2048, 5000, 7 * MIB, 7 * MIB + 1)] == [
-        512, 1536, 2560, 2048, 5120, 7 * MIB, 8 * MIB,
-    ]  # fmt: skip
-    allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=4))
-    allocator.allocate(0, 33 * MIB)
-    assert (allocator.allocated, allocator.reserved) == (40 * MIB, 40 * MIB)
-
-
-def test_oversize_blocks_are_not_split_and_go_back_before_all_do():
-    allocator = CachingAllocator(AllocatorSettings(max_split_size_mb=64), limit=250 * MIB)
-    for name, size in enumerate((100, 80, 30)):
-        allocator.allocate(name, size * MIB)
-        allocator.release(name)
-    allocator.allocate(3, 70 * MIB)  # of 80: at most 20 MiB are left over
-    assert (allocator.allocated, allocator.reserved) == (80 * MIB, 210 * MIB)
-    allocator.allocate(4, 20 * MIB)  # of 30, split; the oversize block of 100 is not for small requests
-    allocator.allocate(5, 25 * MIB)
-    assert allocator.reserved == 236 * MIB
-    allocator.allocate(6, 60 * MIB)  # the block of 100 goes back, the 10 that are left of 30 stay
-    assert (allocator.reserved, allocator.returned, allocator.retries) == (196 * MIB, 100 * MIB, 0)
-    assert_sound(allocator)
-
-
-def test_above_the_threshold_the_oldest_segments_are_freed_before_one_is_made():
-    allocator = CachingAllocator(AllocatorSettings(garbage_collection_threshold=0.5), limit=200 * MIB)
-    for name in range(3):
-        allocator.allocate(name, 30 * MIB + name * 2 * MIB)
-    for name in range(3):
-        allocator.release(name)
-        allocator.allocate(10 + name, 10 * MIB)  # a search: what was freed before it is older
-        allocator.release(10 + name)
-    allocator.allocate(3, 40 * MIB)
-    assert allocator.returned == 0 and allocator.reserved == 136 * MIB  # 96 MiB are below half of the limit
-    allocator.allocate(4, 50 * MIB)  # 36 MiB above it: the two segments older than the mean
-    assert (allocator.returned, allocator.reserved, allocator.retries) == (66 * MIB, 120 * MIB, 0)
-    assert_sound(allocator)
-
-
-OTHERS = [
-    AllocatorSettings(roundup_power2_divisions=8), AllocatorSettings(max_split_size_mb=21),
-    AllocatorSettings(garbage_collection_threshold=0.6), AllocatorSettings(True, roundup_power2_divisions=4),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("settings", OTHERS, ids=str)
-def test_invariants_hold_with_other_settings(settings):
-    free = CachingAllocator(settings)
-    random_requests(free, seed=5)
-    allocator = CachingAllocator(settings, limit=int(0.98 * free.peak_reserved))
-    for name in random_requests(allocator, seed=5):
-        allocator.release(name)
-    assert_sound(allocator)
-    assert allocator.allocated == 0 < allocator.returned
-    allocator.empty_cache()
-    assert allocator.reserved == 0
-
-
 def test_streams_do_not_share_blocks():
-    allocator = CachingAllocator(AllocatorSettings(False))
+    allocator = CachingAllocator(expandable=False)
     allocator.allocate(0, 30 * MIB)
     allocator.release(0)
     allocator.allocate(1, 30 * MIB, stream=1)
@@ -234,8 +174,8 @@ def test_streams_do_not_share_blocks():
 class Recorder(CachingAllocator):
     """Writes down what it is asked, and its sums after that."""
 
-    def __init__(self, settings, **more):
-        super().__init__(settings, **more)
+    def __init__(self, **more):
+        super().__init__(**more)
         self.asked, self.sums = [], []
 
     def allocate(self, name, requested, stream=0):
@@ -262,8 +202,8 @@ class Recorder(CachingAllocator):
         return sorted([[block.size, block.free] for block in run] for run in runs)
 
 
-def noted_random(settings, seed, **more):
-    allocator, rng, live = Recorder(settings, **more), random.Random(seed), []
+def noted_random(expandable, seed):
+    allocator, rng, live = Recorder(expandable=expandable), random.Random(seed), []
     for name in range(2000):
         if live and rng.random() < 0.48:
             allocator.release(live.pop(rng.randrange(len(live))))
@@ -281,7 +221,7 @@ def recorded_run(expandable, monkeypatch):
     monkeypatch.setattr(
         allocator_replay,
         "CachingAllocator",
-        lambda settings, **more: allocators.append(Recorder(settings, **more)) or allocators[-1],
+        lambda **more: allocators.append(Recorder(**more)) or allocators[-1],
     )
     allocator_replay.replay(both_ways()[0], expandable=expandable)
     return allocators[0]
@@ -291,7 +231,7 @@ def recorded_run(expandable, monkeypatch):
 @BOTH
 def test_the_recorded_requests_are_those_of_the_replay(expandable, monkeypatch):
     noted = recorded_run(expandable, monkeypatch)
-    second = CachingAllocator(AllocatorSettings(expandable))
+    second = CachingAllocator(expandable=expandable)
     for event, sums in zip(noted.asked, noted.sums, strict=True):
         if event is None:
             second.empty_cache()
@@ -307,8 +247,8 @@ def at_random_addresses(seed):
     """Segments where a driver may put them; until torch 2.12 the lowest address decides between free blocks of one size."""
 
     class Scattered(CachingAllocator):
-        def __init__(self, settings, **more):
-            super().__init__(settings, **{**more, "torch_version": "2.11.0"})
+        def __init__(self, **more):
+            super().__init__(**{**more, "torch_version": "2.11.0"})
             self.rng = random.Random(seed)
 
         def _new_address(self, size):
@@ -328,11 +268,11 @@ def test_addresses_that_do_not_rise_change_what_is_reserved_by_no_more_than_a_sm
     assert len(reserved) > 1 and all(abs(size - rising) <= SMALL_SEGMENT for size in reserved)
 
 
-def on_torchs_allocator(asked, settings, limit=None):
+def on_torchs_allocator(asked, expandable):
     """What torch's own allocator makes of the requests."""
     process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("torch_allocator.py"), str(limit or 0)], input=json.dumps(asked), text=True,
-        env={**os.environ, **settings.environment()}, capture_output=True, check=True,
+        [sys.executable, Path(__file__).with_name("torch_allocator.py")], input=json.dumps(asked), text=True,
+        env={**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}, capture_output=True, check=True,
     )  # fmt: skip
     return json.loads(process.stdout)
 
@@ -342,22 +282,11 @@ SCATTERED = ties_of(version("torch")) is Ties.ADDRESS and "STAND_IN_LIBRARIES" n
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(SCATTERED, reason="such settings are not chosen with this torch: the driver's addresses decide")
-@pytest.mark.parametrize("settings", OTHERS, ids=str)
-def test_torchs_own_allocator_does_the_same_with_other_settings(settings):
-    limit = 2 * GIB if settings.garbage_collection_threshold else None
-    noted = noted_random(settings, 1, limit=limit)
-    theirs = on_torchs_allocator(noted.asked, settings, limit)
-    assert theirs["sums"] == noted.sums and theirs["segments"] == noted.segments_as_torch_shows_them()
-
-
-@pytest.mark.gpu
 @BOTH
 @pytest.mark.parametrize("what", ["run", 0, 1, 2])
 def test_torchs_own_allocator_does_the_same(expandable, what, monkeypatch):
-    settings = AllocatorSettings(expandable)
-    noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(settings, what)
-    theirs = on_torchs_allocator(noted.asked, settings)
+    noted = recorded_run(expandable, monkeypatch) if what == "run" else noted_random(expandable, what)
+    theirs = on_torchs_allocator(noted.asked, expandable)
     if expandable or not SCATTERED:
         assert theirs["sums"] == noted.sums and theirs["segments"] == noted.segments_as_torch_shows_them()
     for (allocated, reserved), sums in zip(noted.sums, theirs["sums"], strict=True):

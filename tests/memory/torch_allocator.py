@@ -1,7 +1,7 @@
 """Plays [[name, bytes], [name, -1], null for an empty cache, ...] from stdin on torch's own allocator of the first card.
 
-The argument is the most bytes to reserve, 0 for no limit. Writes, as JSON, allocated and reserved bytes after each, and at the
-end the blocks of each segment. Not a test; run by one, in a process of its own, because the allocator's settings are read once.
+Writes, as JSON, allocated and reserved bytes after each, and at the end the blocks of each segment. Not a test; run by one, in
+a process of its own, because the allocator's settings are read once.
 """
 
 import json
@@ -12,9 +12,7 @@ from torch.cuda.memory import caching_allocator_alloc, caching_allocator_delete
 
 
 def main():
-    live, sums, limit = {}, [], int(sys.argv[1])
-    if limit:  # torch rounds share times total down
-        torch.cuda.set_per_process_memory_fraction((limit + 0.5) / torch.cuda.get_device_properties(0).total_memory)
+    live, sums = {}, []
     for event in json.load(sys.stdin):
         if event is None:
             torch.cuda.empty_cache()
