@@ -129,7 +129,6 @@ def with_row_lengths(
     *,
     rows: RowShape,
     lengths: Sequence[int],
-    budget_bytes: int | None = None,
     lowers: bool = False,
 ) -> Forecast:
     """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.

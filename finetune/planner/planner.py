@@ -230,7 +230,7 @@ class _Planner:
     def _replay_rows(self, forecast: Forecast, config: dict[str, Any], settings: Settings, rows: RowShape) -> Forecast:
         return with_row_lengths(
             forecast, config, settings, self.card, rows=rows, lengths=self.data.lengths if self.data else (),
-            budget_bytes=self.budget, lowers=not expandable_segments(),
+            lowers=not expandable_segments(),
         )  # fmt: skip
 
     def compare(self, attempt: _Attempt) -> None:

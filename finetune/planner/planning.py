@@ -162,7 +162,7 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
     forecast = make_forecast(config, settings, card, rows=rows, budget_bytes=plan.budget_bytes)
     if card.is_cpu or not expandable_segments():
         return forecast
-    return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths, budget_bytes=plan.budget_bytes)
+    return with_row_lengths(forecast, config, settings, card, rows=rows, lengths=data.lengths)
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:
