@@ -59,6 +59,7 @@ from blocks.reference import (
     other_tools,
     picture_types,
     plan_json,
+    preferences,
     settings,
 )
 
@@ -74,6 +75,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "chat-formats": chat_formats,
     "events": events,
     "plan-json": plan_json,
+    "preferences": preferences,
     "families": families,
     "model-types": model_types,
     "picture-types": picture_types,

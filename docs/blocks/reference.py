@@ -40,6 +40,23 @@ def _described(row: Setting) -> str:
     return row.description + also
 
 
+def preferences() -> str:
+    """How much faster a less simple setting must be before the planner chooses it."""
+    from finetune.planner import strategy
+    from finetune.settings.base_formats import BITS_16, QUANTISED
+    from finetune.settings.optimizers import FUSED, OPTIMIZERS
+
+    prices = {f"{base.label} weights instead of {BITS_16.label}": base.price for base in QUANTISED}
+    prices |= {f"`optim: {name}` instead of {FUSED}": row.price for name, row in OPTIMIZERS.items() if row.planned}
+    prices |= {
+        f"`activation_checkpointing: {str(kind).lower()}`": price for kind, price in strategy.CHECKPOINTING_PRICE.items()
+    }
+    prices |= {"a doubled micro-batch": strategy.DOUBLING_PRICE, "`offload_embeddings: true`": strategy.HOST_TABLE_PRICE}
+    rows = [(name, f"{1 - 1 / price:.1%}") for name, price in prices.items() if price > 1]
+    rows.append(("weights of layers in host memory", "not where all fit on the GPU"))
+    return markdown(("setting", ">saves at least"), rows)
+
+
 def other_tools() -> str:
     """The keys of each tool that become settings, and its defaults."""
     from finetune.recipe.foreign import tools

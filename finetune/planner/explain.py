@@ -10,7 +10,7 @@ from finetune.planner.choices import Choices
 from finetune.planner.plan import Alternative, Verdict, as_overrides, verdict_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import Strategy
-from finetune.settings import AUTO, Recipe
+from finetune.settings import Recipe
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED
 from finetune.settings.compatibility import BUFFERS, layer_offloading_conflict
 from finetune.settings.optimizers import EIGHT_BIT, FUSED, OPTIMIZERS
@@ -55,12 +55,14 @@ class Comparison:
         return self.search.high_bytes(dataclasses.replace(self.strategy, **change))
 
 
-def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy) -> Choices:
-    """Resolve the memory settings to the chosen strategy, each with its reason."""
+def explain_strategy(
+    choices: Choices, search: Search, chosen: EvaluatedStrategy, fastest: EvaluatedStrategy | None = None
+) -> Choices:
+    """Resolve the memory settings to the chosen strategy, each with its reason. `fastest`: one that takes less time."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
-    reason = _explain_format(compare, job.card.is_cpu) + _faster_in_4_bit(compare, choices.recipe)
+    reason = _explain_format(compare, job.card.is_cpu)
     reasons = {
         **{base.setting: (base is not strategy.base and base.reason_against) or reason for base in QUANTISED},
         "optim": _explain_optimizer(compare),
@@ -71,6 +73,9 @@ def explain_strategy(choices: Choices, search: Search, chosen: EvaluatedStrategy
         "per_device_train_batch_size": _explain_micro(compare),
         "gradient_accumulation_steps": f"keeps the effective batch at {job.batch}",
     }  # fmt: skip
+    if fastest:
+        name, price = _price_of_preference(compare, fastest.strategy)
+        reasons[name] += f"; {price}"
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
     if (base := strategy.base).setting and job.shape.experts and not base.experts:
@@ -94,18 +99,17 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
     return f"{base.label} {compare.against(base=plain)} vs {plain.title} weights{why}"
 
 
-def _faster_in_4_bit(compare: Comparison, recipe: Recipe) -> str:
-    """What is said beside a 16-bit base where 4 bits fit without recomputation and are faster, by less than their price."""
-    chosen, open_settings = compare.strategy, (recipe.load_in_4bit, recipe.activation_checkpointing)
-    if chosen.base is not BITS_16 or chosen.checkpointing is False or any(value != AUTO for value in open_settings):
-        return ""
-    change: dict[str, Any] = {"base": NF4, "checkpointing": False, "every_n": 1}
-    saved = 1 - compare.search.timing(dataclasses.replace(chosen, **change)).step_s / compare.search.timing(chosen).step_s
-    if saved < 0.005 or not compare.fits(**change):
-        return ""
-    least = 1 - 1 / NF4.price
-    faster = f"{NF4.label} that recomputes nothing saves {saved:.0%} of time"
-    return f"; {faster}, but rounds the weights: it is chosen from {least:.0%}"
+def _price_of_preference(compare: Comparison, fastest: Strategy) -> tuple[str, str]:
+    """The setting that keeps the plan from being the fastest one, and what that costs."""
+    chosen, timing = compare.strategy, compare.search.timing
+    saved = 1 - timing(fastest).step_s / timing(chosen).step_s
+    faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"
+    if fastest.offloaded and not chosen.offloaded:
+        return "layer_offloading", f"{faster}, but weights stay on the card where they fit"
+    least = f"it is chosen from {1 - chosen.price / fastest.price:.1%}"
+    if fastest.base is not chosen.base:
+        return fastest.base.setting or chosen.base.setting, f"{faster}, but rounds the weights: {least}"
+    return "activation_checkpointing", f"{faster}, and takes more memory or more kinds of kernels: {least}"
 
 
 def _explain_optimizer(compare: Comparison) -> str:
@@ -172,11 +176,12 @@ def _explain_micro(compare: Comparison) -> str:
 def alternatives(
     search: Search, chosen: EvaluatedStrategy, step_time_factor: float, choices: Choices
 ) -> tuple[Alternative, ...]:
-    """Every forecast strategy: the chosen one first, then by step time."""
+    """Every forecast strategy: the chosen one first, whose own forecast may be of compiled layers, then by step time."""
     times_known = knows_rates(search.job.card)
     chosen_values = _values_of(chosen, chosen, search.job, choices)
     rows = []
-    for candidate in search.evaluated:
+    of_chosen = search.lookup(chosen.strategy)
+    for candidate in (chosen if other is of_chosen else other for other in search.evaluated):
         timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
         differing = {name: value for name, value in values.items() if chosen_values.get(name) != value}
         row = Alternative(
@@ -214,9 +219,9 @@ def describe(strategy: Strategy, job: Job) -> str:
     return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
 
 
-def compiling_pays(search: Search, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
+def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
     """Whether compiled layers save more time in a run of `steps` steps than compiling takes, and the reason."""
-    lean, compiled = (time_step(dataclasses.replace(search.job, compiled=on), strategy).step_s for on in (False, True))
+    lean, compiled = (time_step(dataclasses.replace(job, compiled=on), strategy).step_s for on in (False, True))
     if compiled >= lean:
         return False, "by the model of a step it saves no time"
     needed = math.ceil(COMPILE_S / (lean - compiled))

@@ -64,6 +64,8 @@ COMPILED_TYPES = (
 )  # fmt: skip
 #: Lowest compute capability that torch's compiler has Triton kernels for (torch/_inductor/scheduler.py).
 LEAST_CAPABILITY = (7, 0)
+#: A plan is faster than another if its step takes less than this share; so many are forecast to find the fastest.
+MATTERS, MOST_FASTER = 0.995, 3
 #: `make_forecast`, or another with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -122,10 +124,13 @@ def _planner_of(
 
 @dataclass(frozen=True)
 class _Attempt:
+    """`compiled`: the choices with compiled layers, if the chosen strategy has them; the search's forecasts are without."""
+
     choices: Choices
     search: Search
     chosen: EvaluatedStrategy | None = None
     offload_target: OffloadTarget = False
+    compiled: Choices | None = None
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
@@ -212,8 +217,13 @@ class _Planner:
                 search.smallest(options)
             while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
                 raised = self._with_uneven_rows(attempt.choices, search, candidate)
-                if search.fits(raised):
-                    return dataclasses.replace(attempt, chosen=raised)
+                if not search.fits(raised):
+                    continue
+                fitting = dataclasses.replace(attempt, chosen=raised)
+                if search.lean_because(raised.strategy):
+                    return fitting
+                if compiled := self._compiled(fitting, options):
+                    return compiled
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
@@ -256,32 +266,35 @@ class _Planner:
             price += f" and {time_step(job, chosen.strategy).step_s / sft_s:.1f} x the time"
         return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"
 
-    def with_compiling(self, attempt: _Attempt, steps: int | None) -> _Attempt:
-        """The attempt with compiled layers, where the recipe leaves that open, they fit, and they pay; else with the reason."""
+    def _compiled(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
+        """The attempt with compiled layers; None if they don't fit or have no forecast, which is remembered."""
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
-        why = self._uncompiled_because(choices, chosen.strategy)
-        pays, reason = (False, why) if why else compiling_pays(search, chosen.strategy, steps)
-        if pays and attempt.verdict == Verdict.FITS:
-            values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
-            compiled = dataclasses.replace(choices, values={**choices.values, **choices.open(values)})
-            self.report_progress("forecasting compiled layers")
-            settings, forecast = self._settings_of(compiled, chosen.strategy), None
-            try:
-                forecast = with_margin_above(self._forecast(self.config, settings, search.job.batches.longest), chosen.forecast)
-                reason = why_not_compiled(forecast) or reason
-            except RecipeError as error:
-                reason = error.problems[0]
-            if forecast is not None and forecast.peak_high_bytes > self.budget:
-                reason = f"compiled layers need {format_bytes(forecast.peak_high_bytes - self.budget)} more than there is"
-            elif forecast is not None and not why_not_compiled(forecast):
-                job = dataclasses.replace(search.job, compiled=True, lean=False)
-                evaluated = dataclasses.replace(chosen, forecast=forecast)
-                others = [evaluated if other is chosen else other for other in search.evaluated]
-                search = dataclasses.replace(search, job=job, evaluated=others)
-                choices = compiled.with_reason("lean_layers", "layers are compiled").with_reason("torch_compile", reason)
-                choices = choices.with_reason("mlp_tile_tokens", "only lean layers have them")
-                return dataclasses.replace(attempt, chosen=evaluated, search=search, choices=choices)
-        return dataclasses.replace(attempt, choices=choices.with_reason("torch_compile", reason))
+        values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
+        compiled = dataclasses.replace(choices, values={**choices.values, **choices.open(values)})
+        self.report_progress("forecasting compiled layers")
+        settings = self._settings_of(compiled, chosen.strategy)
+        try:
+            forecast = with_margin_above(self._forecast(self.config, settings, search.job.batches.longest), chosen.forecast)
+            reason = why_not_compiled(forecast)
+        except RecipeError as error:
+            reason = error.problems[0]
+        if reason:
+            search.rule_out_compiling(options, reason)
+            return None
+        if (excess := forecast.peak_high_bytes - self.budget) > 0:
+            larger = [option for option in options if search.high_bytes(option) >= chosen.forecast.peak_high_bytes]
+            search.rule_out_compiling(larger, f"compiled layers need {format_bytes(excess)} more than there is")
+            return None
+        compiled = compiled.with_reason("lean_layers", "layers are compiled")
+        compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")
+        return dataclasses.replace(attempt, chosen=dataclasses.replace(chosen, forecast=forecast), compiled=compiled)
+
+    def _why_lean(self, choices: Choices, job: Job, strategy: Strategy) -> str:
+        """Why a strategy's layers are not compiled; empty where that can be tried, and pays in a run of this length."""
+        if why := self._uncompiled_because(choices, strategy):
+            return why
+        pays, reason = compiling_pays(job, strategy, total_steps(choices, strategy.micro, self.data))
+        return "" if pays else reason
 
     def _uncompiled_because(self, choices: Choices, strategy: Strategy) -> str:
         """What rules out compiled layers; empty if they can be tried."""
@@ -313,9 +326,10 @@ class _Planner:
             self.history.speed_factor or 1.0,
             total_steps(attempt.choices, attempt.evaluated.strategy.micro, self.data),
         )
-        attempt = self.with_compiling(attempt, steps)
-        search, chosen = attempt.search, attempt.evaluated
-        choices = choose_cadence(explain_strategy(attempt.choices, search, chosen), steps, self.data)
+        search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
+        why = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
+        choices = explain_strategy(choices.with_reason("torch_compile", why), search, chosen, self._fastest(attempt))
+        choices = choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
             chosen.forecast,
@@ -336,6 +350,26 @@ class _Planner:
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
+
+    def _fastest(self, attempt: _Attempt) -> EvaluatedStrategy | None:
+        """The strategy with the shortest step of all that fit, where preferences have chosen another one; its forecast is added
+        to those of the search."""
+        search, options = attempt.search, self._open_strategies(attempt)
+        if attempt.verdict != Verdict.FITS or self.card.is_cpu:
+            return None
+        if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
+            options += self._open_strategies(dataclasses.replace(attempt, offload_target="cpu"))
+        most_s = MATTERS * search.timing(attempt.evaluated.strategy).step_s
+        faster = [option for option in search.within_budget(options) if search.timing(option).step_s < most_s]
+        for _ in range(MOST_FASTER):
+            faster = [option for option in faster if search.high_bytes(option) <= self.budget]
+            fastest = min(faster, key=lambda option: search.timing(option).step_s, default=None)
+            if fastest is None:
+                return None
+            search.forecast(fastest)
+            if (evaluated := search.lookup(fastest)) and search.fits(evaluated):
+                return evaluated
+        return None
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job
@@ -373,7 +407,9 @@ class _Planner:
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
                 vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip
-            yield _Attempt(choices, Search(job, self.budget, self._forecasts(choices, job), shared), offload_target=target)
+            why_lean = functools.partial(self._why_lean, choices, job)
+            search = Search(job, self.budget, self._forecasts(choices, job), why_lean, shared)
+            yield _Attempt(choices, search, offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:
         table = self.shape.table > 0 and not self.recipe.trained_embedding_rows

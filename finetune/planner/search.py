@@ -6,7 +6,7 @@ Estimates, scaled from other strategies' forecasts, decide which strategy to for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.memory.forecast import Forecast
 from finetune.planner.shape import ModelShape
@@ -122,12 +122,17 @@ Forecaster = Callable[[Strategy], Forecast]
 
 @dataclass(frozen=True)
 class Search:
-    """A job, its budget, the forecaster, and the forecasts made so far (shared between attempts)."""
+    """A job, its budget, the forecaster, and the forecasts made so far (shared between attempts).
+
+    `why_lean`: why a strategy's layers are not compiled, empty where they can be. Forecasts are of layers that are not.
+    """
 
     job: Job
     budget_bytes: int
     forecaster: Forecaster
+    why_lean: Callable[[Strategy], str]
     evaluated: list[EvaluatedStrategy] = field(default_factory=list)
+    _lean_because: dict[Strategy, str] = field(default_factory=dict)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
 
     @property
@@ -198,10 +203,23 @@ class Search:
         return estimate_high_bytes(strategy, self.width, self.evaluated, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
-        """The speed model's step time for this strategy."""
+        """The speed model's step time for this strategy, with compiled layers where it can have them."""
         if strategy not in self._timings:
-            self._timings[strategy] = time_step(self.job, strategy)
+            job = self.job if self.lean_because(strategy) else replace(self.job, compiled=True, lean=False)
+            self._timings[strategy] = time_step(job, strategy)
         return self._timings[strategy]
+
+    def lean_because(self, strategy: Strategy) -> str:
+        """Why the strategy's layers are not compiled; empty where they can be."""
+        if strategy not in self._lean_because:
+            self._lean_because[strategy] = self.why_lean(strategy)
+        return self._lean_because[strategy]
+
+    def rule_out_compiling(self, strategies: Iterable[Strategy], reason: str) -> None:
+        """Leave the layers of these strategies uncompiled."""
+        for strategy in strategies:
+            self._lean_because[strategy] = self.lean_because(strategy) or reason
+            self._timings.pop(strategy, None)
 
     def _of_this_job(self) -> list[EvaluatedStrategy]:
         return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]

@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from finetune.card import catalogue, find_card
 from finetune.errors import RecipeError
-from finetune.planner.plan import DataStatistics
+from finetune.planner.plan import DataStatistics, Verdict
 from finetune.planner.planner import make_plan
-from finetune.recipe import recipe_from
+from finetune.planner.planning import plan_recipe, without_rows
+from finetune.recipe import parse_recipe, recipe_from
+from finetune.recipe.load import NO_DATASET
 from finetune.settings import unresolved
 from finetune.units import GIB
 
@@ -71,6 +73,47 @@ def test_more_memory_never_makes_a_plan_worse(new_forecaster, model, gib, more):
         for size in (gib, min(23.5, gib + more))
     )
     assert order.index(enough.verdict) >= order.index(less.verdict)
+
+
+FREE_GIB, LENGTHS = (6, 8, 10, 11.6, 14, 15.6, 18, 20, 22, 23.4), (512, 2048, 8192)
+MODELS_OF_GRID = [
+    "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-14B", "google/gemma-3-12b-it",
+    "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B",
+]  # fmt: skip
+
+
+def planned(model, gib, length, overrides=()):
+    text = f"{{model_name_or_path: {model}, dataset: {{path: {NO_DATASET}}}, max_length: {length}, effective_batch_size: 16}}"
+    recipe = parse_recipe(text, overrides=overrides)
+    return plan_recipe(recipe, find_card("rtx-4090", free_bytes=round(gib * GIB)), without_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("model", "free_gib", "lengths"),
+    [
+        ("Qwen/Qwen3-8B", (6, 8, 18, 20), (512, 8192)),
+        *(pytest.param(model, FREE_GIB, LENGTHS, marks=pytest.mark.exhaustive) for model in MODELS_OF_GRID),
+    ],
+)
+def test_more_memory_or_shorter_rows_fit_and_no_faster_plan_is_hidden(model, free_gib, lengths):
+    plans = {(length, gib): planned(model, gib, length) for length in lengths for gib in free_gib}
+    wrong = []
+    for (length, gib), plan in plans.items():
+        fits, fastest = plan.verdict == Verdict.FITS, max(other.tokens_per_s for other in plan.alternatives)
+        for less in free_gib[: free_gib.index(gib)]:
+            with_less = plans[length, less]
+            if with_less.verdict == Verdict.FITS and not (fits and fastest >= 0.995 * with_less.forecast.tokens_per_s):
+                wrong.append((length, gib, fastest, less, with_less.forecast.tokens_per_s))
+        if not fits and any(plans[longer, gib].verdict == Verdict.FITS for longer in lengths if longer > length):
+            wrong.append((length, gib, "longer rows fit"))
+        if fits and gib == free_gib[-1]:
+            chosen = next(other for other in plan.alternatives if other.chosen)
+            again = planned(model, gib, length, chosen.overrides.split())
+            if again.forecast.peak_bytes != plan.forecast.peak_bytes:
+                wrong.append((length, gib, plan.forecast.peak_bytes, again.forecast.peak_bytes))
+    assert wrong == []
 
 
 def test_the_trained_share_is_that_of_the_micro_batch_with_most_trained_tokens():
