@@ -33,7 +33,7 @@ def press(context: Context, task: Task) -> list[Any]:
         if not task.end():
             path = task.path / "recipe.yaml"
             path.write_text(context.draft.read().text, encoding="utf-8")
-            context.tasks.begin(task, "plan", str(path), "--measure", "--json")
+            context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
     except OSError as error:  # a full disk, among others
         return [gr.skip(), problem(FinetuneError.title, [str(error)]), gr.Timer(active=False)]
     return tick(task)

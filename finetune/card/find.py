@@ -15,6 +15,7 @@ from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
 from finetune.card.nvidia import Device
+from finetune.card.rates import with_measured_rates
 from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
@@ -42,7 +43,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
     """
     wanted = gpu.strip().lower()
     if wanted == "cpu":
-        card = host_card()
+        card = with_measured_rates(host_card())
     elif wanted == "auto" or _DEVICE_ID.fullmatch(wanted):
         accepts = None if wanted == "auto" else lambda device: wanted == device.index or device.uuid.lower().startswith(wanted)
         card = _measured_card(choose_device(gpu, accepts, processes))
@@ -99,17 +100,22 @@ def _from_entry(name: str) -> Card:
     )  # fmt: skip
 
 
-def _measured_card(choice: Choice) -> Card:
-    """The card as the driver reports it; its rates are the catalogue's if listed there, else unknown."""
-    device = choice.device
+def listed_card(device: Device) -> Card:
+    """The catalogue's card of this name and memory; one without rates if there is none."""
     name = _entry_of(device)
-    listed = _from_entry(name) if name else UNLISTED
+    return _from_entry(name) if name else UNLISTED
+
+
+def _measured_card(choice: Choice) -> Card:
+    """The card as the driver reports it; its rates are measured, else the catalogue's if listed there, else unknown."""
+    device = choice.device
+    listed = listed_card(device)
     measured = measured_context(device.name)
     context, spread = measured or (listed.context_bytes, listed.context_uncertainty_bytes)
     holders = f" by {', '.join(device.holders[:4])}" if device.holders else ""
-    context_source = "measured here" if measured else "from the catalogue" if name else "assumed"
+    context_source = "measured here" if measured else "from the catalogue" if listed.name else "assumed"
     problem, fix = choice.problem or ("", "")
-    return dataclasses.replace(
+    card = dataclasses.replace(
         listed, name=device.name, total_bytes=device.total_bytes, free_bytes=device.free_bytes, capability=device.capability,
         pcie_bytes_s=device.pcie_bytes_s or listed.pcie_bytes_s, context_bytes=context, context_uncertainty_bytes=spread,
         source="measured",
@@ -117,6 +123,7 @@ def _measured_card(choice: Choice) -> Card:
         f"{format_bytes(device.total_bytes - device.free_bytes)} in use{holders}; CUDA context {context_source}{choice.reason}",
         uuid=device.uuid, problem=problem, problem_fix=fix,
     )  # fmt: skip
+    return with_measured_rates(card, device)
 
 
 def _entry_of(device: Device) -> str | None:

@@ -35,7 +35,7 @@ class Device:
     """One GPU as the driver reports it.
 
     `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
-    as in nvidia-smi. `speed`: cores x MHz, to compare GPUs; 0 when unknown.
+    as in nvidia-smi. `speed`: cores x MHz, to compare GPUs; 0 when unknown. `power_limit_w`: None where it can't be read.
     """
 
     name: str
@@ -47,6 +47,8 @@ class Device:
     index: str = "0"
     uuid: str = ""
     speed: int = 0
+    driver: str = ""
+    power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,8 @@ def _read(card: Any, index: str) -> Device:
     return Device(
         name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
         pcie_bytes_s=_pcie(card), holders=_holders(card, total - free), index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(card), speed=_speed(card),
+        uuid=pynvml.nvmlDeviceGetUUID(card), speed=_speed(card), driver=pynvml.nvmlSystemGetDriverVersion(),
+        power_limit_w=_power_limit(card),
     )  # fmt: skip
 
 
@@ -270,6 +273,13 @@ def _speed(card: Any) -> int:
         return pynvml.nvmlDeviceGetNumGpuCores(card) * pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
     except _MISSING:
         return 0
+
+
+def _power_limit(card: Any) -> float | None:
+    try:
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
+    except _MISSING:
+        return None
 
 
 def _pcie(card: Any) -> float | None:

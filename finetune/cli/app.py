@@ -90,7 +90,7 @@ command(
         *RECIPE,
         flag("force", "Start even if the forecast says it does not fit."),
         DETACH,
-        flag("measure", "First measure what int8 and NF4 cost on the held-out rows."),
+        flag("measure", "First measure what int8 and NF4 cost on the held-out rows.", "--measure-quantisation"),
     ],
     "Says how long it takes: by earlier runs here, after ten steps by its own. Ctrl-C stops after the step, with a "
     "checkpoint.",
@@ -105,13 +105,13 @@ command(
         option("free", "Free memory to assume on the card, e.g. 22.1GiB."),
         option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
         option("images", "Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three."),
-        flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4."),
+        flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
-    "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure.\n\n"
+    "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure-quantisation.\n\n"
     "Exit codes: 0 can be run, 3 does not fit or the card can't be used, 4 data.",
     "plan 7b-4090 --gpu rtx-4090 max_length=4096", "plan Qwen/Qwen2.5-7B-Instruct --gpu 4090",
     "plan 8b-3090 --largest max_length", "plan Qwen/Qwen3-VL-8B-Instruct --gpu 4090 --images 1024x1024",
-    "plan tiny-cpu --measure"
+    "plan tiny-cpu --measure-quantisation"
 )
 command(
     START, "data", "data.show_data", "Show what is trained on: rows, lengths, a marked example.", RECIPE,
@@ -298,8 +298,12 @@ command(
 )
 command(
     MACHINE, "doctor", "doctor.show_doctor", "Check driver, packages, memory, disk, hub and port.",
-    [argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON],
-    "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", "doctor tiny-cpu"
+    [
+        argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
+        flag("measure", "Instead measure what the GPU reaches, for forecasts of speed."),
+    ],
+    "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", "doctor tiny-cpu",
+    "doctor --measure"
 )
 command(
     MACHINE, "cache", "cache.use_cache", "Show or clear tokenised rows and quantised models on disk.",

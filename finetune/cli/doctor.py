@@ -15,9 +15,9 @@ _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def show_doctor(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, as_json: bool
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool, as_json: bool
 ) -> int:  # fmt: skip
-    """Check the machine, and the needs of a recipe if one is given. Returns 1 if a check fails, else 0."""
+    """Check the machine, and the needs of a recipe if one is given, or measure its rates. Returns 1 if one fails, else 0."""
     recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
     from finetune.model.configuration import named_model
@@ -25,7 +25,12 @@ def show_doctor(
     began = time.monotonic()
     with show_progress(quiet=as_json) as progress:
         progress("checking")
-        findings = examine(named_model(recipe)[0] if recipe else None, progress)
+        if measure:
+            from finetune.doctor.rates import measure_rates
+
+            findings = measure_rates(progress)
+        else:
+            findings = examine(named_model(recipe)[0] if recipe else None, progress)
     state, took_s = worst(findings), round(time.monotonic() - began, 1)
     shown = [finding.as_json() for finding in findings]
     if as_json:

@@ -1,4 +1,4 @@
-"""Measure what quantising the base costs on held-out rows, for `plan --measure`, `run --measure` and `eval --quantisation`.
+"""Measure what quantising the base costs on held-out rows: `plan` and `run --measure-quantisation`, `eval --quantisation`.
 
 A process measures, one model at a time, so that its memory is free again afterwards.
 """

@@ -66,7 +66,7 @@ def record_run(
         "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
         "measured_reserved_bytes": reserved_bytes,
         "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
-        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s,
+        "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "rates_measured_at": plan.card.rates_measured_at,
     }  # fmt: skip
     rows = _rows()
     mine = [old for old in rows if old["card"] == plan.card.name]
@@ -77,20 +77,21 @@ def record_run(
     write_text(path, "".join(with_checksum(json.dumps(old)) + "\n" for old in retained))
 
 
-def read_history(card_name: str) -> History:
-    """The measurements of earlier runs on this card; empty when there were none."""
+def read_history(card_name: str, rates_measured_at: str = "") -> History:
+    """The measurements of earlier runs on this card; empty when there were none. Times count only with the same rates."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
+    timed = [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at]
 
-    def ratios(measured: str, expected: str) -> list[float]:
+    def ratios(rows: list[dict[str, Any]], measured: str, expected: str) -> list[float]:
         return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
 
     allocated, reserved = (
-        tuple(ratio - 1 for ratio in ratios(f"measured_{name}_bytes", f"forecast_{name}_bytes"))
+        tuple(ratio - 1 for ratio in ratios(rows, f"measured_{name}_bytes", f"forecast_{name}_bytes"))
         for name in ("allocated", "reserved")
     )
-    factors, runs = ratios("measured_step_s", "modelled_step_s"), []
+    factors, runs = ratios(timed, "measured_step_s", "modelled_step_s"), []
     factor = min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
-    for row in rows:
+    for row in timed:
         seconds: list[Any] = [row.get(name) for name in ("workload_s", "train_s", "load_s")]
         if all(isinstance(value, float) and value > 0 for value in seconds):
             runs.append(MeasuredRun(str(row.get("model")), *seconds))

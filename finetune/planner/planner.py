@@ -117,7 +117,7 @@ def _planner_of(
     if recipe.torch_compile is True and shape.experts:
         raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
     return _Planner(
-        recipe, card, data, choices, budget, config, shape, read_history(card.name),
+        recipe, card, data, choices, budget, config, shape, read_history(card.name, card.rates_measured_at),
         forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
     )  # fmt: skip
 

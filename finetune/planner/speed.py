@@ -121,9 +121,12 @@ GROUPED_TILE_ROWS = 128
 EXPERTS_DISPATCH, EAGER_DISPATCH = 1.3, 1.06
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
-#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two: ordinary, lean and
-#: compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a processor.
-DISPATCH_S, LEAN_DISPATCH_S, COMPILED_DISPATCH_S, CPU_DISPATCH_S = 1.8e-3, 1.5e-3, 1.0e-3, 1.05e-3
+#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two, and how many of these
+#: recomputing it takes: ordinary, lean and compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a processor.
+DISPATCH, LEAN_DISPATCH, COMPILED_DISPATCH, CPU_DISPATCH = (1.8e-3, 2.7), (1.5e-3, 1.6), (1.0e-3, 0.9), (1.05e-3, 1.0)
+#: What an operator of torch takes the host where those were measured: they scale with `Card.launch_s`. On a GPU 2.5 us on the
+#: stand-in, whose driver does nothing, and 2 us assumed for a driver's launch.
+LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
 #: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
@@ -211,13 +214,15 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     references = job.method.reference_passes  # forward passes without gradients
     passes = 2 + recomputed_share + references
     repeated = recomputed_share + references  # forward passes beyond the first
+    attention_flops = flops if job.float32 else card.attention_flops or flops
     used = shape.used_share(tokens)
     eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.layers * shape.heads * (tokens * width)
     moved = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * repeated + strategy.base.product_bytes * (1 + repeated)
     dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
     micro = {
         "matmul": max(
-            _layer_flops(shape, strategy, tokens, batches.attended_tokens if batches.packed else width, job) / flops,
+            _layer_flops(shape, strategy, tokens, job) / flops
+            + _attention_flops(job, strategy, tokens, width) / attention_flops,
             passes * 2 * (shape.linear + shape.expert * used) / bandwidth,
         ),
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
@@ -237,12 +242,13 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
     dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
     dispatch *= (EXPERTS_DISPATCH if shape.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
-    dispatch *= (1 + passes) * shape.layers
-    if card.is_cpu:
-        micro["launching"] = dispatch * CPU_DISPATCH_S * overhead
-    else:  # beside the GPU's work
-        layer_s = COMPILED_DISPATCH_S if job.compiled else LEAN_DISPATCH_S if job.lean else DISPATCH_S
-        micro["launching"] = max(0.0, dispatch * layer_s - sum(micro.values()))
+    kinds = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
+    layer_s, recomputing = CPU_DISPATCH if card.is_cpu else kinds
+    dispatch *= (3 + references + recomputing * recomputed_share) * shape.layers * layer_s
+    if card.launch_s:
+        dispatch *= card.launch_s / (CPU_LAUNCH_S if card.is_cpu else LAUNCH_S)
+    # on a GPU beside its work
+    micro["launching"] = dispatch * overhead if card.is_cpu else max(0.0, dispatch - sum(micro.values()))
     micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
@@ -266,22 +272,24 @@ def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> f
     return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
 
 
-def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, width: float, job: Job) -> float:
+def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job) -> float:
     """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8. A pass of the
-    reference costs 2, and has no adapters.
-
-    Causal attention: 2 x layers x width of the heads x length a token forward, 2.5 times that backward.
-    """
+    reference costs 2, and has no adapters."""
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
-    recomputed_attention = 0.0 if strategy.checkpointing == "selective" else recomputed_share
-    references = job.method.reference_passes
-    frozen = 4 + 2 * recomputed_share + 2 * references
+    frozen = 4 + 2 * recomputed_share + 2 * job.method.reference_passes
     weights = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
-    attention = 2 * shape.layers * shape.attention_width * width * (1 + 2.5 + recomputed_attention + references)
     empty = (
         shape.used_share(tokens) * shape.experts * GROUPED_TILE_ROWS / 2 * shape.layers * 3 * shape.hidden * shape.expert_inner
     )
-    return (weights + attention) * tokens + frozen * empty
+    return weights * tokens + frozen * empty
+
+
+def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
+    """Causal attention: 2 x layers x width of the heads x tokens attended over a token forward, 2.5 times that backward."""
+    layers, attended = job.decoder.layers, job.batches.attended_tokens if job.batches.packed else width
+    recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(layers) / layers
+    passes = 1 + 2.5 + recomputed + job.method.reference_passes
+    return 2 * layers * job.decoder.attention_width * attended * passes * tokens
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:

@@ -195,3 +195,11 @@ def test_a_program_that_ends_leaves_nothing_on_the_gpu(standin):
     machine = standin()
     machine.python("import torch; torch.ones(1, device='cuda')")
     assert machine.used_bytes() == {}
+
+
+def test_rates_of_a_gpu_that_computes_nothing_are_not_stored(standin, tmp_path):
+    machine = standin("rtx-4090")
+    machine.environment["FINETUNE_CACHE"] = str(tmp_path)
+    (finding,) = json.loads(machine.run("cold finetune", "doctor", "--measure", "--json", check=False).stdout)["findings"]
+    assert finding["state"] == "fail" and "the product of two matrices is wrong" in finding["what"]
+    assert not (tmp_path / "rates.json").exists()

@@ -1,0 +1,118 @@
+"""`finetune doctor --measure`: what this machine's GPUs reach, or its CPU, for the forecast of speed; seconds for each."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from finetune.card import Card, find_card, nvidia
+from finetune.card.find import listed_card
+from finetune.card.nvidia import Device
+from finetune.card.rates import Rates, conditions_of, store_rates
+from finetune.card.visible import usable_devices
+from finetune.doctor.findings import Finding
+from finetune.printable import Progress
+from finetune.serialise import to_json
+from finetune.units import MIB, format_bytes
+
+#: Seconds of each measurement; operators of one that measures the host, fewer than the 1,024 launches that a GPU queues.
+MEASURED_S, OPERATORS = 0.7, 500
+#: A measured rate may exceed the catalogue's by this factor, as clocks differ.
+MOST_OF_LISTED = 1.1
+_FIX = "Nothing is stored. A measurement needs 1.5 GiB of free memory; finetune doctor tries everything else."
+
+
+def measure_rates(progress: Progress) -> list[Finding]:
+    """Measure every GPU that this process may use, or the CPU if there is none, and store what is plausible."""
+    os.environ.setdefault(*nvidia.DRIVER_ORDER)
+    findings = []
+    for number, device in enumerate(usable_devices() or [None]):
+        card = find_card(device.uuid if device else "cpu")
+        progress(f"measuring {card.name}")
+        try:
+            findings.append(_measure(card, device, torch.device("cuda", number) if device else torch.device("cpu")))
+        except (RuntimeError, OSError) as error:  # out of memory, a driver's error, a cache that can't be written
+            message = str(error).partition("\n")[0]
+            findings.append(Finding("rates", "fail", f"{card.name} could not be measured: {message}", _FIX))
+    return findings
+
+
+def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
+    size, dtype = (8192, torch.bfloat16 if card.supports_bf16 else torch.float16) if device else (2048, torch.float32)
+    ones, block, number = torch.ones(size, size, device=where, dtype=dtype), _block(where), torch.zeros(1, device=where)
+    result = torch.empty_like(ones)
+    product_s = _seconds(where, lambda: torch.mm(ones, ones, out=result))
+    if not bool((result == size).all().cpu()):
+        raise RuntimeError("the product of two matrices is wrong")
+    rates = Rates(
+        flops=2 * size**3 / product_s, bandwidth_bytes_s=2 * _copied_bytes_s(where, _block(where), block),
+        launch_s=_seconds(where, lambda: [number.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
+        conditions=conditions_of(device), measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    if device:
+        pinned, pageable = (
+            min(_copied_bytes_s(where, host, block), _copied_bytes_s(where, block, host))
+            for host in (_block("cpu", pinned=True), _block("cpu"))
+        )
+        attention = _attention_flops(where, dtype)
+        rates = replace(rates, attention_flops=attention, pinned_bytes_s=pinned, pageable_bytes_s=pageable)
+        if above := [name for name, share in _shares(rates, listed_card(device)).items() if share > MOST_OF_LISTED]:
+            what = f"{card.name} measured {', '.join(above)} above the catalogue's by more than a tenth: {_text(rates)}"
+            return Finding("rates", "warn", what, "Nothing is stored. Measure again while the GPU's clocks are its usual ones.")
+    store_rates(card, rates)
+    return Finding("rates", "ok", f"{card.name}: {_text(rates)}; its plans use them", facts=to_json(rates))
+
+
+def _shares(rates: Rates, listed: Card) -> dict[str, float]:
+    """Measured rates as shares of the catalogue's, where it has them."""
+    pairs = {
+        "products": (rates.flops, listed.bf16_flops), "attention": (rates.attention_flops, listed.bf16_flops),
+        "memory": (rates.bandwidth_bytes_s, listed.bandwidth_bytes_s), "copies": (rates.pinned_bytes_s, listed.pcie_bytes_s),
+    }  # fmt: skip
+    return {name: rate / published for name, (rate, published) in pairs.items() if rate and published}
+
+
+def _text(rates: Rates) -> str:
+    flops = {"products": rates.flops, "attention": rates.attention_flops}
+    moved = {"memory": rates.bandwidth_bytes_s, "pinned copies": rates.pinned_bytes_s, "pageable": rates.pageable_bytes_s}
+    parts = [f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in flops.items() if rate]
+    parts += [f"{name} {format_bytes(rate)}/s" for name, rate in moved.items() if rate]
+    return f"{', '.join(parts)}, {rates.launch_s * 1e6:.1f} us of host time an operator"
+
+
+def _attention_flops(where: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of causal attention of 32 heads of 128 over 4,096 tokens: 2 products forward and 5 backward, half of each."""
+    query, key, value = (torch.randn(1, 32, 4096, 128, device=where, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def forward_and_backward() -> None:
+        answer = scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(answer, (query, key, value), answer)
+
+    return 7 * 32 * 4096**2 * 128 / _seconds(where, forward_and_backward)
+
+
+def _block(where: torch.device | str, *, pinned: bool = False) -> torch.Tensor:
+    return torch.zeros(256 * MIB, device=where, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+    return source.numel() / _seconds(where, lambda: target.copy_(source, non_blocking=True))
+
+
+def _seconds(where: torch.device, work: Callable[[], object]) -> float:
+    """Median seconds of a call after the first, over MEASURED_S."""
+    times: list[float] = []
+    while sum(times[1:]) < MEASURED_S:
+        began_s = time.perf_counter()
+        work()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[1:])
