@@ -130,6 +130,8 @@ class Step(Event, Memory, kind="step"):
     tokens_per_s: Annotated[float | None, "real tokens per second"] = None
     temperature_c: Annotated[float | None, "temperature of the GPU"] = None
     power_w: Annotated[float | None, "power that the GPU draws"] = None
+    gpu_utilisation: Annotated[float | None, "share of the driver's last sample in which a kernel ran, of any program"] = None
+    host_wait_s: Annotated[float | None, "how long the host waited for the GPU at the end of the step"] = None
 
 
 class Compiled(Event, kind="compiled"):

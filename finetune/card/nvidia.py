@@ -218,6 +218,10 @@ class OpenDevice:
     def power_w(self) -> float:
         return pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
 
+    @_driver_errors()
+    def utilisation(self) -> float:
+        return pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+
 
 def read_memory(handle: Any) -> tuple[int, int, int]:
     """Bytes of a card: total less the driver's reserve, free, and used by processes.

@@ -72,7 +72,7 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, events: EventWriter, memory: MemorySampler, stop: StopRequest, history: MemoryHistory) -> None:
         self._events, self._memory, self._stop, self._history = events, memory, stop, history
-        self._began, self._skipped_steps, self.collapsed_steps = 0.0, 0, 0
+        self._began, self._launched, self._skipped_steps, self.collapsed_steps = 0.0, 0.0, 0, 0
         self._watch, self._losses = MemoryWatch(), deque[float](maxlen=_SPIKE_WINDOW)
         events.listeners.append(self._watch.observe)
         self.spike: str | None = None
@@ -93,6 +93,7 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Finish early when asked."""
         self._require_directory()
+        self._launched = time.perf_counter()
         if self._stop.agreed() is not None:
             control.should_save = control.should_training_stop = True
         elif self._stop.finishes and state.global_step < state.max_steps:
@@ -107,6 +108,8 @@ class RunCallback(TrainerCallback):
         """Emit the step: loss and gradient norm are known here, and the device is synchronised."""
         if not logs or "loss" not in logs:
             return
+        # the trainer has read the loss since `on_step_end`, which waits for all kernels of the step
+        host_wait_s = None if self.trainer.plan.card.is_cpu else time.perf_counter() - self._launched
         tokens = self.trainer.take_counts()
         supervised = tokens["supervised"]
         step_s = time.perf_counter() - self._began
@@ -125,6 +128,7 @@ class RunCallback(TrainerCallback):
             metrics=self.trainer.method.metrics(tokens),
             step_s=step_s,
             tokens_per_s=tokens["real"] / step_s if tokens["real"] and step_s > 0 else None,
+            host_wait_s=host_wait_s,
             **vars(memory),
             **self._memory.sensors(),
         ))  # fmt: skip

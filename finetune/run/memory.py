@@ -37,12 +37,13 @@ class MemorySampler:
         )  # fmt: skip
 
     def sensors(self) -> dict[str, Any]:
-        """Temperature and power of the card, where the driver reports them; empty on a CPU."""
+        """Temperature, power and utilisation of the card, where the driver reports them; empty on a CPU."""
         values = {}
         if self._gpu is not None:
             with contextlib.suppress(DriverError):
                 values["temperature_c"] = self._gpu.temperature_c()
                 values["power_w"] = self._gpu.power_w()
+                values["gpu_utilisation"] = self._gpu.utilisation()
         return values
 
     def reset_peak(self) -> None:
