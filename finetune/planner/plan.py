@@ -296,12 +296,12 @@ class Plan:
     """Recipe + card + dataset statistics. The same inputs give the same plan.
 
     `budget_bytes`: the card's memory that the run may take. `headroom_bytes`: budget less the forecast's upper end, negative
-    when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs. `shortfall`: what
-    is missing when the plan does not fit. `length_costs`: costs of other max_lengths. `checks`: host memory and disk needed.
-    `many_cards`: memory per card, when one card is too small or the launch shards the model. `data_problem`: why a run would
-    refuse the rows. `layer_copies`: what layer offloading holds and moves; None without it. `workload_s`: the whole run by the
-    speed model, in an arbitrary unit where the GPU's rates are unknown. `run_time`: its length by earlier runs on this machine,
-    None where none was measured. `cost`: None without price_per_hour. `base_folder`: absolute path of a run's local base model.
+    when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs; `modelled_gpu_s`:
+    the GPU's part. `shortfall`: the bytes missing when the plan does not fit. `length_costs`: costs of other max_lengths.
+    `checks`: host memory and disk needed. `many_cards`: memory per card, when one card is too small or the launch shards the
+    model. `data_problem`: why a run would refuse the rows. `layer_copies`: what layer offloading holds and moves; None without
+    it. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: its length by
+    earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model.
     """
 
     settings: Settings
@@ -316,6 +316,7 @@ class Plan:
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
     modelled_step_s: float | None = None
+    modelled_gpu_s: float | None = None
     shortfall: Shortfall | None = None
     length_costs: tuple[LengthCost, ...] = ()
     checks: tuple[ResourceCheck, ...] = ()

@@ -343,10 +343,11 @@ class _Planner:
         return Plan(
             settings=settings, reasons=choices.reasons, card=self.card, verdict=attempt.verdict, total_steps=steps,
             forecast=forecast, data=self.data, alternatives=alternatives(search, chosen, factor, choices),
-            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes,
+            budget_bytes=self.budget, headroom_bytes=self.budget - forecast.peak_high_bytes, run_time=length,
+            modelled_gpu_s=timing.step_s - timing.parts["launching"] if rates_known else None,
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
-            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload, run_time=length,
+            layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip

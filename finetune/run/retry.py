@@ -43,10 +43,9 @@ def adjusted_plan(run: RunDirectory) -> Plan:
         forecast = plan.forecast
         if forecast is not None and _changes_of(changes, Decides.BYTES) and (adjusted := _adjusted_forecast(run, changes)):
             forecast = adjusted.forecast
-        modelled_step_s = None if _changes_of(changes, Decides.SPEED) else plan.modelled_step_s
-        return dataclasses.replace(
-            plan, settings=resolved(plan.settings, **changes), forecast=forecast, modelled_step_s=modelled_step_s
-        )
+        unknown = ("modelled_step_s", "modelled_gpu_s") if _changes_of(changes, Decides.SPEED) else ()
+        modelled: dict[str, Any] = dict.fromkeys(unknown)
+        return dataclasses.replace(plan, settings=resolved(plan.settings, **changes), forecast=forecast, **modelled)
     except (OSError, ValueError) as error:
         raise CommandError(f"{run.adjustments}: {error}", f"Start a new run: finetune run {run.recipe}") from None
 
