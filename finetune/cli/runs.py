@@ -12,10 +12,11 @@ from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
-from finetune.planner.plan import read_plan
 from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.directory import open_run, runs_from_here
+from finetune.run.pace import Pace
 from finetune.run.rename_delete import delete_run, rename_run
+from finetune.run.retry import adjusted_plan
 from finetune.run.state import RunState, read_state
 
 _ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
@@ -79,9 +80,11 @@ def _show(source: str, *, as_json: bool) -> None:
     events = list(EventReader(run.events).new())
     spent_s = seconds_spent(events)
     try:
-        cost = cost_of(spent_s, read_plan(run.plan).settings.price_per_hour)
+        plan = adjusted_plan(run)
+        cost, (clauses, values) = cost_of(spent_s, plan.settings.price_per_hour), Pace.of(events).step_time(plan)
+        step_time = " ".join(clauses).format(**values)
     except CommandError:  # the plan is damaged
-        cost = None
+        cost, step_time = None, ""
     losses = (event.eval_loss for event in events if isinstance(event, Evaluation))
     held_out = min((loss for loss in losses if loss is not None), default=None)
     evaluations = read_evaluations(run)
@@ -92,13 +95,15 @@ def _show(source: str, *, as_json: bool) -> None:
         }
         print_json({
             "run": str(run.path), **_facts(state), "eval_loss": held_out, "scores": scores, "recipe": recipe,
-            "seconds": spent_s, "cost": cost,
+            "seconds": spent_s, "cost": cost, "step_time": step_time or None,
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
     loss = "" if state.loss is None else f", loss {state.loss:.4f}"
     best = "" if held_out is None else f", lowest held-out loss {held_out:.4f}"
     out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
+    if step_time:
+        out.print(escape(step_time), soft_wrap=True)
     if cost is not None:
         out.print(f"cost {cost:,.2f}")
     if evaluations:

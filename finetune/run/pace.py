@@ -1,4 +1,4 @@
-"""How long the rest of a run will take, by its own steps and evaluations."""
+"""How long the rest of a run will take, by its own steps and evaluations, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.events import Evaluation, Event, Start, Step
+from finetune.planner.plan import Plan
+from finetune.planner.speed import COMPILED_DISPATCH_S, DISPATCH_S, LEAN_DISPATCH_S
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
+#: Slow first steps of an attempt, the fewest measured steps, and the share of a step's time from which on a wait is reported.
+_WARM_UP_STEPS, _LEAST_STEPS, _REPORTED_SHARE = 2, 5, 0.1
+#: Clauses of the sentence that says where the time of a step goes.
+STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
+    "The GPU waited about {waited} of {step} ms a step for Python;",
+    "By the speed model, the GPU waited about {waited} of {step} ms a step for Python;",
+    "compiled layers would save about {saved} ms (not compiled: {reason}).",
+    "longer rows or a larger micro-batch give it more to do.",
+    "The GPU is busy: at the end of a step of {step} ms, Python waited {wait} ms for it.",
+)
 
 
 @dataclass
@@ -18,11 +30,12 @@ class Pace:
     """What the newest steps and evaluations of a run took, in seconds, from its events.
 
     `steps_s`: from the end of the step before, so with a checkpoint between, but without an evaluation. `evaluations_s`: an
-    evaluation with its samples. `last`: the newest step or start.
+    evaluation with its samples. `last`: the newest step or start. `waits`: step_s, host_wait_s, gpu_utilisation.
     """
 
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
     evaluations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_EVALUATIONS))
+    waits: deque[tuple[float, float, float | None]] = field(default_factory=lambda: deque(maxlen=_NEWEST_STEPS))
     eval_steps: int | None = None
     last: Step | Start | None = None
     _evaluation: Evaluation | None = None
@@ -39,6 +52,7 @@ class Pace:
         match event:
             case Start():
                 self.last, self.eval_steps, self._evaluation = event, event.eval_steps, None
+                self.waits.clear()
             case Evaluation():
                 self._evaluation = event
             case Step():
@@ -56,6 +70,8 @@ class Pace:
             self.evaluations_s.append(evaluation_s)
         if interval_s is not None:
             self.steps_s.append(interval_s)
+        if step.step_s is not None and step.host_wait_s is not None:
+            self.waits.append((step.step_s, step.host_wait_s, step.gpu_utilisation))
 
     @property
     def left_s(self) -> float | None:
@@ -73,9 +89,28 @@ class Pace:
         count -= self._evaluation is not None  # that of the newest step has ended
         return max(0, count) * statistics.fmean(self.evaluations_s)
 
+    def step_time(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
+        """Return the clauses of `STEP_TIME` for the newest steps, and their values; none where it is unknown."""
+        steps, settings = list(self.waits)[_WARM_UP_STEPS:], plan.settings
+        if len(self.waits) < _LEAST_STEPS:
+            return [], {}
+        step_s, wait_s = statistics.median(step[0] for step in steps), statistics.median(step[1] for step in steps)
+        utilisations = [utilisation for *_, utilisation in steps if utilisation is not None]
+        busy_s = statistics.median(utilisations) * step_s if utilisations else plan.modelled_gpu_s
+        waited_s = step_s - busy_s if busy_s is not None else 0.0
+        saved_s = step_s * (1 - COMPILED_DISPATCH_S / (LEAN_DISPATCH_S if settings.lean_layers else DISPATCH_S))
+        seconds = {"step": step_s, "wait": wait_s, "waited": waited_s, "saved": min(waited_s, saved_s)}
+        values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()} | {"reason": plan.reasons["torch_compile"]}
+        # each micro-batch waits for the GPU where the loss selects tokens: a step ends with one backward pass to wait for
+        if wait_s >= _REPORTED_SHARE * step_s / settings.gradient_accumulation_steps:
+            return [BUSY], values
+        if waited_s < _REPORTED_SHARE * step_s:
+            return [], {}
+        return [WAITED if utilisations else MODELLED, MORE_WORK if settings.torch_compile else COMPILING], values
+
     def as_json(self) -> dict[str, Any]:
         """What `from_json` needs beside the newest events."""
-        return {"steps_s": list(self.steps_s), "evaluations_s": list(self.evaluations_s)}
+        return {"steps_s": list(self.steps_s), "evaluations_s": list(self.evaluations_s), "waits": list(self.waits)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], newest: Iterable[Event]) -> Pace:
@@ -83,6 +118,7 @@ class Pace:
         pace = cls.of(newest)
         pace.steps_s = deque(values["steps_s"], maxlen=_NEWEST_STEPS)
         pace.evaluations_s = deque(values["evaluations_s"], maxlen=_NEWEST_EVALUATIONS)
+        pace.waits = deque(map(tuple, values["waits"]), maxlen=_NEWEST_STEPS)
         return pace
 
 

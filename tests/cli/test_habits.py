@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import RecipeError
-from finetune.events import EventWriter, State
+from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
@@ -46,6 +46,14 @@ def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetun
     assert "exact match" in captured.out and "0.2500" in captured.out and "lora_r: 1" in captured.out
     code, captured = finetune("runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
+
+
+def test_a_run_on_a_gpu_is_shown_with_where_the_time_of_a_step_goes(tmp_path, kept_run, finetune):
+    run = RunDirectory(kept_run(tmp_path))
+    for number in range(1, 6):
+        EventWriter(run.events).emit(Step(step=number, step_s=0.2, host_wait_s=0.1))
+    sentence = json.loads(finetune("runs", "show", str(run.path), "--json")[1].out)["step_time"]
+    assert "Python waited 100 ms" in sentence and sentence in finetune("runs", "show", str(run.path))[1].out
 
 
 def test_stop_and_pause_of_a_run_that_has_ended_say_the_same(tmp_path, kept_run, finetune):

@@ -1,4 +1,6 @@
-"""How long the rest of a run takes, from events with times."""
+"""How long the rest of a run takes and where the time of a step goes, from events with times."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ def events_of(step_s, *, total=100, eval_steps=None, eval_s=20.0):
     yield Start(total_steps=total, eval_steps=eval_steps, time_s=now)
     for number, seconds in enumerate(step_s, 1):
         now += seconds
-        yield Step(step=number, total_steps=total, step_s=seconds, time_s=now)
+        yield Step(step=number, total_steps=total, step_s=seconds, host_wait_s=0.01, time_s=now)
         if eval_steps and number % eval_steps == 0:
             now += eval_s
             yield Evaluation(step=number, eval_s=eval_s, time_s=now)
@@ -40,3 +42,33 @@ def test_a_pace_is_read_back_from_the_newest_events_and_its_numbers():
     newest = {event.kind: event for event in events}.values()
     pace = Pace.of(events)
     assert Pace.from_json(pace.as_json(), sorted(newest, key=lambda event: event.time_s)) == pace
+
+
+def sentence_of(step_s, wait_s, utilisation=None, *, steps=9, gpu_s=None, **settings):
+    """Where the time of these steps goes; the first two take a minute."""
+    measured = {"host_wait_s": wait_s, "gpu_utilisation": utilisation}
+    events = (Step(step=number, step_s=step_s if number > 2 else 60.0, **measured) for number in range(1, steps + 1))
+    settings = {"gradient_accumulation_steps": 1, "lean_layers": True, "torch_compile": False} | settings
+    plan = SimpleNamespace(settings=SimpleNamespace(**settings), reasons={"torch_compile": "not tried"}, modelled_gpu_s=gpu_s)
+    clauses, values = Pace.of([Start(), *events]).step_time(plan)
+    return " ".join(clauses).format(**values)
+
+
+def test_without_a_wait_for_the_gpu_python_is_the_limit():
+    saves = "compiled layers would save about {} ms (not compiled: not tried)."
+    waited = "The GPU waited about 152 of 337 ms a step for Python; "
+    assert sentence_of(0.337, 0.01, 0.55) == waited + saves.format(112)  # a third of the host's time
+    assert sentence_of(0.337, 0.01, 0.8).endswith(saves.format(67))  # not more than the GPU waits
+    assert sentence_of(0.337, 0.01, 0.55, torch_compile=True).startswith(waited + "longer rows")
+    assert sentence_of(0.337, 0.01, gpu_s=0.178).startswith("By the speed model, the GPU waited about 159 of 337 ms")
+
+
+def test_with_a_wait_for_the_gpu_in_a_micro_batch_the_gpu_is_busy():
+    busy = "The GPU is busy: at the end of a step of {} ms, Python waited 60 ms for it."
+    assert sentence_of(0.178, 0.06, 0.97) == busy.format(178)
+    assert sentence_of(1.424, 0.06, 0.97, gradient_accumulation_steps=8) == busy.format("1,424")
+
+
+def test_nothing_is_said_of_few_steps_a_cpu_a_gpu_without_pauses_and_an_unknown_one():
+    few, cpu = sentence_of(0.3, 0.01, 0.5, steps=4), sentence_of(0.3, None)
+    assert (few, cpu, sentence_of(0.3, 0.01, 0.95), sentence_of(0.3, 0.01)) == ("", "", "", "")
