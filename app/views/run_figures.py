@@ -11,7 +11,7 @@ from finetune.units import GIB, gib
 
 from ..language import mark, tr
 from ..live import Digest
-from .markup import inert
+from .markup import as_on_page, inert, note
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
@@ -36,13 +36,15 @@ class Pair:
 
 
 def figures(digest: Digest, plan: Plan) -> str:
-    """Loss, held-out loss, peak memory, speed and GPU, each with what it is to be compared with."""
+    """Loss, held-out loss, peak memory, speed and GPU, each with what it is to be compared with; where a step's time goes."""
     cells = [_loss(digest), _held_out(digest), _peak(digest, plan), _speed(digest.newest_step, plan), _gpu(digest, plan)]
     shown = "".join(
         f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd><dd class='sub'>{more}</dd></div>"
         for name, value, more in filter(None, cells)
     )
-    return f'<dl class="ft-box ft-figures">{shown}</dl>'
+    clauses, values = digest.pace.step_time(plan)
+    step_time = as_on_page(" ".join(tr(clause, **values) for clause in clauses))
+    return f'<dl class="ft-box ft-figures">{shown}</dl>{note(step_time) if step_time else ""}'
 
 
 Cell = tuple[str, str, str]

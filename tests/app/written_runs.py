@@ -94,4 +94,4 @@ def plan(steps):
     recipe = load_recipe("tiny-cpu", ["lora_r=1", "load_in_4bit=false"])
     settings = plainest(recipe, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     rows = DataStatistics(rows=24, eval_rows=6, total_tokens=2367, trained_tokens=934)
-    return Plan(settings, {}, card, Verdict.FITS, steps, forecast, rows, budget_bytes=22 * GIB)
+    return Plan(settings, {"torch_compile": ""}, card, Verdict.FITS, steps, forecast, rows, budget_bytes=22 * GIB)
