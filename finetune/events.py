@@ -193,6 +193,12 @@ class ForecastCheck(Event, kind="forecast"):
     reserved_error: Annotated[float | None, "measured / forecast - 1 of reserved memory"] = None
     predicted_segments: Annotated[WholeOrNone, "forecast number of segments in training; null where expandable"] = None
     measured_segments: Annotated[WholeOrNone, "measured number of segments; null where expandable"] = None
+    predicted_context_bytes: Annotated[WholeOrNone, "forecast CUDA context; null on a CPU"] = None
+    measured_context_bytes: Annotated[WholeOrNone, "median CUDA context; null if the driver lists no memory by process"] = None
+    predicted_other_processes_bytes: Annotated[WholeOrNone, "in use on the GPU when the run was planned; null on a CPU"] = None
+    measured_other_processes_bytes: Annotated[WholeOrNone, "most in use by other programs after a step; null as above"] = None
+    predicted_card_used_bytes: Annotated[WholeOrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
+    measured_card_used_bytes: Annotated[WholeOrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
 
 
 class Sample(Event, kind="sample"):

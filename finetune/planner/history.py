@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finetune.card import nvidia
 from finetune.checksum import with_checksum
+from finetune.events import ForecastCheck
 from finetune.files import cache_dir, parse_checked, write_text
 from finetune.planner.plan import Plan
 from finetune.planner.run_time import MeasuredRun
@@ -18,6 +22,8 @@ from finetune.settings.base_formats import base_format_of
 KEPT = 20
 #: A speed factor outside these bounds has another cause, such as a shared card; it is clamped.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
+#: Figures of a row as forecast and as measured.
+_COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
 
 
 @dataclass(frozen=True)
@@ -50,22 +56,24 @@ class History:
 
 
 def record_run(
-    plan: Plan, *, step_s: float | None, allocated_bytes: int | None, reserved_bytes: int | None = None,
-    segments: int | None = None, train_s: float | None = None, load_s: float | None = None,
-) -> None:  # fmt: skip
+    plan: Plan, check: ForecastCheck, *, step_s: float | None, train_s: float | None = None, load_s: float | None = None
+) -> None:
     """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
 
     `step_s` is the median step time without the first steps; `train_s` and `load_s` are of a whole run in one go.
-    Figures that the plan does not have are null.
+    Figures that are unknown are null.
     """
-    forecast = plan.forecast
+    settings, driver = plan.settings, None
+    with contextlib.suppress(nvidia.DriverError):
+        driver = nvidia.driver_versions()[0]
     row = {
-        "card": plan.card.name, "model": plan.settings.model_name_or_path, "base": base_format_of(plan.settings).label,
+        "card": plan.card.name, "model": settings.model_name_or_path, "base": base_format_of(settings).label,
+        "total_bytes": plan.card.total_bytes, "num_processes": settings.launch.num_processes, "driver": driver,
+        "torch": version("torch"), "model_type": plan.model_type, "parameters": plan.parameters,
+        "rows": settings.per_device_train_batch_size, "max_length": settings.max_length,
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
-        "forecast_allocated_bytes": forecast.allocated_bytes if forecast else None, "measured_allocated_bytes": allocated_bytes,
-        "forecast_reserved_bytes": forecast.reserved_peaks.get("train") if forecast else None,
-        "measured_reserved_bytes": reserved_bytes,
-        "forecast_segments": forecast.segments.get("train") if forecast else None, "measured_segments": segments,
+        **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _COMPARED},
+        **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _COMPARED},
         "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "rates_measured_at": plan.card.rates_measured_at,
     }  # fmt: skip
     rows = _rows()

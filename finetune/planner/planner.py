@@ -348,6 +348,7 @@ class _Planner:
             modelled_step_s=timing.step_s if rates_known else None, length_costs=length_costs(search.job.batches),
             checks=check_resources(settings, forecast, self.card), many_cards=self._many_cards(attempt, settings),
             layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
+            model_type=self.shape.family, parameters=self.shape.parameters,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip

@@ -16,18 +16,32 @@ MARGIN = 0.10
 _WARM_UP_STEPS = 2
 
 
-def compare_with_forecast(plan: Plan, memory: Memory, *, at: str, step: int) -> ForecastCheck:
-    """Forecast and measured bytes and segments, and the relative errors; None for what this machine can't measure."""
-    forecast, measured = plan.forecast, memory.peak_allocated_bytes
-    predicted, reserved = forecast.allocated_bytes if forecast else None, memory.peak_reserved_bytes
+def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, step: int) -> ForecastCheck:
+    """Forecast and highest measured bytes and segments, and the relative errors; None for what this machine can't measure."""
+    forecast, card = plan.forecast, plan.card
+    measured, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
+    predicted, peak = (forecast.allocated_bytes, forecast.peak_bytes) if forecast else (None, None)
     predicted_reserved = forecast.reserved_peaks.get("train") if forecast else None
+    in_use = None if card.is_cpu else card.total_bytes - card.free_bytes
+    # The median: a program that starts between the driver's two answers would count as context.
+    contexts = [size for sample in samples if (size := sample.context_bytes) and size > 0]
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
-        allocated_error=_error(measured, predicted), predicted_peak_bytes=forecast.peak_bytes if forecast else None,
-        measured_card_bytes=memory.own_card_bytes, measured_reserved_bytes=reserved,
+        allocated_error=_error(measured, predicted), predicted_peak_bytes=peak,
+        measured_card_bytes=_highest(samples, "own_card_bytes"), measured_reserved_bytes=reserved,
         predicted_reserved_bytes=predicted_reserved, reserved_error=_error(reserved, predicted_reserved),
-        predicted_segments=forecast.segments.get("train") if forecast else None, measured_segments=memory.peak_segments,
+        predicted_segments=forecast.segments.get("train") if forecast else None,
+        measured_segments=_highest(samples, "peak_segments"),
+        predicted_context_bytes=card.context_bytes or None,
+        measured_context_bytes=int(statistics.median(contexts)) if contexts else None,
+        predicted_other_processes_bytes=in_use, measured_other_processes_bytes=_highest(samples, "other_processes_bytes"),
+        predicted_card_used_bytes=None if in_use is None or peak is None else peak + in_use,
+        measured_card_used_bytes=_highest(samples, "card_used_bytes"),
     )  # fmt: skip
+
+
+def _highest(samples: Sequence[Memory], name: str) -> int | None:
+    return max((size for sample in samples if (size := getattr(sample, name)) is not None), default=None)
 
 
 def _error(measured: int | None, predicted: int | None) -> float | None:
@@ -51,16 +65,7 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
 
 def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
     """The comparison for the peaks of the whole run; None without a step."""
-    return compare_with_forecast(plan, highest(steps), at="end", step=steps[-1].step) if steps else None
-
-
-def highest(memories: Sequence[Memory]) -> Memory:
-    """The highest of each peak; the card's without other programs."""
-    peaks = {
-        name: max((size for memory in memories if (size := getattr(memory, name)) is not None), default=None)
-        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "own_card_bytes")
-    }
-    return Memory(card_used_bytes=peaks.pop("own_card_bytes"), other_processes_bytes=0, **peaks)
+    return compare_with_forecast(plan, steps, at="end", step=steps[-1].step) if steps else None
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
@@ -72,16 +77,13 @@ def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
     return starts[0].time_s - began.time_s, events[-1].time_s - starts[0].time_s
 
 
-def record_measurements(plan: Plan, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
+def record_measurements(plan: Plan, check: ForecastCheck, steps: list[Step], whole_run: tuple[float, float] | None) -> None:
     """Record speed, memory and the CUDA context's size on this card, for later plans; to be called by the training process.
 
     Raises OSError when the cache can't be written.
     """
-    later, peaks = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s], highest(steps)
+    later = [step.step_s for step in steps[_WARM_UP_STEPS:] if step.step_s]
     load_s, train_s = whole_run or (None, None)
-    record_run(
-        plan, step_s=statistics.median(later) if later else None, allocated_bytes=peaks.peak_allocated_bytes,
-        reserved_bytes=peaks.peak_reserved_bytes, segments=peaks.peak_segments, load_s=load_s, train_s=train_s,
-    )  # fmt: skip
-    if measured := [size for step in steps if (size := step.context_bytes) and size > 0]:
-        record_measurement(plan.card.name, int(statistics.median(measured)))
+    record_run(plan, check, step_s=statistics.median(later) if later else None, load_s=load_s, train_s=train_s)
+    if check.measured_context_bytes:
+        record_measurement(plan.card.name, check.measured_context_bytes)

@@ -17,7 +17,7 @@ from finetune.distributed.ranks import all_reduce_max
 from finetune.errors import FinetuneError
 from finetune.events import Compiled, Step
 from finetune.layers.compiled import Compilations
-from finetune.run.accuracy import compare_with_forecast, excess_warning, highest
+from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
@@ -194,7 +194,7 @@ class RunCallback(TrainerCallback):
             return
         self._first.append(memory)
         if state.global_step == min(_COMPARED_STEP, state.max_steps):
-            check = compare_with_forecast(self.trainer.plan, highest(self._first), at="first steps", step=state.global_step)
+            check = compare_with_forecast(self.trainer.plan, self._first, at="first steps", step=state.global_step)
             self._events.emit(check)
             if message := excess_warning(self.trainer.plan, check):
                 self._events.warn(message)

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.events import Evaluation, Event, Start, Step
 from finetune.planner.plan import Plan
-from finetune.planner.speed import COMPILED_DISPATCH_S, DISPATCH_S, LEAN_DISPATCH_S
+from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
 #: Slow first steps of an attempt, the fewest measured steps, and the share of a step's time from which on a wait is reported.
@@ -98,7 +98,7 @@ class Pace:
         utilisations = [utilisation for *_, utilisation in steps if utilisation is not None]
         busy_s = statistics.median(utilisations) * step_s if utilisations else plan.modelled_gpu_s
         waited_s = step_s - busy_s if busy_s is not None else 0.0
-        saved_s = step_s * (1 - COMPILED_DISPATCH_S / (LEAN_DISPATCH_S if settings.lean_layers else DISPATCH_S))
+        saved_s = step_s * (1 - COMPILED_DISPATCH[0] / (LEAN_DISPATCH if settings.lean_layers else DISPATCH)[0])
         seconds = {"step": step_s, "wait": wait_s, "waited": waited_s, "saved": min(waited_s, saved_s)}
         values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()} | {"reason": plan.reasons["torch_compile"]}
         # each micro-batch waits for the GPU where the loss selects tokens: a step ends with one backward pass to wait for

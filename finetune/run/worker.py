@@ -141,8 +141,8 @@ class Worker:
             steps = [event for event in every if isinstance(event, events.Step) and (event.time_s or 0) >= since_s]
             if check := compare_at_end(self.plan, steps):
                 self.events.emit(check)
-            with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
-                record_measurements(self.plan, steps, whole_run_s(every))
+                with contextlib.suppress(OSError):  # the run has finished, even if the cache can't be written
+                    record_measurements(self.plan, check, steps, whole_run_s(every))
         self.events.emit(events.State(state="finished", message=message, exit_code=FINISHED))
         return FINISHED
 

@@ -13,7 +13,7 @@ from finetune.card import find_card, record_measurement
 from finetune.card.device_selection import cards_here
 from finetune.cli import main
 from finetune.doctor.machine import check_cards, check_driver, check_spill
-from finetune.events import Phase, RunWarning, Step, read_events
+from finetune.events import ForecastCheck, Phase, RunWarning, Step, newest, read_events
 from finetune.planner.choices import Choices
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.resources import choose_budget
@@ -91,6 +91,9 @@ def test_the_planned_card_is_the_one_that_trains_within_its_budget(machine, name
     assert {sample.card_total_bytes for sample in samples} == {plan.card.total_bytes}
     if name in ("container", "wsl"):  # process ids there mean nothing here
         assert {sample.other_processes_bytes for sample in samples} == {None}
+        check = newest(ForecastCheck, read_events(run.events))
+        assert check.measured_context_bytes is check.measured_other_processes_bytes is None
+        assert check.measured_card_used_bytes > plan.card.total_bytes - plan.card.free_bytes - MIB
 
 
 @pytest.mark.parametrize("name", REFUSED)

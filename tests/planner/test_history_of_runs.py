@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from finetune.card import find_card
+from finetune.events import ForecastCheck, Step
 from finetune.files import cache_dir
 from finetune.planner.history import KEPT, read_history, record_run
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
+from finetune.run.accuracy import compare_with_forecast
 from finetune.units import GIB
 
 RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
@@ -17,6 +19,10 @@ RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
 
 def planned(new_forecaster, recipe=RECIPE):
     return make_plan(recipe, find_card("rtx-4090"), None, forecaster=new_forecaster())
+
+
+def measured(plan, **peaks):
+    return compare_with_forecast(plan, [Step(step=1, **peaks)], at="end", step=1)
 
 
 def test_a_card_without_runs_has_no_history():
@@ -32,7 +38,7 @@ def test_a_history_that_is_not_utf_8_is_read_as_far_as_it_can_be():
 def test_measured_steps_correct_the_next_plans_times(new_forecaster):
     first = planned(new_forecaster)
     for slower in (1.4, 1.5, 1.6):
-        record_run(first, step_s=first.modelled_step_s * slower, allocated_bytes=None)
+        record_run(first, ForecastCheck(), step_s=first.modelled_step_s * slower)
     second = planned(new_forecaster)
     assert second.forecast.step_s == pytest.approx(1.5 * second.modelled_step_s)
     assert second.modelled_step_s == first.modelled_step_s
@@ -44,8 +50,8 @@ def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_for
         "model_name_or_path: Qwen/Qwen3-8B\ndataset: d\nload_in_4bit: true\nmax_length: 1024\nper_device_train_batch_size: 1\n"
     )
     first = planned(new_forecaster, roomy)  # it still fits with the wider interval, so it is tried again
-    record_run(first, step_s=None, allocated_bytes=round(first.forecast.allocated_bytes * 1.05))
-    record_run(first, step_s=None, allocated_bytes=round(first.forecast.allocated_bytes * 0.98))
+    record_run(first, measured(first, peak_allocated_bytes=round(first.forecast.allocated_bytes * 1.05)), step_s=None)
+    record_run(first, measured(first, peak_allocated_bytes=round(first.forecast.allocated_bytes * 0.98)), step_s=None)
     assert read_history("rtx-4090").worst_excess == pytest.approx(0.05)
     second = planned(new_forecaster, roomy)
     row = next((row for row in second.alternatives if row.peak_bytes == first.forecast.peak_bytes), None)
@@ -56,8 +62,8 @@ def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forec
     first = planned(new_forecaster)
     replayed = replace(first.forecast, reserved_peaks={"train": 20 * GIB}, segments={"train": 100})
     replayed_plan = replace(first, forecast=replayed)
-    record_run(replayed_plan, step_s=None, allocated_bytes=None, reserved_bytes=21 * GIB, segments=104)
-    record_run(first, step_s=None, allocated_bytes=None, reserved_bytes=21 * GIB)  # not replayed
+    for plan in (replayed_plan, first):  # the second is not replayed
+        record_run(plan, measured(plan, peak_reserved_bytes=21 * GIB, peak_segments=104), step_s=None)
     assert read_history("rtx-4090").reserved_errors == (pytest.approx(0.05),)
     row = json.loads((cache_dir() / "history.jsonl").read_text().splitlines()[0])
     assert (row["forecast_segments"], row["measured_segments"]) == (100, 104)
@@ -66,14 +72,14 @@ def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forec
 
 def test_another_cards_runs_do_not_count(new_forecaster):
     first = planned(new_forecaster)
-    record_run(first, step_s=100.0, allocated_bytes=None)
+    record_run(first, ForecastCheck(), step_s=100.0)
     assert read_history("rtx-3060").runs == 0
 
 
 def test_only_the_newest_runs_are_kept_and_torn_lines_do_no_harm(new_forecaster):
     first = planned(new_forecaster)
     for number in range(KEPT + 3):
-        record_run(first, step_s=first.modelled_step_s * (1 + number / 100), allocated_bytes=None)
+        record_run(first, ForecastCheck(), step_s=first.modelled_step_s * (1 + number / 100))
     with (cache_dir() / "history.jsonl").open("a") as file:
         file.write('{"card": "rtx-40')
     assert read_history("rtx-4090").runs == KEPT

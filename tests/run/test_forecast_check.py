@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.card import find_card
 from finetune.events import Step
 from finetune.planner.plan import read_plan
-from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning, highest
+from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -23,7 +24,7 @@ def step(number, allocated, used=None, others=None):
 
 def test_the_error_is_measured_over_forecast_less_one(plan):
     forecast = plan.forecast.allocated_bytes
-    check = compare_with_forecast(plan, step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB), at="first steps", step=1)
+    check = compare_with_forecast(plan, [step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB)], at="first steps", step=1)
     assert check.allocated_error == pytest.approx(0.25) and check.predicted_allocated_bytes == forecast
     assert (check.measured_card_bytes, check.at, check.step) == (3 * GIB, "first steps", 1)
 
@@ -37,15 +38,27 @@ def test_at_the_end_the_highest_of_all_steps_counts(plan):
 def test_what_was_not_measured_has_no_error(plan):
     check = compare_at_end(plan, [step(1, None)])
     assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
+    assert check.predicted_context_bytes is check.predicted_card_used_bytes is None  # of a run on a CPU
     assert excess_warning(plan, check) is None
 
 
 def test_memory_is_not_called_the_runs_own_where_other_programs_are_unknown(plan):
-    assert compare_with_forecast(plan, step(1, GIB, used=3 * GIB), at="end", step=1).measured_card_bytes is None
+    assert compare_with_forecast(plan, [step(1, GIB, used=3 * GIB)], at="end", step=1).measured_card_bytes is None
+
+
+def test_the_context_other_programs_and_the_whole_gpu_are_compared_too(plan):
+    card = find_card("rtx-4090", free_bytes=20 * GIB)
+    used_and_others = [(9 * GIB, 4 * GIB), (8 * GIB, 3 * GIB), (9 * GIB, GIB)]
+    samples = [replace(step(1, 1, *pair), reserved_bytes=4 * GIB) for pair in used_and_others]
+    check = compare_with_forecast(replace(plan, card=card), samples, at="end", step=3)
+    assert (check.predicted_context_bytes, check.measured_context_bytes) == (card.context_bytes, GIB)  # the median
+    others = card.total_bytes - 20 * GIB
+    assert (check.predicted_other_processes_bytes, check.measured_other_processes_bytes) == (others, 4 * GIB)
+    assert (check.predicted_card_used_bytes, check.measured_card_used_bytes) == (check.predicted_peak_bytes + others, 9 * GIB)
 
 
 def checked(plan, allocated):
-    return compare_with_forecast(plan, highest([step(1, allocated // 2), step(2, allocated)]), at="first steps", step=2)
+    return compare_with_forecast(plan, [step(1, allocated // 2), step(2, allocated)], at="first steps", step=2)
 
 
 def test_more_than_forecast_is_a_warning_unless_the_run_was_forced(plan):

@@ -5,6 +5,7 @@ from test_killed_sweep import RECIPE
 
 from finetune.cli.sweep import _created, _seconds_of
 from finetune.errors import CommandError
+from finetune.events import ForecastCheck
 from finetune.planner.history import record_run
 from finetune.recipe import load_recipe
 from finetune.run.prepare import prepare
@@ -28,7 +29,7 @@ def test_the_arms_that_three_hours_allow_are_named_before_the_start(tmp_path):
     with pytest.raises(CommandError, match="no such run has been measured on this machine"):
         new_sweep(tmp_path / "unmeasured", "3h")
     plan = prepare(load_recipe("tiny-cpu", OVERRIDES[:-1])).plan
-    record_run(plan, step_s=None, allocated_bytes=None, train_s=4000.0, load_s=100.0)
+    record_run(plan, ForecastCheck(), step_s=None, train_s=4000.0, load_s=100.0)
     sweep = new_sweep(tmp_path / "budgeted", "3h")
     facts = sweep.as_json()
     # an arm takes 4,100 s: two are within 10,800 s, three are not
