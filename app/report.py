@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ from .views.markup import Safe, inert, note, table
 from .views.scores import forgetting_table, no_call_note, scores, task_table
 
 _ROWS_SHOWN = 5
+#: Memory that is forecast and measured: the end of its fields' names, and how it is called.
+_COMPARED = {
+    "allocated_bytes": "allocated", "reserved_bytes": "reserved", "context_bytes": "CUDA context",
+    "other_processes_bytes": "other programs", "card_used_bytes": "whole GPU, with other programs",
+}  # fmt: skip
 STYLE = """
 body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
   background: var(--ft-ground); color: var(--ft-text);
@@ -138,13 +144,23 @@ def _best(live: LiveRun) -> str:
 
 
 def _checks(live: LiveRun) -> str:
-    rows = []
-    for event in read_events(live.run.events):
-        if isinstance(event, ForecastCheck) and event.predicted_allocated_bytes and event.measured_allocated_bytes:
-            forecast, measured = event.predicted_allocated_bytes, event.measured_allocated_bytes
-            rows.append([event.at, format_bytes(forecast), format_bytes(measured), f"{measured / forecast - 1:+.1%}"])
-    columns = ["allocated memory", ">forecast", ">measured", ">difference"]
+    checks = [event for event in read_events(live.run.events) if isinstance(event, ForecastCheck)]
+    rows = [row for check in checks if check.measured_allocated_bytes for row in _compared(check)]
+    columns = ["peak", "memory", ">forecast", ">measured", ">difference"]
     return table(columns, rows, "Forecast against measured", hidden_caption=True) if rows else ""
+
+
+def _compared(check: ForecastCheck) -> Iterator[list[str]]:
+    """Yield a row of cells for each figure of a check."""
+    unknown = "unknown: the driver does not report it"
+    if check.measured_card_used_bytes is not None:
+        unknown = "unknown: the driver lists no memory by process, as on Windows, in WSL or a container"
+    for field, name in _COMPARED.items():
+        forecast, measured = getattr(check, f"predicted_{field}"), getattr(check, f"measured_{field}")
+        if forecast is not None or measured is not None:
+            difference = f"{measured / forecast - 1:+.1%}" if measured is not None and forecast else ""
+            shown_forecast = "no forecast" if forecast is None else format_bytes(forecast)
+            yield [check.at, name, shown_forecast, unknown if measured is None else format_bytes(measured), difference]
 
 
 def _evaluations(run: RunDirectory) -> str:

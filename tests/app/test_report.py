@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from app.report import page
+from finetune.events import EventWriter, ForecastCheck
 from finetune.run.directory import RunDirectory
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
@@ -70,6 +71,16 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
         and "24 rows read: 24 used" in tags.text
         and "polyline" in {tag for tag, _ in tags.found}
     )
+
+
+def test_what_the_driver_does_not_list_is_unknown_in_words_and_not_a_number(runs):
+    writer = EventWriter(runs[0].events)
+    peaks = {"predicted_card_used_bytes": 4 * 2**30, "measured_card_used_bytes": 5 * 2**30}
+    writer.emit(ForecastCheck(at="end", measured_allocated_bytes=2**30, predicted_context_bytes=2**29, **peaks))
+    writer.close()
+    text = Tags(page(runs[:1])).text
+    assert "endallocatedno forecast1.00 GiBendCUDA context512 MiBunknown: the driver lists no memory by process, as on" in text
+    assert "endwhole GPU, with other programs4.00 GiB5.00 GiB+25.0%" in text
 
 
 def test_runs_are_paired_on_the_rows_that_both_answered(runs):
