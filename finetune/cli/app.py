@@ -301,6 +301,7 @@ command(
     [
         argument("source", "RECIPE", "Also check what this recipe needs."), OVERRIDES, MODEL, DATA, JSON,
         flag("measure", "Instead measure what the GPU reaches, for forecasts of speed."),
+        flag("share", "Instead print measurements of runs here, as CSV without names or paths."),
     ],
     "Takes about ten seconds; each problem comes with a fix. Exit code 1 when a check fails.", "doctor tiny-cpu",
     "doctor --measure"

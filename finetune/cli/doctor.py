@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import sys
 import time
 
 from rich.markup import escape
@@ -10,14 +12,22 @@ from finetune import __version__
 from finetune.cli.output import print_json
 from finetune.cli.render import out, show_progress
 from finetune.cli.source import recipe_of
+from finetune.errors import FinetuneError
 
 _COLOURS = {"ok": "green", "skip": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def show_doctor(
-    source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool, as_json: bool
+    source: str | None, overrides: list[str], *, model: str | None, data: str | None, measure: bool = False,
+    share: bool = False, as_json: bool,
 ) -> int:  # fmt: skip
-    """Check the machine, and the needs of a recipe if one is given, or measure its rates. Returns 1 if one fails, else 0."""
+    """Check the machine, and the needs of a recipe if one is given. Returns 1 if a check fails, else 0.
+
+    `measure`: measure its rates instead. `share`: print measurements of earlier runs instead. Raises FinetuneError without any.
+    """
+    if share:
+        _print_measurements(as_json=as_json)
+        return 0
     recipe = recipe_of(source, overrides, model=model, data=data) if source or model or data else None
     from finetune.doctor import examine, worst
     from finetune.model.configuration import named_model
@@ -42,3 +52,17 @@ def show_doctor(
         if finding.fix:
             out.print(f"      [dim]fix:[/] {escape(values['fix'])}", soft_wrap=True)
     return 1 if state == "fail" else 0
+
+
+def _print_measurements(*, as_json: bool) -> None:
+    from finetune.planner.history import shared_rows
+
+    rows = shared_rows()
+    if not rows:
+        raise FinetuneError("No run on a GPU is recorded on this machine", "Train first: finetune run tiny-cpu gpu=auto")
+    if as_json:
+        print_json(rows)
+        return
+    table = csv.DictWriter(sys.stdout, rows[0], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)

@@ -24,6 +24,11 @@ KEPT = 20
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Figures of a row as forecast and as measured.
 _COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
+#: Columns of a row that leaves this machine: no name of a model, file or person.
+_SHARED = (
+    "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
+    *(f"{kind}_{name}" for name in _COMPARED for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,12 @@ def read_history(card_name: str, rates_measured_at: str = "") -> History:
         if all(isinstance(value, float) and value > 0 for value in seconds):
             runs.append(MeasuredRun(str(row.get("model")), *seconds))
     return History(len(rows), factor, allocated, reserved, tuple(runs))
+
+
+def shared_rows() -> list[dict[str, Any]]:
+    """Figures of the newest run of each GPU and model, without names of models and paths; null where unknown."""
+    newest = {(row["card"], str(row.get("model"))): row for row in _rows() if row["card"] != "cpu"}
+    return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED}} for row in newest.values()]
 
 
 def _path() -> Path:

@@ -301,8 +301,8 @@ class Plan:
     `checks`: host memory and disk needed. `many_cards`: memory per card, when one card is too small or the launch shards the
     model. `data_problem`: why a run would refuse the rows. `layer_copies`: what layer offloading holds and moves; None without
     it. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: its length by
-    earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model, of which
-    `model_type` and `parameters` are.
+    earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model.
+    `model_type` and `parameters` are the base model's.
     """
 
     settings: Settings
