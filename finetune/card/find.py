@@ -101,7 +101,7 @@ def _from_entry(name: str) -> Card:
 
 
 def listed_card(device: Device) -> Card:
-    """The catalogue's card of this name and memory; one without rates if there is none."""
+    """The catalogue's card of this name and memory; a card without rates if it is not listed."""
     name = _entry_of(device)
     return _from_entry(name) if name else UNLISTED
 

@@ -33,7 +33,7 @@ class Rates:
 
 
 def conditions_of(device: Device | None) -> str:
-    """Versions and power limit that the rates of this GPU depend on, or those of the CPU."""
+    """Versions and power limit that rates of this GPU, or of the CPU, depend on."""
     facts = [f"torch {importlib.metadata.version('torch')}"]
     if device:
         facts += [f"driver {device.driver}", f"power limit {device.power_limit_w:g} W" if device.power_limit_w else ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -26,22 +27,32 @@ from finetune.units import MIB, format_bytes
 MEASURED_S, OPERATORS = 0.7, 500
 #: A measured rate may exceed the catalogue's by this factor, as clocks differ.
 MOST_OF_LISTED = 1.1
-_FIX = "Nothing is stored. A measurement needs 1.5 GiB of free memory; finetune doctor tries everything else."
+#: Utilisation by other programs that hardly slows a measurement, as a desktop's.
+MOST_BUSY = 0.2
+_FIX = "Nothing is stored. A measurement needs an idle GPU and 1.5 GiB of its memory; finetune doctor tries everything else."
 
 
 def measure_rates(progress: Progress) -> list[Finding]:
-    """Measure every GPU that this process may use, or the CPU if there is none, and store what is plausible."""
+    """Measure every GPU that this process may use, else the CPU, and store plausible rates."""
     os.environ.setdefault(*nvidia.DRIVER_ORDER)
     findings = []
     for number, device in enumerate(usable_devices() or [None]):
         card = find_card(device.uuid if device else "cpu")
         progress(f"measuring {card.name}")
         try:
+            if device and (busy := _utilisation(device)) > MOST_BUSY:
+                raise RuntimeError(f"programs keep it busy for {busy:.0%} of the time")
             findings.append(_measure(card, device, torch.device("cuda", number) if device else torch.device("cpu")))
-        except (RuntimeError, OSError) as error:  # out of memory, a driver's error, a cache that can't be written
+        except (RuntimeError, OSError) as error:  # out of memory, a cache that can't be written
             message = str(error).partition("\n")[0]
             findings.append(Finding("rates", "fail", f"{card.name} could not be measured: {message}", _FIX))
     return findings
+
+
+def _utilisation(device: Device) -> float:
+    with contextlib.suppress(nvidia.DriverError):  # WSL may not report it
+        return nvidia.open_device(device.uuid).utilisation()
+    return 0.0
 
 
 def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:

@@ -58,7 +58,7 @@ class Comparison:
 def explain_strategy(
     choices: Choices, search: Search, chosen: EvaluatedStrategy, fastest: EvaluatedStrategy | None = None
 ) -> Choices:
-    """Resolve the memory settings to the chosen strategy, each with its reason. `fastest`: one that takes less time."""
+    """Resolve the memory settings to the chosen strategy, each with its reason. `fastest`: a faster strategy that fits."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)

@@ -354,8 +354,8 @@ class _Planner:
         )  # fmt: skip
 
     def _fastest(self, attempt: _Attempt) -> EvaluatedStrategy | None:
-        """The strategy with the shortest step of all that fit, where preferences have chosen another one; its forecast is added
-        to those of the search."""
+        """The strategy with the shortest step of all that fit, if preferences chose a slower strategy; the search keeps its
+        forecast."""
         search, options = attempt.search, self._open_strategies(attempt)
         if attempt.verdict != Verdict.FITS or self.card.is_cpu:
             return None
