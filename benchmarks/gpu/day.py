@@ -68,6 +68,7 @@ def main() -> int:
         (model / "done").touch()
     questions = [(job[0], lambda job=job: trained(job, model, options.unsloth, ends_at)) for job in JOBS]
     questions.insert(3, ("bits after a resume", lambda: resumed(ends_at)))
+    questions.insert(1, ("rates", rates))
     questions.append(("addresses", addresses))
     for name, ask in questions:
         left = ends_at - time.monotonic()
@@ -139,6 +140,14 @@ def resumed(ends_at: float) -> dict[str, Any]:
                 return {"failed": (process_end.stdout + process_end.stderr)[-300:]}
             hashes.append(hashlib.sha256((folder / name / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest())
         return {"equal": hashes[0] == hashes[1], "stopped_with": stopped_with}
+
+
+def rates() -> dict[str, Any]:
+    """What the GPU reaches, by `finetune doctor --measure`; plans of later jobs use it."""
+    command = [sys.executable, "-m", "finetune", "doctor", "--measure", "--json"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    finding = json.loads(printed)["findings"][0]
+    return finding["facts"] or {"failed": finding["what"]}
 
 
 def addresses() -> dict[str, Any]:
