@@ -48,7 +48,8 @@ def verdict(plan: Plan, *, blocked: bool = False) -> str:
     if forecast is None:
         return _heading(css, title, tr("There is no memory forecast for {gpu}.", gpu=plan.card.name))
     budget, likely, most = plan.usable_bytes, forecast.peak_bytes, forecast.peak_high_bytes
-    is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1
+    speeds = [other.tokens_per_s or 0.0 for other in plan.alternatives if other.verdict == Verdict.FITS]
+    is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1 and max(speeds) == speeds[0]
     way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
     sentences = [
         tr("Forecast {likely}, at most {most}, of {budget} that may be used.", likely=gib(likely), most=gib(most),

@@ -282,7 +282,7 @@ def _speed(card: Any) -> int:
 def _power_limit(card: Any) -> float | None:
     try:
         return pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
-    except _MISSING:
+    except pynvml.NVMLError:  # the GPU is used without it
         return None
 
 

@@ -24,7 +24,7 @@ from finetune.serialise import to_json
 from finetune.units import MIB, format_bytes
 
 #: Seconds of each measurement; operators of one that measures the host, fewer than the 1,024 launches that a GPU queues.
-MEASURED_S, OPERATORS = 0.7, 500
+MEASURED_S, OPERATORS = 1.5, 500
 #: A measured rate may exceed the catalogue's by this factor, as clocks differ.
 MOST_OF_LISTED = 1.1
 #: Utilisation by other programs that hardly slows a measurement, as a desktop's.
@@ -34,11 +34,14 @@ _FIX = "Nothing is stored. A measurement needs an idle GPU and 1.5 GiB of its me
 
 def measure_rates(progress: Progress) -> list[Finding]:
     """Measure every GPU that this process may use, else the CPU, and store plausible rates."""
-    os.environ.setdefault(*nvidia.DRIVER_ORDER)
+    os.environ.update([nvidia.DRIVER_ORDER])
     findings = []
     for number, device in enumerate(usable_devices() or [None]):
         card = find_card(device.uuid if device else "cpu")
         progress(f"measuring {card.name}")
+        if card.problem:
+            findings.append(Finding("rates", "fail", f"{card.name}: {card.problem}", card.problem_fix))
+            continue
         try:
             if device and (busy := _utilisation(device)) > MOST_BUSY:
                 raise RuntimeError(f"programs keep it busy for {busy:.0%} of the time")
@@ -58,10 +61,11 @@ def _utilisation(device: Device) -> float:
 def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
     size, dtype = (8192, torch.bfloat16 if card.supports_bf16 else torch.float16) if device else (2048, torch.float32)
     ones, block, number = torch.ones(size, size, device=where, dtype=dtype), _block(where), torch.zeros(1, device=where)
-    result = torch.empty_like(ones)
-    product_s = _seconds(where, lambda: torch.mm(ones, ones, out=result))
+    result = torch.mm(ones, ones)
     if not bool((result == size).all().cpu()):
         raise RuntimeError("the product of two matrices is wrong")
+    noise = ones.normal_()  # equal numbers take less power, and a GPU clocks higher
+    product_s = _seconds(where, lambda: torch.mm(noise, noise, out=result))
     rates = Rates(
         flops=2 * size**3 / product_s, bandwidth_bytes_s=2 * _copied_bytes_s(where, _block(where), block),
         launch_s=_seconds(where, lambda: [number.add_(1) for _ in range(OPERATORS)]) / OPERATORS,
@@ -118,12 +122,12 @@ def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Ten
 
 
 def _seconds(where: torch.device, work: Callable[[], object]) -> float:
-    """Median seconds of a call after the first, over MEASURED_S."""
+    """Median seconds of a call in the second half of MEASURED_S, when clocks have settled."""
     times: list[float] = []
-    while sum(times[1:]) < MEASURED_S:
+    while len(times) < 2 or sum(times[1:]) < MEASURED_S:
         began_s = time.perf_counter()
         work()
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         times.append(time.perf_counter() - began_s)
-    return statistics.median(times[1:])
+    return statistics.median(times[len(times) // 2 :])

@@ -54,7 +54,7 @@ from finetune.settings import AUTO, Recipe, Settings, resolved
 from finetune.settings.base_formats import INT8, NF4
 from finetune.settings.compatibility import compiling_conflict, is_sharded
 from finetune.settings.methods import METHODS, method_of
-from finetune.units import format_bytes
+from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 
 #: Model types whose compiled layers were run on a stand-in: one graph, and the forecast's bytes. phi3's forecast is 2 to 4 %
 #: too high for rows of uneven length (benchmarks/reference/compiled_matrix.csv).
@@ -66,6 +66,8 @@ COMPILED_TYPES = (
 LEAST_CAPABILITY = (7, 0)
 #: A plan is faster than another if its step takes less than this share; so many are forecast to find the fastest.
 MATTERS, MOST_FASTER = 0.995, 3
+#: Forecasts of compiled layers until one fits: each takes seconds.
+MOST_COMPILED = 3
 #: `make_forecast`, or another with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -87,7 +89,7 @@ def make_plan(
     measurements on the card, give the same settings.
     """
     planner = _planner_of(recipe, card, data, forecaster, progress)
-    attempt = planner.best()
+    attempt = planner.with_fastest(planner.best())
     if not compare:
         return planner.plan(attempt)
     price_note = planner.method_price(attempt)
@@ -124,18 +126,25 @@ def _planner_of(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """`compiled`: the choices with compiled layers, if the chosen strategy has them; the search's forecasts are without."""
+    """`compiled`: the choices with compiled layers, if the chosen strategy has them; the search's forecasts are without.
+    `fastest`: a faster strategy that fits, if preferences chose another."""
 
     choices: Choices
     search: Search
     chosen: EvaluatedStrategy | None = None
     offload_target: OffloadTarget = False
     compiled: Choices | None = None
+    fastest: EvaluatedStrategy | None = None
 
     @property
     def evaluated(self) -> EvaluatedStrategy:
         assert self.chosen is not None
         return self.chosen
+
+    @property
+    def job(self) -> Job:
+        job = self.search.job
+        return dataclasses.replace(job, compiled=True, lean=False) if self.compiled else job
 
     @property
     def verdict(self) -> Verdict:
@@ -215,15 +224,21 @@ class _Planner:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
                 search.smallest(options)
+            raised, failed = list[EvaluatedStrategy](), 0
             while (candidate := search.find(options) or search.fitting_after_all(options)) is not None:
-                raised = self._with_uneven_rows(attempt.choices, search, candidate)
-                if not search.fits(raised):
+                if candidate not in raised:
+                    candidate = self._with_uneven_rows(attempt.choices, search, candidate)
+                    raised.append(candidate)
+                if not search.fits(candidate):
                     continue
-                fitting = dataclasses.replace(attempt, chosen=raised)
-                if search.lean_because(raised.strategy):
+                fitting = dataclasses.replace(attempt, chosen=candidate)
+                if search.lean_because(candidate.strategy):
                     return fitting
                 if compiled := self._compiled(fitting, options):
                     return compiled
+                failed += 1
+                if failed == MOST_COMPILED:
+                    search.rule_out_compiling(options, f"{MOST_COMPILED} plans with compiled layers did not fit")
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
@@ -246,15 +261,20 @@ class _Planner:
     def compare(self, attempt: _Attempt) -> None:
         """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if attempt.verdict != Verdict.NO_FIT:
-            search, chosen = attempt.search, attempt.evaluated
-            reference = self._with_excess(chosen.forecast, -1)
-            search = dataclasses.replace(search, forecaster=self._forecasts(attempt.choices, search.job, reference))
-            for strategy in neighbours(chosen.strategy, search.within_budget(self._open_strategies(attempt))):
+            search = self._quick_search(attempt)
+            options = search.within_budget(self._open_strategies(attempt))
+            for strategy in neighbours(attempt.evaluated.strategy, options):
                 search.forecast(strategy)
+
+    def _quick_search(self, attempt: _Attempt) -> Search:
+        """The search whose further forecasts are only compared."""
+        reference = self._with_excess(attempt.evaluated.forecast, -1)
+        forecaster = self._forecasts(attempt.choices, attempt.search.job, reference)
+        return dataclasses.replace(attempt.search, forecaster=forecaster)
 
     def method_price(self, attempt: _Attempt) -> str:
         """Return the price of a method beside SFT on the same number of rows; empty for methods on SFT's rows."""
-        chosen, job, method = attempt.evaluated, attempt.search.job, METHODS[self.recipe.method]
+        chosen, job, method = attempt.evaluated, attempt.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
         settings = self._settings_of(attempt.choices, chosen.strategy)
@@ -281,9 +301,8 @@ class _Planner:
         if reason:
             search.rule_out_compiling(options, reason)
             return None
-        if (excess := forecast.peak_high_bytes - self.budget) > 0:
-            larger = [option for option in options if search.high_bytes(option) >= chosen.forecast.peak_high_bytes]
-            search.rule_out_compiling(larger, f"compiled layers need {format_bytes(excess)} more than there is")
+        search.note_compiled(chosen, forecast)
+        if forecast.peak_high_bytes > self.budget:
             return None
         compiled = compiled.with_reason("lean_layers", "layers are compiled")
         compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")
@@ -293,6 +312,8 @@ class _Planner:
         """Why a strategy's layers are not compiled; empty where that can be tried, and pays in a run of this length."""
         if why := self._uncompiled_because(choices, strategy):
             return why
+        if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
+            return f"{strategy.optim} is taken where memory is too short for it"
         pays, reason = compiling_pays(job, strategy, total_steps(choices, strategy.micro, self.data))
         return "" if pays else reason
 
@@ -327,8 +348,10 @@ class _Planner:
             total_steps(attempt.choices, attempt.evaluated.strategy.micro, self.data),
         )
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
+        if not attempt.compiled:
+            search.rule_out_compiling([chosen.strategy], "the plan does not fit")
         why = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
-        choices = explain_strategy(choices.with_reason("torch_compile", why), search, chosen, self._fastest(attempt))
+        choices = explain_strategy(choices.with_reason("torch_compile", why), search, chosen, attempt.fastest)
         choices = choose_cadence(choices, steps, self.data)
         settings, timing, rates_known = choices.settings(), search.timing(chosen.strategy), knows_rates(self.card)
         forecast = dataclasses.replace(
@@ -353,25 +376,25 @@ class _Planner:
             **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
         )  # fmt: skip
 
-    def _fastest(self, attempt: _Attempt) -> EvaluatedStrategy | None:
-        """The strategy with the shortest step of all that fit, if preferences chose a slower strategy; the search keeps its
-        forecast."""
-        search, options = attempt.search, self._open_strategies(attempt)
+    def with_fastest(self, attempt: _Attempt) -> _Attempt:
+        """The attempt with the strategy that has the shortest step of all that fit, if preferences chose a slower one."""
+        search, options = self._quick_search(attempt), self._open_strategies(attempt)
         if attempt.verdict != Verdict.FITS or self.card.is_cpu:
-            return None
+            return attempt
         if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
             options += self._open_strategies(dataclasses.replace(attempt, offload_target="cpu"))
-        most_s = MATTERS * search.timing(attempt.evaluated.strategy).step_s
-        faster = [option for option in search.within_budget(options) if search.timing(option).step_s < most_s]
+        options, most_s = search.within_budget(options), MATTERS * search.timing(attempt.evaluated.strategy).step_s
         for _ in range(MOST_FASTER):
-            faster = [option for option in faster if search.high_bytes(option) <= self.budget]
-            fastest = min(faster, key=lambda option: search.timing(option).step_s, default=None)
-            if fastest is None:
-                return None
+            fitting = [option for option in options if search.high_bytes(option) <= self.budget]
+            fastest = min(fitting, key=lambda option: search.timing(option).step_s, default=attempt.evaluated.strategy)
+            if search.timing(fastest).step_s >= most_s:
+                break
             search.forecast(fastest)
             if (evaluated := search.lookup(fastest)) and search.fits(evaluated):
-                return evaluated
-        return None
+                other = dataclasses.replace(attempt, search=search, chosen=evaluated)
+                if search.lean_because(fastest) or self._compiled(other, [fastest]):
+                    return dataclasses.replace(attempt, fastest=evaluated)
+        return attempt
 
     def _notes(self, attempt: _Attempt) -> tuple[str, ...]:
         strategy, job = attempt.evaluated.strategy, attempt.search.job

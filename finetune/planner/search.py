@@ -14,7 +14,7 @@ from finetune.planner.speed import SAVED_BYTES, Job, Timing, saved_bytes, time_s
 from finetune.planner.strategy import Strategy
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.optimizers import OPTIMIZERS
-from finetune.units import GIB
+from finetune.units import GIB, format_bytes
 
 #: Activation bytes saved per input and output element of a layer's linear layers, before any forecast: 2.3 in a dry run of
 #: Llama-3.1-8B, 3.1 with dropout.
@@ -133,6 +133,7 @@ class Search:
     why_lean: Callable[[Strategy], str]
     evaluated: list[EvaluatedStrategy] = field(default_factory=list)
     _lean_because: dict[Strategy, str] = field(default_factory=dict)
+    _more_compiled: dict[bool | str, float] = field(default_factory=dict)
     _timings: dict[Strategy, Timing] = field(default_factory=dict)
 
     @property
@@ -210,16 +211,26 @@ class Search:
         return self._timings[strategy]
 
     def lean_because(self, strategy: Strategy) -> str:
-        """Why the strategy's layers are not compiled; empty where they can be."""
+        """Why the strategy's layers are not compiled; empty where they can be, by an estimate of the memory."""
         if strategy not in self._lean_because:
             self._lean_because[strategy] = self.why_lean(strategy)
+        lean = self.high_bytes(strategy) if strategy.checkpointing in self._more_compiled else 0
+        more = lean + self._more_compiled.get(strategy.checkpointing, 0) * strategy.micro - self.budget_bytes
+        if not self._lean_because[strategy] and more > 0 and lean <= self.budget_bytes:
+            return f"compiled layers need {format_bytes(round(more))} more than there is"
         return self._lean_because[strategy]
 
     def rule_out_compiling(self, strategies: Iterable[Strategy], reason: str) -> None:
         """Leave the layers of these strategies uncompiled."""
         for strategy in strategies:
             self._lean_because[strategy] = self.lean_because(strategy) or reason
-            self._timings.pop(strategy, None)
+        self._timings.clear()
+
+    def note_compiled(self, lean: EvaluatedStrategy, compiled: Forecast) -> None:
+        """Take what a strategy needs more with compiled layers for all of its checkpointing, by rows of a micro-batch."""
+        more = compiled.peak_high_bytes - lean.forecast.peak_high_bytes
+        self._more_compiled[lean.strategy.checkpointing] = more / lean.strategy.micro
+        self._timings.clear()
 
     def _of_this_job(self) -> list[EvaluatedStrategy]:
         return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]

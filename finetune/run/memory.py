@@ -38,12 +38,12 @@ class MemorySampler:
 
     def sensors(self) -> dict[str, Any]:
         """Temperature, power and utilisation of the card, where the driver reports them; empty on a CPU."""
-        values = {}
-        if self._gpu is not None:
-            with contextlib.suppress(DriverError):
-                values["temperature_c"] = self._gpu.temperature_c()
-                values["power_w"] = self._gpu.power_w()
-                values["gpu_utilisation"] = self._gpu.utilisation()
+        values, gpu = {}, self._gpu
+        if gpu is not None:
+            sensors = {"temperature_c": gpu.temperature_c, "power_w": gpu.power_w, "gpu_utilisation": gpu.utilisation}
+            for name, read in sensors.items():
+                with contextlib.suppress(DriverError):
+                    values[name] = read()
         return values
 
     def reset_peak(self) -> None:

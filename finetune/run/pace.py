@@ -100,9 +100,11 @@ class Pace:
         waited_s = step_s - busy_s if busy_s is not None else 0.0
         saved_s = step_s * (1 - COMPILED_DISPATCH[0] / (LEAN_DISPATCH if settings.lean_layers else DISPATCH)[0])
         seconds = {"step": step_s, "wait": wait_s, "waited": waited_s, "saved": min(waited_s, saved_s)}
-        values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()} | {"reason": plan.reasons["torch_compile"]}
+        values = {name: f"{1000 * value:,.0f}" for name, value in seconds.items()}
+        values["reason"] = plan.reasons.get("torch_compile", "")
         # each micro-batch waits for the GPU where the loss selects tokens: a step ends with one backward pass to wait for
-        if wait_s >= _REPORTED_SHARE * step_s / settings.gradient_accumulation_steps:
+        idle = utilisations and waited_s >= _REPORTED_SHARE * step_s
+        if wait_s >= _REPORTED_SHARE * step_s / settings.gradient_accumulation_steps and not idle:
             return [BUSY], values
         if waited_s < _REPORTED_SHARE * step_s:
             return [], {}
