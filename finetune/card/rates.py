@@ -11,7 +11,6 @@ from finetune.files import cache_dir, read_object, write_json
 from finetune.serialise import read_own, to_json
 
 FILE = "rates.json"
-MEASURE = "finetune doctor --measure"
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ def with_measured_rates(card: Card, device: Device | None = None) -> Card:
     """The card with the rates measured on it under the same conditions; `reason` says where its rates are from."""
     rates, now = read_own(cache_dir() / FILE, Rates, key=card.uuid or card.name), conditions_of(device)
     if rates is None or rates.conditions != now:
-        why = f"measured with {rates.conditions}, now it has {now}" if rates else "not measured"
-        return replace(card, reason=f"{card.reason}; rates: {why} ({MEASURE})")
+        why = f"measured with {rates.conditions}, now it has {now}: measure again" if rates else "not measured here"
+        return replace(card, reason=f"{card.reason}; rates: {why}")
     return replace(
         card, bf16_flops=rates.flops, flops_share=1.0, attention_flops=rates.attention_flops, bandwidth_share=1.0,
         bandwidth_bytes_s=rates.bandwidth_bytes_s, pcie_bytes_s=rates.pinned_bytes_s or card.pcie_bytes_s,

@@ -25,10 +25,8 @@ from finetune.units import MIB, format_bytes
 
 #: Seconds of each measurement; operators of one that measures the host, fewer than the 1,024 launches that a GPU queues.
 MEASURED_S, OPERATORS = 1.5, 500
-#: A measured rate may exceed the catalogue's by this factor, as clocks differ.
-MOST_OF_LISTED = 1.1
-#: Utilisation by other programs that hardly slows a measurement, as a desktop's.
-MOST_BUSY = 0.2
+#: Measured rates may be so much above the catalogue's, as clocks differ; a GPU may be in use by so much, as by a desktop.
+MOST_OF_LISTED, MOST_BUSY = 1.1, 0.2
 _FIX = "Nothing is stored. A measurement needs an idle GPU and 1.5 GiB of its memory; finetune doctor tries everything else."
 
 
@@ -124,7 +122,7 @@ def _copied_bytes_s(where: torch.device, source: torch.Tensor, target: torch.Ten
 def _seconds(where: torch.device, work: Callable[[], object]) -> float:
     """Median seconds of a call in the second half of MEASURED_S, when clocks have settled."""
     times: list[float] = []
-    while len(times) < 2 or sum(times[1:]) < MEASURED_S:
+    while sum(times[1:]) < MEASURED_S:
         began_s = time.perf_counter()
         work()
         if where.type == "cuda":

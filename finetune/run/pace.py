@@ -6,11 +6,12 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.events import Evaluation, Event, Start, Step
-from finetune.planner.plan import Plan
-from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
 
 _NEWEST_STEPS, _NEWEST_EVALUATIONS, _MOST_STEP_S = 50, 5, 1e9
 #: Slow first steps of an attempt, the fewest measured steps, and the share of a step's time from which on a wait is reported.
@@ -91,6 +92,8 @@ class Pace:
 
     def step_time(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
         """Return the clauses of `STEP_TIME` for the newest steps, and their values; none where it is unknown."""
+        from finetune.planner.speed import COMPILED_DISPATCH, DISPATCH, LEAN_DISPATCH  # here: imports stay at most ten deep
+
         steps, settings = list(self.waits)[_WARM_UP_STEPS:], plan.settings
         if len(self.waits) < _LEAST_STEPS:
             return [], {}
