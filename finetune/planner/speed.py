@@ -189,8 +189,8 @@ class Timing:
 
 
 def knows_rates(card: Card) -> bool:
-    """Whether the card's rates are known; if not, times only order strategies."""
-    return card.bf16_flops is not None and card.bandwidth_bytes_s is not None
+    """Whether a GPU's rates are known; else times only order strategies."""
+    return bool(card.bf16_flops and card.bandwidth_bytes_s and not card.is_cpu)  # a CPU's small products don't reach its rates
 
 
 def saved_bytes(base: BaseFormat, lean: bool) -> float:
