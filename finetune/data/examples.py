@@ -11,14 +11,18 @@ from typing import Any
 
 from finetune.data.column_advice import advice_for, advice_for_unused
 from finetune.data.data_files import describe_split
+from finetune.data.formats import FORMATS, LABELLED_ANSWERS, filled, rename_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import ParsedBatch, choose_parser
-from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, split_files
+from finetune.data.sources import Source, bundled_eval, find_sources, held_out_by_name, is_local, split_files
 from finetune.data.unused_columns import UnusedColumns, fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
+from finetune.settings.methods import METHODS
 
+#: Values of a label that marks an answer good or bad; others are classes.
+_MARKS = (True, False, "true", "false", "True", "False")
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
 #: A batch ends after so many rows, or so many characters.
@@ -162,3 +166,26 @@ def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int = 0)
         return len(value)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return size_of_others + sum(_size(item, counted, size_of_others) for item in items)
+
+
+def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
+    """Return the training method by the columns of the first rows, and the reason; sft for a dataset on the hub.
+
+    Raises DataError and RecipeError.
+    """
+    for name, method in METHODS.items():
+        if method.has_own_format and dataset.format == method.row_format:
+            return name, f"dataset.format is {dataset.format}"
+    paths = [dataset.path] if isinstance(dataset.path, str) else dataset.path
+    if not all(map(is_local, paths)):
+        return "sft", "the rows are not on this machine"
+    rows = [row.values for row in itertools.islice(sources_of(dataset)[0][0].rows(), 100) if isinstance(row, Row)]
+    renamed = [rename_columns(values, dataset.columns) for values in rows]
+    filled_columns = filled(renamed)
+    if filled_columns.issuperset(FORMATS["preference"].required):
+        return "dpo", "the rows have a chosen and a rejected answer"
+    has_answers = any(filled_columns.issuperset(FORMATS[name].required) for name in LABELLED_ANSWERS)
+    for column in ("label", "kto_tag") if has_answers else ():
+        if column in filled_columns and all(values.get(column) in _MARKS for values in renamed):
+            return "kto", f"the answers are marked good or bad ({column})"
+    return "sft", "the rows have one answer each"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.choices import Choices
 from finetune.planner.plan import Alternative, Verdict, as_overrides, verdict_of
-from finetune.planner.speed import Job, knows_rates, time_step
+from finetune.planner.speed import Job, knows_rates
 from finetune.planner.strategy import Strategy
 from finetune.settings import Recipe
 from finetune.settings.base_formats import BITS_16, BITS_32, NF4, QUANTISED
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 USUAL_SAMPLES = 3
 #: Where offloaded layers are, in a plan's summary.
 OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
-#: Seconds to compile a layer: 2 to 33 on a busy machine, once 112 (benchmarks/reference/compiled_matrix.csv).
-COMPILE_S = 25.0
 
 
 class Comparison:
@@ -217,15 +214,3 @@ def describe(strategy: Strategy, job: Job) -> str:
     table = ", input embedding offloaded" if strategy.host_table else ""
     layers = f", {strategy.offloaded} layers {OFFLOAD_LABELS[strategy.offload_target]}" if strategy.offload_target else ""
     return f"{strategy.base.label}, {strategy.checkpointing_summary}, {strategy.micro} x {steps}{optim}{table}{layers}"
-
-
-def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
-    """Whether compiled layers save more time in a run of `steps` steps than compiling takes, and the reason."""
-    lean, compiled = (time_step(dataclasses.replace(job, compiled=on), strategy).step_s for on in (False, True))
-    if compiled >= lean:
-        return False, "by the model of a step it saves no time"
-    needed = math.ceil(COMPILE_S / (lean - compiled))
-    saved = f"by the model of a step it saves {1 - compiled / lean:.0%} of time; compiling takes about {COMPILE_S:.0f} s, which"
-    if steps is not None and steps < needed:
-        return False, f"{saved} pays off after {needed:,} steps, and the run has {steps:,}"
-    return True, f"{saved} pays off after {needed:,} steps"

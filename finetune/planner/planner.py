@@ -18,7 +18,8 @@ from finetune.memory.forecast import Forecast, RowShape, why_not_compiled, with_
 from finetune.model.configuration import read_config
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
-from finetune.planner.choices import AS_SET, Choices
+from finetune.planner.choices import Choices
+from finetune.planner.compiling import compiling_pays, why_lean
 from finetune.planner.defaults import (
     batches_of,
     choose_basics,
@@ -29,7 +30,7 @@ from finetune.planner.defaults import (
     total_steps,
     with_length,
 )
-from finetune.planner.explain import alternatives, compiling_pays, describe, explain_strategy
+from finetune.planner.explain import alternatives, describe, explain_strategy
 from finetune.planner.history import History, read_history
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
@@ -51,19 +52,10 @@ from finetune.planner.suggest import largest_model, suggest
 from finetune.planner.vision_work import VisionWork, vision_work
 from finetune.printable import Progress
 from finetune.settings import AUTO, Recipe, Settings, resolved
-from finetune.settings.base_formats import INT8, NF4
-from finetune.settings.compatibility import compiling_conflict, is_sharded
+from finetune.settings.base_formats import NF4
+from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import METHODS, method_of
-from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 
-#: Model types whose compiled layers were run on a stand-in: one graph, and the forecast's bytes. phi3's forecast is 2 to 4 %
-#: too high for rows of uneven length (benchmarks/reference/compiled_matrix.csv).
-COMPILED_TYPES = (
-    "exaone4", "gemma", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
-    "seed_oss", "smollm3",
-)  # fmt: skip
-#: Lowest compute capability that torch's compiler has Triton kernels for (torch/_inductor/scheduler.py).
-LEAST_CAPABILITY = (7, 0)
 #: A plan is faster than another if its step takes less than this share; so many are forecast to find the fastest.
 MATTERS, MOST_FASTER = 0.995, 3
 #: Forecasts of compiled layers until one fits: each takes seconds.
@@ -308,46 +300,9 @@ class _Planner:
         compiled = compiled.with_reason("mlp_tile_tokens", "only lean layers have them")
         return dataclasses.replace(attempt, chosen=dataclasses.replace(chosen, forecast=forecast), compiled=compiled)
 
-    def _why_lean(self, choices: Choices, job: Job, strategy: Strategy) -> str:
-        """Why a strategy's layers are not compiled; empty where that can be tried, and pays in a run of this length."""
-        if why := self._uncompiled_because(choices, strategy):
-            return why
-        if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
-            return f"{strategy.optim} is taken where memory is too short for it"
-        pays, reason = compiling_pays(job, strategy, total_steps(choices, strategy.micro, self.data))
-        return "" if pays else reason
-
-    def _uncompiled_because(self, choices: Choices, strategy: Strategy) -> str:
-        """What rules out compiled layers; empty if they can be tried."""
-        recipe, card = self.recipe, self.card
-        if recipe.torch_compile != AUTO:
-            return AS_SET
-        if card.is_cpu:
-            return "a processor computes most of a step in the same kernels"
-        if strategy.base is INT8:
-            return compiling_conflict(resolved(recipe, load_in_8bit=True))
-        if strategy.offload_target:
-            return "weights of layers that are moved have not been tried"
-        if strategy.checkpointing == "offload" and strategy.every_n > 1:
-            return "inputs of every layer or of none are offloaded"
-        if recipe.lora_dropout and strategy.checkpointing:
-            return "dropout in recomputed layers needs more than its forecast"
-        if card.capability is not None and card.capability < LEAST_CAPABILITY:
-            return f"Triton has no kernels for compute capability {card.capability[0]}.{card.capability[1]}"
-        if recipe.lean_layers is True or recipe.mlp_tile_tokens not in (AUTO, 0):
-            return "the recipe asks for lean layers"
-        if recipe.launch.num_processes > 1:
-            return "several processes have not been tried"
-        if (kind := (self.config.get("text_config") or self.config).get("model_type")) not in COMPILED_TYPES:
-            return f"layers of type {kind} have not been tried"
-        return compiling_conflict(recipe)
-
     def plan(self, attempt: _Attempt) -> Plan:
-        factor, steps = (
-            self.history.speed_factor or 1.0,
-            total_steps(attempt.choices, attempt.evaluated.strategy.micro, self.data),
-        )
         search, chosen, choices = attempt.search, attempt.evaluated, attempt.compiled or attempt.choices
+        factor, steps = self.history.speed_factor or 1.0, total_steps(choices, chosen.strategy.micro, self.data)
         if not attempt.compiled:
             search.rule_out_compiling([chosen.strategy], "the plan does not fit")
         why = search.lean_because(chosen.strategy) or compiling_pays(search.job, chosen.strategy, steps)[1]
@@ -432,8 +387,9 @@ class _Planner:
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
                 vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip
-            why_lean = functools.partial(self._why_lean, choices, job)
-            search = Search(job, self.budget, self._forecasts(choices, job), why_lean, shared)
+            steps_of = functools.partial(total_steps, choices, data=self.data)
+            lean = functools.partial(why_lean, job, choices, self.config, steps_of)
+            search = Search(job, self.budget, self._forecasts(choices, job), lean, shared)
             yield _Attempt(choices, search, offload_target=target)
 
     def _open_strategies(self, attempt: _Attempt) -> list[Strategy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from finetune.planner.speed import Batches
 from finetune.requirements import refuse_other_versions
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.vision import Sizes, with_vision
+from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from finetune.printable import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
+#: Seconds between two reports of the rows tokenised, and until the first.
+_REPORT_EVERY_S = 0.5
 #: The planner never chooses a max_pixels below this: 256 x 256.
 LEAST_PIXELS = 2**16
 
@@ -53,6 +57,26 @@ class RowsRead:
     @property
     def has_pictures(self) -> bool:
         return bool(self.statistics and self.statistics.pictures)
+
+
+class RowProgress:
+    """Reports count, rate and time left twice a second; called with the tokenised and all rows (None: unknown)."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report_text = report
+        self._started_s = self._reported_s = time.monotonic()
+
+    def __call__(self, count: int, total: int | None) -> None:
+        """Report, unless the last report is less than half a second ago."""
+        now_s = time.monotonic()
+        if now_s - self._reported_s < _REPORT_EVERY_S:
+            return
+        self._reported_s = now_s
+        rate = count / (now_s - self._started_s)
+        message = f"tokenising rows: {count:,}{f' of {total:,}' if total else ''}, {rate:,.0f} per second"
+        if total and count and total > count:
+            message += f", {format_seconds((total - count) / rate)} left"
+        self._report_text(message)
 
 
 def plan_recipe(
@@ -144,7 +168,7 @@ def with_method(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the method that its rows are for, and the reason, where the method is `auto`; else as it is."""
     if recipe.method != AUTO:
         return recipe, ""
-    from finetune.data.method_by_columns import method_of_rows
+    from finetune.data.examples import method_of_rows
 
     method, reason = method_of_rows(recipe.dataset)
     try:
@@ -216,7 +240,6 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
 def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
-    from finetune.data.row_progress import RowProgress
 
     say("reading the data")
     from finetune.data.new_tokens import rows_of_tokens

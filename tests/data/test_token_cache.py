@@ -9,9 +9,9 @@ import pytest
 from small_data import CHATML_MARKED, build_tokenizer, prepare, recipe, talk
 
 from finetune.data import examples, token_cache, workers
-from finetune.data.row_progress import RowProgress
 from finetune.data.tokens import Encoder
 from finetune.errors import DataError, DiskFull, OutOfMemory
+from finetune.planner.planning import RowProgress
 
 ROWS = [talk(f"How much is {n} and {n}?", f"It is {n + n}.") for n in range(22)]
 

@@ -17,9 +17,8 @@ from tiny_training import (
     trained,
 )
 
-from finetune.layers.int8_activations import BLOCK, dequantise, is_compressible, quantise
 from finetune.layers.offload import WINDOW, InOrder, Offload
-from finetune.layers.saved_activations import SavedActivations
+from finetune.layers.saved_activations import BLOCK, SavedActivations, dequantise, is_compressible, quantise
 from finetune.model.techniques import step_context
 
 #: The logits of tiny_training's batch in fp32.
