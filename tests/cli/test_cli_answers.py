@@ -9,10 +9,6 @@ import pytest
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "gradio", "bitsandbytes")
 
 
-def finetune(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "finetune", *arguments], capture_output=True, text=True)
-
-
 def imported_by(*arguments):
     code = (
         "import sys; sys.argv = ['finetune', *sys.argv[1:]]\nfrom finetune.cli import process\n"
@@ -45,36 +41,34 @@ def test_data_imports_tokenizers_and_no_torch(tmp_path):
      ("model_name_or_path: no/such-folder/x\ndataset: support\ngpu: cpu\n", 2, "no/such-folder/x"),
      ("model_name_or_path: tiny\ndataset: support\ngpu: rtx-4909\n", 2, "rtx-4090")],
 )  # fmt: skip
-def test_bad_input_is_one_screen_with_its_exit_code(tmp_path, text, code, message):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(text)
-    process = finetune("run", str(recipe))
-    assert process.returncode == code, process.stderr
-    assert message in process.stderr.replace("\n", " ") and "Traceback" not in process.stderr
-    assert len(process.stderr.splitlines()) < 24
+def test_bad_input_is_one_screen_with_its_exit_code(finetune, tmp_path, text, code, message):
+    (tmp_path / "r.yaml").write_text(text)
+    answered, shown = finetune("run", tmp_path / "r.yaml")
+    assert answered == code and message in shown and "Traceback" not in shown
+    assert len(shown.err.splitlines()) < 24
 
 
 @pytest.mark.slow
-def test_a_card_that_is_not_here_is_reported_before_anything_is_written(tmp_path):
-    process = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
-    assert process.returncode == 2 and "gpu: cpu" in process.stderr.replace("gpu=cpu", "gpu: cpu")
+def test_a_card_that_is_not_here_is_reported_before_anything_is_written(finetune, tmp_path):
+    code, shown = finetune("run", "tiny-cpu", "gpu=auto", f"output_dir={tmp_path}/runs/x")
+    assert code == 2 and "gpu: cpu" in shown.replace("gpu=cpu", "gpu: cpu")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["resume", "watch", "pause", "eval", "chat", "merge"])
-def test_a_run_that_is_not_there_is_reported(command):
-    process = finetune(command, "nothing")
-    assert process.returncode == 2 and "not a run directory" in process.stderr
+def test_a_run_that_is_not_there_is_reported(finetune, command):
+    code, shown = finetune(command, "nothing")
+    assert code == 2 and "not a run directory" in shown
 
 
 @pytest.mark.parametrize(
     "arguments", [["run", "none.yaml"], ["plan", "tiny-cpu", "--nope"], ["eval", "latest", "--rows", "-1"]]
 )
-def test_errors_and_wrong_usage_are_json_too(arguments):
-    process = finetune(*arguments, "--json")
-    answer = json.loads(process.stdout)
-    assert process.returncode == 2 and answer["error"] and answer["problems"]
+def test_errors_and_wrong_usage_are_json_too(finetune, arguments):
+    code, shown = finetune(*arguments, "--json")
+    answer = json.loads(shown.out)
+    assert code == 2 and answer["error"] and answer["problems"]
 
 
 @pytest.mark.slow
@@ -85,11 +79,11 @@ def test_errors_and_wrong_usage_are_json_too(arguments):
      ("model_name_or_path=~nouser/x", 2, "~nouser/x"), ("dataset.path=~nouser/x.jsonl", 4, "~nouser/x.jsonl"),
      ("output_dir=a-file/x", 7, "is a file")],
 )  # fmt: skip
-def test_an_override_that_nothing_can_be_done_with_is_named(override, code, message, home):
+def test_an_override_that_nothing_can_be_done_with_is_named(finetune, override, code, message, home):
     (home / "a-file").touch()
-    process = finetune("run", "tiny-cpu", override)
-    assert (process.returncode, "Internal" in process.stderr) == (code, False)
-    assert message in process.stderr.replace("\n", " ")
+    answered, shown = finetune("run", "tiny-cpu", override)
+    assert (answered, "Internal" in shown) == (code, False)
+    assert message in shown
 
 
 def test_a_closed_pipe_is_no_error():

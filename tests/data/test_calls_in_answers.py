@@ -78,11 +78,11 @@ def is_read_back(template, reader, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_CALLS)
 def test_random_and_hostile_arguments_are_read_back_or_refused_in_training(name):
-    source = random.Random(name)
+    source, (template, reader) = random.Random(name), reader_of(name)
     arguments = [{f"argument_{n}": random_value(source) for n in range(source.randint(0, 4))} for _ in range(20)]
-    changed = sum(not is_read_back(*reader_of(name), values) for values in arguments)
+    changed = sum(not is_read_back(template, reader, values) for values in arguments)
     assert changed <= (4 if name in RAW_STRINGS else 0)
-    hostile = [text for text in HOSTILE if not is_read_back(*reader_of(name), {"text": text, "other": 3})]
+    hostile = [text for text in HOSTILE if not is_read_back(template, reader, {"text": text, "other": 3})]
     assert bool(hostile) == (name in RAW_STRINGS), hostile
 
 
