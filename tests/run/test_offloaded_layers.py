@@ -50,7 +50,8 @@ def test_losses_answers_and_the_adapter_are_those_of_a_resident_run(resident, ma
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [pytest.param(False, "cpu", marks=pytest.mark.exhaustive), ("cpu", False), ("cpu", "nvme")]
+    ("first", "then"),
+    [("cpu", "nvme"), *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((False, "cpu"), ("cpu", False)))],
 )
 def test_a_killed_run_continues_from_and_to_a_resident_one(resident, tmp_path, train, first, then):
     run = fresh_copy(resident, tmp_path / "run")
