@@ -17,23 +17,28 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = ["shipping", "returns", "billing", "technical", "account", "sales"]
-#: What the harness computes alone: its own model class loads base and adapter, as `lm-eval run --model hf` does.
-ALONE = """
+#: `finetune eval RUN --tasks NAMES --json`, then what the harness computes alone: its own model class loads base and
+#: adapter, as `lm-eval run --model hf` does. In one process: the harness takes seconds to import.
+BESIDE_ALONE = """
 import json, sys
 import lm_eval
+from finetune.cli import main
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.run.directory import open_run
 run, *tasks = sys.argv[1:]
+sys.argv = ["finetune", "eval", run, "--tasks", ",".join(tasks), "--json"]
+assert main() == 0
 run, results = open_run(run), {}
 base = resolve_model_path(read_plan(run.plan).settings)
 arguments = {"pretrained": base, "tokenizer": str(run.data / "tokenizer"), "dtype": "float32"}
-options = {"batch_size": 4, "device": "cpu", "bootstrap_iters": 0, "apply_chat_template": True}
+manager = lm_eval.tasks.TaskManager(include_defaults=False)  # the index of all tasks takes seconds
+options = {"batch_size": 4, "device": "cpu", "bootstrap_iters": 0, "apply_chat_template": True, "task_manager": manager}
 for model, adapter in (("base", {}), ("tuned", {"peft": str(run.adapter)})):
     results[model] = lm_eval.simple_evaluate("hf", arguments | adapter, tasks, **options)["results"]
 print(json.dumps(results))
 """
-#: `finetune eval RUN --tasks NAME` for each name, in one process: the harness takes seconds to import.
+#: `finetune eval RUN --tasks NAME` for each name.
 ONE_BY_ONE = """
 import sys
 from finetune.cli import main
@@ -104,12 +109,6 @@ def tasks(tmp_path_factory):
     return folder
 
 
-def evaluate(python, run, *arguments):
-    return subprocess.run(
-        [python, "-m", "finetune", "eval", str(run.path), *map(str, arguments)], capture_output=True, text=True, timeout=900
-    )
-
-
 @pytest.fixture(scope="module")
 def run(kept_run, tmp_path_factory):
     return RunDirectory(kept_run(tmp_path_factory.mktemp("runs")))
@@ -117,41 +116,42 @@ def run(kept_run, tmp_path_factory):
 
 def test_scores_are_those_of_the_harness_alone_and_are_kept(python, tasks, run):
     files = [str(tasks / "routes.yaml"), str(tasks / "queues.yaml")]
-    ended = evaluate(python, run, "--tasks", ",".join(files), "--json")
+    ended = subprocess.run([python, "-c", BESIDE_ALONE, str(run.path), *files], capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
-    scores = [from_json(TaskScore, values) for values in json.loads(ended.stdout)["tasks"]]
+    *printed, alone = ended.stdout.splitlines()
+    results = json.loads(alone)
+    scores = [from_json(TaskScore, values) for values in json.loads("".join(printed))["tasks"]]
     assert {(score.task, score.metric) for score in scores} == {
         ("routes", "exact_match"), ("queues", "acc"), ("queues", "acc_norm")
     }  # fmt: skip
-    alone = subprocess.run([python, "-c", ALONE, str(run.path), *files], capture_output=True, text=True, timeout=900)
-    assert alone.returncode == 0, alone.stderr
-    results = json.loads(alone.stdout.splitlines()[-1])
     for score in scores:
         for model in ("base", "tuned"):
             assert getattr(score, model) == results[model][score.task][f"{score.metric},none"]
     assert len(list((run.path / "evaluations").glob("tasks-*.jsonl"))) == 2
 
 
-def test_a_killed_evaluation_computes_what_is_missing(python, tasks, run):
+def test_bad_tasks_are_refused_in_a_sentence_and_a_killed_evaluation_computes_what_is_missing(python, tasks, run):
     journals = {path: path.read_bytes() for path in (run.path / "evaluations").glob("tasks-*.jsonl")}
     for path, content in journals.items():
         path.write_bytes(content[: len(content) // 2])  # as a kill leaves it
     before = read_tasks(run)
-    ended = evaluate(python, run, "--tasks", tasks / "queues.yaml")
-    assert ended.returncode == 0, ended.stderr
-    assert "queues" in ended.stdout and "95 % interval" in ended.stdout
-    assert sorted(read_tasks(run), key=str) == sorted(before, key=str)
-
-
-def test_an_unknown_task_and_a_file_that_is_none_are_refused_in_a_sentence(python, tasks, run):
     (tasks / "broken.yaml").write_text("task: [")
-    command = [python, "-c", ONE_BY_ONE, str(run.path), "gsm8kk", str(tasks / "broken.yaml")]
+    command = [
+        python,
+        "-c",
+        ONE_BY_ONE,
+        str(run.path),
+        "gsm8kk",
+        *(str(tasks / name) for name in ("broken.yaml", "queues.yaml")),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert ended.stdout.split() == ["2", "4"] and "Traceback" not in ended.stderr, ended.stderr
+    assert [ended.stdout.split()[number] for number in (0, 1, -1)] == ["2", "4", "0"], ended.stderr
+    assert "queues" in ended.stdout and "95 % interval" in ended.stdout and "Traceback" not in ended.stderr
+    assert sorted(read_tasks(run), key=str) == sorted(before, key=str)
     unknown, _, broken = " ".join(ended.stderr.split()).partition("similar: gsm8k")
     assert "can't be loaded" in broken and "can't be loaded" not in unknown
 
 
-def test_without_the_harness_the_command_that_installs_it_is_said(run):
-    ended = evaluate(sys.executable, run, "--tasks", "gsm8k")
-    assert ended.returncode == 2 and "pip install 'lm-eval" in " ".join(ended.stderr.split()), ended.stderr
+def test_without_the_harness_the_command_that_installs_it_is_said(finetune, run):
+    code, shown = finetune("eval", run.path, "--tasks", "gsm8k")
+    assert code == 2 and "pip install 'lm-eval" in shown
