@@ -11,7 +11,7 @@ from finetune.model.transformers_config import config_from
 
 AMPERE = (8, 6)
 #: Types whose layers save other tensors than each other or than Llama's, and how they are checkpointed here.
-FEW = [("llama", False), ("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
+FEW = [("gemma2", True), ("gpt_oss", False), ("smollm3", True), ("falcon", True), ("mixtral", False)]
 
 
 def phase_peaks(simulation):

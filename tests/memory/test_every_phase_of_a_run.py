@@ -76,8 +76,6 @@ USUAL = {
     ("llama", "selective"),
     ("qwen3", "kto-nf4-recomputed"),
     ("gemma3_text", "dpo-precomputed-nf4-recomputed"),
-    ("qwen3", "nf4-recomputed"),
-    ("qwen3", "nf4-bf16-adapters"),
     ("gemma3_text", "int8-offloaded"),
     ("qwen3_moe", "float32"),
 }

@@ -51,8 +51,7 @@ def test_the_card_holds_two_buffers_in_place_of_all_layers(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", [7, 8])
+@pytest.mark.parametrize(("kind", "layers"), [("16-bit", 7), ("nf4", 8)])
 def test_a_few_layers_stand_for_an_odd_and_an_even_number(kind, layers):
     whole, few = simulated(layers, **KINDS[kind], **offloading(layers))
     assert few.depth.times and by_phase(few) == by_phase(whole)
@@ -82,7 +81,7 @@ def test_a_file_takes_disk_in_place_of_host_memory_and_the_same_of_the_card():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("16-bit", marks=pytest.mark.exhaustive), "nf4"])
 def test_a_real_run_needs_what_its_dry_run_says_to_the_byte(tmp_path, kind):
     model, seen, expected = save_model("llama", tmp_path / "model"), {}, {}
     for tier in (False, "cpu"):

@@ -24,8 +24,7 @@ TECHNIQUES = {
     "scaled": {"max_pixels": 4096},
 }
 USUAL = {
-    ("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"), ("llava_next", "tower-nf4"),
-    ("idefics3", "recomputed"),
+    ("qwen2_5_vl", "bfloat16"), ("gemma3", "tower"), ("qwen3_vl", "tower-nf4"),
 }  # fmt: skip
 CASES = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in USUAL else pytest.mark.exhaustive)

@@ -31,21 +31,21 @@ def both_ways(kind="llama", layers=7, **more):
         *(
             pytest.param(more, marks=pytest.mark.slow)
             for more in (
-                {"activation_checkpointing": False},
-                {"gradient_accumulation_steps": 1},
-                {"activation_checkpointing": "selective"},
-                {"activation_checkpointing": False, "int8_activations": True},
-                {"load_in_4bit": False, "load_in_8bit": True},
-                {"load_in_4bit": False, "optim": "adamw_torch"},
-                {"optim": "adamw_8bit", "lora_r": 64},
-                {"use_dora": True},
-                {"layer_offloading": "cpu", "offloaded_layers": 7},
+                {"activation_checkpointing": False}, {"activation_checkpointing": False, "int8_activations": True},
+                {"optim": "adamw_8bit", "lora_r": 64}, {"layer_offloading": "cpu", "offloaded_layers": 7},
                 {"kind": "gemma2", "layers": 8},
+            )
+        ),
+        *(
+            pytest.param(more, marks=pytest.mark.exhaustive)  # test_depth.py has the peaks of each
+            for more in (
+                {"gradient_accumulation_steps": 1}, {"activation_checkpointing": "selective"}, {"use_dora": True},
+                {"load_in_4bit": False, "load_in_8bit": True}, {"load_in_4bit": False, "optim": "adamw_torch"},
             )
         ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_few_layers_reserve_what_all_do(more):
     deep, full = both_ways(**more)
     assert deep.warm_up == full.warm_up

@@ -41,7 +41,7 @@ def sizes(events):
     "more",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"rows": 2}, marks=pytest.mark.slow),
+        pytest.param({"rows": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": False}, marks=pytest.mark.slow),
     ],
