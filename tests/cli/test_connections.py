@@ -97,7 +97,6 @@ def finish(process, text="", code=0):
 
 
 def test_with_a_model_on_this_disk_no_command_connects_to_anything(start, hub):
-    finish(start("plan", "tiny-cpu"))
     finish(start("run", "tiny-cpu", *SHORT))
     finish(start("eval", "run", "--rows", "2"))
     finish(start("chat", "run"), "Where is my parcel?\n")

@@ -71,7 +71,7 @@ def test_a_finished_run_is_not_resumed(finished_run, finetune_again):
 
 def test_the_runs_recipe_repeats_it(finished_run, finetune_again):
     recipe = Path(finished_run[1][-1]["run"]) / "recipe.yaml"
-    finetune_again("run", str(recipe), "max_steps=2", "--json")
+    finetune_again("run", str(recipe), "max_steps=2", "eval_steps=0", "sample_answers=0", "--json")
     assert len(json.loads(finetune_again("runs", "--json"))) == 2
 
 

@@ -33,7 +33,7 @@ def finetune(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", ["plan", pytest.param("run", marks=pytest.mark.exhaustive)])
 def test_versions_that_the_forecast_does_not_know_are_all_named_with_the_fix(finetune, tmp_path, command):
     process = finetune(command, "tiny-cpu", "dataset.path=missing.jsonl", transformers="6.0.0", trl="0.9.1")
     output = " ".join(process.stderr.split())

@@ -111,10 +111,7 @@ def test_help_version_and_recipes(installed, tmp_path):
     assert {row["name"] for row in listed} == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 
 
-def test_plan_and_run_find_the_recipe_in_the_package(installed, tmp_path):
-    plan = run(installed, tmp_path, "plan", "recipes/tiny-cpu.yaml", "--json")
-    assert plan.returncode == 0, plan.stderr
-    assert json.loads(plan.stdout)["verdict"] in ("fits", "tight")
+def test_a_run_finds_the_recipe_in_the_package(installed, tmp_path):
     short = ["max_steps=2", "dataset.max_rows=32", "eval_steps=0", "output_dir=runs/first"]
     process = run(installed, tmp_path, "run", "recipes/tiny-cpu.yaml", *short)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -100,6 +100,7 @@ def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes_and_stop
     assert (run.checkpoints / f"checkpoint-{last}" / "MANIFEST.json").is_file()
 
 
+@pytest.mark.exhaustive  # test_two_machines.py has a retry of all
 def test_one_process_out_of_memory_is_one_retry_of_all(run_of_two, make_launch, supervise, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ON_RANK_1)
     run = make_launch("launch.num_processes=2")

@@ -92,18 +92,14 @@ def supervised(run, environment, tmp_path):
     return process.returncode, json.loads((folder / "environment.json").read_text())
 
 
-def test_with_two_cards_the_worker_sees_the_planned_one_and_no_other(machine, make_run, tmp_path):
+def test_the_worker_sees_the_planned_card_only_and_a_torch_that_cannot_use_it_ends_the_run_before_loading(
+    machine, make_run, tmp_path
+):
     environment = machine("two-3090")
     run = make_run()
     assert read_plan(run.plan).card.uuid == OTHER
-    _, worker = supervised(run, environment, tmp_path)
+    code, worker = supervised(run, environment, tmp_path)  # in the worker, torch is what it is: a build for the CPU
     assert (worker["CUDA_VISIBLE_DEVICES"], worker["CUDA_DEVICE_ORDER"]) == (OTHER, "PCI_BUS_ID")
-
-
-def test_a_torch_that_cannot_use_the_card_ends_the_run_with_the_fix_before_loading(machine, make_run, tmp_path):
-    environment = machine("two-3090")
-    run = make_run()
-    code, _ = supervised(run, environment, tmp_path)  # in the worker, torch is what it is: a build for the CPU
     state = read_state(run)
     assert (code, state.exit_code, state.state) == (3, 3, "failed")
     assert "is a CPU-only build" in state.message and "torch-backend=auto" in state.message
