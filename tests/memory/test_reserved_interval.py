@@ -58,9 +58,9 @@ def test_what_is_only_compared_reserves_the_chosen_plans_share_but_not_less_than
     ids=["as it is", "every third layer", "packed"],
 )  # fmt: skip
 def test_under_wsl_the_upper_end_of_7b_4090_is_1_5_gib_lower_by_the_replay_and_says_so(monkeypatch, tmp_path, overrides, text):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     plan = plan_recipe(load_recipe("7b-4090", overrides), find_card("rtx-4090"), without_rows)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(device_peak, "replayed", lambda *_, **__: None)
     before = device_peak.make_forecast(
         read_config(plan.settings), plan.settings, plan.card, rows=RowShape(plan.settings.max_length)
