@@ -28,6 +28,7 @@ from finetune.run.seal import changes_in
 from finetune.units import format_bytes
 
 from .live import LiveRun
+from .views import fit as fit_view
 from .views import plan as plan_view
 from .views import run as run_view
 from .views import run_figures, run_head
@@ -75,7 +76,7 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    names = ("theme.css", "svg_chart.css", "run.css")
+    names = ("theme.css", "svg_chart.css", "run.css", "fit.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
@@ -90,12 +91,14 @@ def _one(live: LiveRun) -> str:
     edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
     origin = base_adapter_of(live.run)
     continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
+    forecast = plan.forecast
+    notes = "".join(map(note, (*forecast.notes, f"Forecast by: {forecast.method}."))) if forecast else ""
     parts = {
         "How it went": _outcome(live) + continued + _result(live),
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": edited + plan_view.verdict(plan) + plan_view.ledger(plan) + plan_view.reasons(plan),
+        "Plan": edited + fit_view.verdict(plan) + fit_view.facts(plan) + notes + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),

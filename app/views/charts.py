@@ -188,23 +188,6 @@ def sparkline(points: Sequence[Point], label: str) -> str:
     )
 
 
-def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float, label: str, show: Callable[[float], str]) -> str:
-    """One bar of `(name, size, css)` whose scale is `whole`, whatever the parts add up to. `show` writes a size.
-
-    What exceeds it is not drawn to scale: a hatched field beyond the labelled end has its number.
-    """
-    pieces, free = "", whole
-    for name, size, css in parts:
-        drawn = min(size, free)
-        free -= drawn
-        if drawn > 0:
-            pieces += f'<span class="{css}" style="width:{100 * drawn / whole:.3f}%" title="{inert(name)}"></span>'
-    over = sum(size for _, size, _ in parts) - whole
-    beyond = f'<span class="ft-over">{tr("{size} over", size=inert(show(over)))}</span>' if over > 0 else ""
-    track = f'<div class="ft-track">{pieces}</div><em class="ft-end">{inert(show(whole))}</em>'
-    return f'<div class="ft-bar" role="img" aria-label="{inert(label)}"><div>{track}</div>{beyond}</div>'
-
-
 def histogram(lengths: Sequence[int], limit: int | None, label: str, bins: int = 40) -> str:
     """Rows by length in tokens, the limit drawn in."""
     if not lengths:

@@ -4,7 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 from app.planning.catalogue import card_choices
-from app.views.charts import Level, Line, Mark, Panel, chart, histogram, sparkline, stacked_bar
+from app.views.charts import Level, Line, Mark, Panel, chart, histogram, sparkline
 from app.views.markup import Safe, inert, plain, table
 from finetune.card.find import catalogue
 
@@ -61,13 +61,9 @@ def test_every_text_in_a_chart_is_inert():
     evil = Panel(
         HOSTILE, [Line(HOSTILE, [(1.0, 1.0), (2.0, 2.0)], "loss")], lambda value: HOSTILE, [Level(HOSTILE, 2.0, "card")]
     )
-    for text in (
-        chart([evil], [Mark(HOSTILE, 1, "save")], 2, HOSTILE),
-        stacked_bar([(HOSTILE, 3, "x")], 2, HOSTILE, lambda size: HOSTILE),
-    ):
-        assert {element.tag for element in parsed(text).iter()}.isdisjoint({"img", "script"})
-        assert "\x1b" not in text
-        assert "‮" not in text
+    text = chart([evil], [Mark(HOSTILE, 1, "save")], 2, HOSTILE)
+    assert {element.tag for element in parsed(text).iter()}.isdisjoint({"img", "script"})
+    assert "\x1b" not in text and "‮" not in text
 
 
 def test_table_cells_are_inert_unless_made_here():
@@ -86,14 +82,6 @@ def test_a_histogram_marks_rows_over_the_limit():
     text = histogram([10] * 5 + [95] * 2, 50, "words")
     assert text.count('class="over"') == 1
     assert 'class="level budget"' in text
-
-
-def test_the_scale_of_a_bar_is_the_card_and_what_exceeds_it_is_a_number():
-    text = stacked_bar([("weights", 150, "part-weights"), ("loss", 50, "part-loss")], 100, "words", "{:.0f} GiB".format)
-    assert re.findall(r'class="part-weights" style="width:([\d.]+)%', text) == ["100.000"]
-    assert "part-loss" not in text and "100 GiB over" in text and ">100 GiB<" in text
-    fitting = stacked_bar([("weights", 25, "part-weights")], 100, "words", "{:.0f} GiB".format)
-    assert "width:25.000%" in fitting and "over" not in fitting
 
 
 def test_the_first_card_that_contains_a_cards_name_is_that_card():
