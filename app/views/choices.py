@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from finetune.planner.plan import Alternative, Plan, Verdict
 from finetune.units import gib
@@ -44,7 +43,7 @@ def chosen(plan: Plan) -> str:
 
 
 def other_plans(plan: Plan, *, complete: bool) -> str:
-    """Plans of the same settings that fit in other ways: a picture of speed over memory, and a list to choose from."""
+    """Plans of the same settings that fit in other ways, as a list to choose from."""
     if len(plan.alternatives) < 2:
         return note(tr("There is no other way to fit these settings." if complete else "being planned …"))
     budget = plan.usable_bytes
@@ -52,9 +51,7 @@ def other_plans(plan: Plan, *, complete: bool) -> str:
     for row in plan.alternatives:
         size = f'<span class="ft-size {"bad" if row.peak_high_bytes > budget else ""}">{gib(row.peak_high_bytes)}</span>'
         rows.append([_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, Safe(size)])
-    return _scatter(plan.alternatives, budget) + table(
-        [tr("plan"), f">{tr('tokens/s')}", f">{tr('at most')}"], rows, tr("Other plans"), hidden_caption=True
-    )
+    return table([tr("plan"), f">{tr('tokens/s')}", f">{tr('at most')}"], rows, tr("Other plans"), hidden_caption=True)
 
 
 def _choice(row: Alternative, plan: Plan) -> Safe:
@@ -65,27 +62,6 @@ def _choice(row: Alternative, plan: Plan) -> Safe:
     if row.verdict == Verdict.NO_FIT:
         return Safe(f"{change}<br><small>{tr('too big')}</small>")
     return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
-
-
-def _scatter(rows: Sequence[Alternative], budget: int) -> str:
-    """Tokens per second over GiB at most, the budget drawn in; empty where speeds are not known. The table has the same."""
-    shown = [(row.peak_high_bytes, row.tokens_per_s, row) for row in rows if row.tokens_per_s]
-    if len(shown) < 2:
-        return ""
-    left, right = min(budget, *(size for size, _, _ in shown)) * 0.92, max(budget, *(size for size, _, _ in shown)) * 1.05
-    top = max(speed for _, speed, _ in shown) * 1.03
-    bottom = min(speed for _, speed, _ in shown) * 0.97
-    limit = 100 * (budget - left) / (right - left)
-    points = "".join(
-        f'<i class="{"chosen" if row.chosen else "over" if size > budget else ""}" '
-        f'style="left:{100 * (size - left) / (right - left):.1f}%;bottom:{100 * (speed - bottom) / (top - bottom):.1f}%"></i>'
-        for size, speed, row in shown
-    )
-    return (
-        f'<div class="ft-scatter" aria-hidden="true"><span class="limit" style="left:{limit:.1f}%"></span>{points}'
-        f'<em class="y">{top / 1.03:,.0f} {tr("tokens/s")}</em>'
-        f'<em class="x" style="right:{max(0.0, 101 - limit):.1f}%">{tr("{size} may be used", size=gib(budget))}</em></div>'
-    )
 
 
 def _reason(reason: str) -> str:
