@@ -80,9 +80,7 @@ def resume_run(source: str, overrides: list[str], *, base_folder: str | None, as
         source, overrides = "latest", [source, *overrides]
     run = open_run(source)
     if overrides := with_model_and_data(overrides, base_folder, None):
-        from finetune.run.update_settings import update_settings
-
-        changed = ", ".join(f"{name}={value}" for name, value in update_settings(run, overrides).items())
+        changed = ", ".join(f"{name}={value}" for name, value in control.update_settings(run, overrides).items())
         if not as_json:
             out.print(f"from now on {escape(changed)}")
     offset = run.events.stat().st_size if run.events.exists() else 0

@@ -5,18 +5,29 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from typing import Any
 
 from finetune.card.visible import environment_with_gpus
-from finetune.errors import CommandError, DiskFull
+from finetune.errors import CommandError, DiskFull, RecipeError
 from finetune.files import write_json
 from finetune.memory.cache import LIBRARIES
+from finetune.planner.plan import read_plan
+from finetune.recipe import load_changes, recipe_from
 from finetune.requirements import refuse_other_versions
 from finetune.run import stopping
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import find_base
-from finetune.run.retry import adjusted_plan
+from finetune.run.retry import adjust, adjusted_plan
 from finetune.run.state import is_alive, is_recorded_process, process_record, read_processes, read_state
+from finetune.settings.schema import AUTO, Decides, decided_by
 from finetune.system import start_detached
+
+#: Settings that do not affect the result, but are fixed once a run exists.
+_FIXED = {"output_dir", "memory_budget", "host_memory", "launch", "gpu"}
+#: They choose among the steps and change none of them.
+_CHOOSE = {"eval_steps", "early_stopping_patience"}
+_SCHEDULE = "the learning rate of all steps so far was for the old end"
+_WHY = {"max_steps": _SCHEDULE, "num_train_epochs": _SCHEDULE}
 
 
 def start(run: RunDirectory) -> int:
@@ -60,6 +71,31 @@ def resume(run: RunDirectory) -> int:
     find_base(run)
     require_data(run)
     return start(run)
+
+
+def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
+    """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError with every one that can't be."""
+    changes = load_changes(overrides)
+    base = changes.pop("model_name_or_path", None)
+    fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
+    problems = []
+    for name, value in changes.items():
+        if name in _FIXED:
+            problems.append(f"{name} can't change: the run directory and the plan exist")
+        elif name not in _CHOOSE and decided_by(name) & ~(Decides.BYTES | Decides.SPEED):
+            problems.append(f"{name} would change what is learnt: {_WHY.get(name, 'the steps so far had another value')}")
+        elif value == AUTO:
+            problems.append(f"{name}=auto: the plan is made; give a value")
+    if problems:
+        raise RecipeError(problems, fix)
+    if base is not None:
+        find_base(run, str(base))
+    settings = read_plan(run.plan).settings
+    recipe = recipe_from({**settings.model_dump(exclude_unset=True, mode="json"), **changes})
+    typed = {name: recipe.model_dump(mode="json")[name] for name in changes}
+    if typed:
+        adjust(run, typed)
+    return typed if base is None else {"model_name_or_path": base, **typed}
 
 
 def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:

@@ -13,10 +13,10 @@ import pytest
 from finetune.errors import RecipeError
 from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
+from finetune.run.control import update_settings
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
 from finetune.run.rename_delete import delete_run, rename_run
 from finetune.run.state import process_record
-from finetune.run.update_settings import update_settings
 
 
 def make_run_directory(path: Path) -> RunDirectory:
