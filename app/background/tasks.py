@@ -1,4 +1,4 @@
-"""Commands on a run's result, such as eval and merge: detached processes with their output in files."""
+"""Commands on a run's result, such as eval and merge, and `finetune doctor`: detached processes with their output in files."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Task:
         if values and values["state"] == "running" and not is_recorded_process(values["process"]):
             return {**values, "state": "failed", "exit_code": None}
         return values
+
+    @property
+    def is_running(self) -> bool:
+        return (self.status() or {}).get("state") == "running"
 
     def output(self) -> str:
         """Standard output so far."""
@@ -84,8 +88,7 @@ class Tasks:
         if verb not in VERBS:
             raise CommandError(f"{verb[:40]!r} is not a command on a result")
         task = self.of(run, verb)
-        status = task.status()
-        if status and status["state"] == "running":
+        if task.is_running:
             raise CommandError(f"finetune {verb} is already running on {run.path.name}")
         self.begin(task, verb, str(run.path), *options, "--json")
         return task

@@ -11,7 +11,7 @@ import gradio as gr
 
 from finetune.errors import FinetuneError
 
-from ..background.examination import Examination
+from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
 from ..views import settings as settings_views
@@ -43,7 +43,7 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 class _View:
     def __init__(self, context: Context) -> None:
-        self.context, self._examination = context, Examination(context.workspace)
+        self.context, self._doctor = context, Task(context.workspace.folder("doctor"))
 
     def choices(self) -> str:
         values = self.context.draft.read().values
@@ -55,13 +55,20 @@ class _View:
 
     def examined(self) -> str:
         """The last examination, and whether there is one going on."""
-        return settings_views.examined(self._examination.last(), is_running=self._examination.is_running)
+        status = self._doctor.status()
+        if status is None or status["state"] == "running":
+            return settings_views.examined(None, is_running=status is not None)
+        silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.log()[-400:]}", "fix": ""}]
+        findings = (self._doctor.result() or {}).get("findings", silent)
+        return settings_views.examined({"findings": findings, "time_s": status["began_s"]}, is_running=False)
 
     def act(self, message: str) -> list[Any]:
         try:
             action = json.loads(message)
             if action.get("examine"):
-                self._examination.start()
+                if self._doctor.is_running:
+                    return [gr.skip(), gr.skip()]
+                self.context.tasks.begin(self._doctor, "doctor", "--json")
                 status = ""
             else:
                 (name, text), *_ = action.items()
