@@ -1,4 +1,4 @@
-"""What all pages share: workspace, followed runs, draft recipe, queue and helper processes."""
+"""What all pages share: workspace, followed runs, draft recipe, queue and workers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from .background.tasks import Tasks
 from .chat.chats import Chats
 from .live import LiveRuns
 from .planning.draft import Draft
-from .planning.planner import Planner
 from .scores import Scores
+from .worker import Worker
 from .workspace import Workspace
+
+#: Seconds without a message after which the planner is killed.
+_SILENT_S = 300.0
 
 
 class Context:
@@ -23,7 +26,8 @@ class Context:
         self.lives = LiveRuns(workspace.folder("series"))
         self.scores = Scores()
         self.draft = Draft(workspace)
-        self.planner = Planner(workspace)
+        log = workspace.folder("planner") / "log.txt"
+        self.planner = Worker(workspace, ".planning.process", log=log, silent_s=_SILENT_S)
         self.queue = Queue(workspace)
         self.chats = Chats(workspace)
         self.tasks = Tasks(workspace)

@@ -7,8 +7,8 @@ const state = { phase: "train", part: "", page: Math.random().toString(36).slice
 // What the server has said: to the last message, the draft, the plan's numbers and how to start; and the stamps of the draft, of
 // the one whose plan is shown, and of those before.
 const fit = { acted: null, draft: null, plan: null, asked: "", answered: "", stamps: new Set() };
-// A message that is not acknowledged after this long is sent again; plans at other values are asked for when nobody edits for this long.
-const RESENT_MS = 3000, LATER_MS = 150;
+// A message that is not acknowledged after this long is sent again.
+const RESENT_MS = 3000;
 const isFit = () => Boolean(document.querySelector("#fit-answered"));
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
@@ -100,7 +100,6 @@ const takeStamp = (stamp) => {
 };
 const askForPlan = async () => {
   fit.asking?.abort();
-  clearTimeout(fit.timer);
   const asking = fit.asking = new AbortController();
   let answer = null;
   while (!(answer = await answerTo("plan", asking.signal))) {
@@ -113,43 +112,23 @@ const askForPlan = async () => {
   show(answer.parts);
   fill();
   if (fit.draft?.stamp !== answer.stamp) takeDraft(await answerTo("draft"));
-  fit.timer = setTimeout(async () => {
-    await showBars();
-    if (answer.planned) showOthers(answer.stamp);
-  }, LATER_MS);
+  const compared = answer.planned ? await answerTo("compared", asking.signal) : null;
+  if (compared?.stamp === fit.answered) show(compared.parts);
 };
-const showLater = async (question) => {
-  const answer = await answerTo(question);
-  if (answer?.stamp !== fit.answered) return null;
-  show(answer.parts);
-  return answer;
-};
-const COMPARED_TRIES = 5;
-// Another tab's question may end this one.
-const showOthers = async (stamp) => {
-  for (let tries = 0; tries < COMPARED_TRIES && fit.answered === stamp && !await showLater("compared"); tries += 1) await pause(RESENT_MS);
-};
-const showBars = async () => {
-  const answer = await showLater("bars"), box = document.querySelector("#fit-command textarea");
-  if (answer && box && box.value !== answer.command) write(box, answer.command);
-};
-// What Gradio's controls and its timer bring: the draft's stamp, why a change was refused, and how much was planned ahead.
+// What Gradio's controls and its timer bring: the draft's stamp, why a change was refused, and what the planner does.
 const askForBoth = async (stamp) => {
   takeStamp(stamp);
   takeDraft(await answerTo("draft"));
 };
 const notice = () => {
   if (!fit.asking) askForBoth("");
-  const [text, ahead] = ["stamp", "ahead"].map((name) => document.querySelector(`#fit-${name} [data-json]`)?.dataset.json);
+  const text = document.querySelector("#fit-stamp [data-json]")?.dataset.json;
   if (text && fit.noticed !== text) {
     fit.noticed = text;
-    const { stamp, refused } = JSON.parse(text);
+    const { stamp, refused, doing } = JSON.parse(text);
+    document.querySelector("#fit-planning span").textContent = doing ?? "";
     if (refused !== undefined) show({ refused });
     if (!fit.stamps.has(stamp)) askForBoth(stamp);
-  }
-  if (fit.ahead !== ahead) {
-    fit.ahead = ahead;
-    if (fit.answered) showBars();
   }
 };
 const write = (box, text) => {
@@ -174,6 +153,8 @@ const fill = () => {
   document.body.toggleAttribute("data-planning", state.waiting.length > 0 || !fit.answered || fit.asked !== fit.answered);
   document.body.toggleAttribute("data-too-big", Boolean(plan?.too_big));
   if (start) start.disabled = !plan?.start;
+  const command = document.querySelector("#fit-command textarea");
+  if (plan && command && command.value !== plan.command) write(command, plan.command);
   if (!draft || state.waiting.length) return;
   const numbers = { ...(plan?.stamp === draft.stamp ? plan.numbers : {}), ...draft.numbers };
   const isRefused = acted?.text_refused && state.basis !== draft.stamp;
@@ -219,42 +200,19 @@ const drawer = (open) => {
 };
 
 document.addEventListener("click", ({ target }) => {
-  const element = target.closest?.("[data-phase-button], [data-part-button], [data-act], [data-drawer]");
+  const element = target.closest?.("[data-phase-button], [data-part-button], [data-drawer]");
   if (!element) return;
-  const { phaseButton, partButton, act } = element.dataset;
+  const { phaseButton, partButton } = element.dataset;
   if (phaseButton) state.phase = phaseButton;
   else if (partButton) state.part = state.part === partButton ? "" : partButton;
-  else if (act) {
-    for (const bar of element.role === "radio" ? element.parentNode.children : []) {
-      bar.setAttribute("aria-checked", bar === element);
-      bar.tabIndex = bar === element ? 0 : -1;
-    }
-  } else drawer(!document.body.hasAttribute("data-drawer-open"));
+  else drawer(!document.body.hasAttribute("data-drawer-open"));
   apply();
 });
-// Under the bars: what the one under the pointer or with the focus would change.
-const tell = ({ target }) => {
-  for (const said of document.querySelectorAll("[data-said]")) {
-    const bar = target.closest?.('.ft-bars [role="radio"]');
-    const own = bar && said.closest(".ft-knob")?.contains(bar);
-    said.textContent = own ? bar.getAttribute("aria-label") : said.dataset.said;
-  }
-};
-document.addEventListener("mouseover", tell);
-document.addEventListener("focusin", tell);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.matches?.("textarea[data-field]")) {
     event.preventDefault();
     event.target.dispatchEvent(new Event("change", { bubbles: true }));
   }
   if (event.key === "Escape" && document.body.hasAttribute("data-drawer-open")) drawer(false);
-  if (!event.target.matches?.('.ft-bars [role="radio"]')) return;
-  const bars = [...event.target.parentNode.children];
-  const now = bars.indexOf(event.target);
-  const next = { ArrowRight: now + 1, ArrowUp: now + 1, ArrowLeft: now - 1, ArrowDown: now - 1, Home: 0, End: bars.length - 1 }[event.key];
-  if (next === undefined || !bars[next]) return;
-  event.preventDefault();
-  bars[next].focus();
-  bars[next].click();
 });
 new MutationObserver(() => { apply(); fill(); if (isFit()) notice(); }).observe(document.documentElement, { childList: true, subtree: true, characterData: true });

@@ -1,23 +1,25 @@
 """Conversations with models of runs: a separate process generates, a file has the messages.
 
-The page sends a question to the process, which writes it and the answers to RUNS/.app/chat/<run>.jsonl; every tab reads the
-same file, and closing a tab loses nothing.
+The page writes a question to RUNS/.app/chat/<run>.jsonl, and the process its answers; every tab reads the same file, and
+closing a tab loses nothing.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import threading
 import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.events import Event, read_events
+from finetune.errors import FinetuneError
+from finetune.events import Event, EventWriter, event_json, read_events
 from finetune.run.directory import RunDirectory
 
-from ..process import start_helper
+from ..worker import SupersededError, Worker
 from ..workspace import Workspace
 
 #: After this long without a question the chat process ends and frees its memory.
@@ -98,22 +100,41 @@ class Chats:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace, self._folder = workspace, workspace.folder("chat")
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._worker: Worker | None = None
         self._name = ""
+        self._asking = ThreadPoolExecutor(1)  # questions are answered in their order
+        self._newest: Future[None] | None = None
 
-    def ask(self, run: RunDirectory, question: str, max_new_tokens: int, **how: Any) -> None:
-        """Send a question; returns at once. The answers appear in `turns` as they are made.
+    def ask(
+        self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
+        pictures: Sequence[str] = (), **how: Any,
+    ) -> None:  # fmt: skip
+        """Ask a question; returns at once. The answers appear in `turns` as they are made.
 
-        `how`: `models`, `system`, `pictures`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
+        `how`: `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
         """
+        question = Question(id=uuid.uuid4().hex, text=text, models=tuple(models), pictures=tuple(pictures))
         with self._lock:
-            self._send(self._process_of(run), {"question": question, "max_new_tokens": max_new_tokens, **how})
+            worker = self._worker_of(run)
+        EventWriter(self.path(run)).emit(question)
+        self._newest = self._asking.submit(self._wait, worker, run, question, {"max_new_tokens": max_new_tokens, **how})
+
+    def _wait(self, worker: Worker, run: RunDirectory, question: Question, how: dict[str, Any]) -> None:
+        """Wait for the answers, and write that there are no more, or why there are none."""
+        error = ""
+        try:
+            worker.call("answer", question=event_json(question), **how)
+        except FinetuneError as failure:
+            error = " ".join([*failure.problems, failure.fix])
+        except SupersededError:
+            pass
+        if self.path(run).exists():
+            EventWriter(self.path(run)).emit(Done(id=question.id, error=error))
 
     def stop(self, run: RunDirectory) -> None:
         """End the answers that are being generated; their text so far stays."""
-        with self._lock:
-            if self._process is not None and self.is_running(run):
-                self._send(self._process, {"stop": True})
+        if self._worker is not None and self.is_running(run):
+            self._worker.cancel()
 
     def turns(self, run: RunDirectory) -> list[Turn]:
         """The turns so far, oldest first."""
@@ -127,10 +148,9 @@ class Chats:
 
     def clear(self, run: RunDirectory) -> None:
         """Start a new conversation; the old file is kept under a name that ends in .old."""
-        with self._lock:
-            self._end()
-            if self.path(run).exists():
-                self.path(run).rename(self._folder / f"{run.path.name}-{time.time_ns()}.old")
+        if self.path(run).exists():
+            self.path(run).rename(self._folder / f"{run.path.name}-{time.time_ns()}.old")
+        self.close()
 
     def path(self, run: RunDirectory) -> Path:
         """The file of this run's conversation."""
@@ -140,29 +160,26 @@ class Chats:
     def pictures(self) -> Path:
         return self._folder / PICTURES
 
+    def is_answering(self, run: RunDirectory) -> bool:
+        """Whether a question is being answered."""
+        return self._name == run.path.name and self._newest is not None and not self._newest.done()
+
     def is_running(self, run: RunDirectory) -> bool:
-        return self._name == run.path.name and self._process is not None and self._process.poll() is None
+        """Whether the process has the run's models in memory."""
+        return self._name == run.path.name and self._worker is not None and self._worker.is_alive
 
     def close(self) -> None:
+        """End the process."""
         with self._lock:
-            self._end()
+            if self._worker is not None:
+                self._worker.close()
+                self._worker = None
 
-    @staticmethod
-    def _send(process: subprocess.Popen[str], message: dict[str, Any]) -> None:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(message) + "\n")
-        process.stdin.flush()
-
-    def _process_of(self, run: RunDirectory) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None or self._name != run.path.name:
-            self._end()
-            log = self._folder / "log.txt"
-            self._process = start_helper(self._workspace, ".chat.process", str(run.path), str(self.path(run)), log=log)
+    def _worker_of(self, run: RunDirectory) -> Worker:
+        if self._worker is None or self._name != run.path.name:
+            if self._worker is not None:
+                self._worker.close()
+            arguments, log = (str(run.path), str(self.path(run))), self._folder / "log.txt"
+            self._worker = Worker(self._workspace, ".chat.process", *arguments, log=log, tries=1)
             self._name = run.path.name
-        return self._process
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        return self._worker

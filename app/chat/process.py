@@ -1,4 +1,4 @@
-"""Answers of a run's models: `python -m app.chat.process RUN FILE`, questions as JSON on standard input.
+"""Answers of a run's models: `python -m app.chat.process RUN FILE`, a worker that writes them to the conversation's file.
 
 Ends when the app ends, or after IDLE_S without a question, so that its memory is free for training.
 """
@@ -6,27 +6,21 @@ Ends when the app ends, or after IDLE_S without a question, so that its memory i
 from __future__ import annotations
 
 import functools
-import json
-import queue
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.call_syntax import assistant_message
 from finetune.data.pictures.placement import message_with_pictures
 from finetune.data.pictures.source import PictureSource
-from finetune.errors import CommandError, FinetuneError
+from finetune.errors import CommandError
 from finetune.events import EventWriter, read_events
-from finetune.gc_settings import raise_gc_thresholds
-from finetune.privacy import keep_private
 from finetune.run.directory import RunDirectory
+from finetune.serialise import from_json
 
-from ..process import redirect_stdout
-from .chats import IDLE_S, KINDS, MODELS, PICTURES, Answer, Done, Model, Piece, Question
+from ..worker import Work, serve
+from .chats import IDLE_S, KINDS, MODELS, PICTURES, Answer, Model, Piece, Question
 from .pictures import kept_pictures
 
 if TYPE_CHECKING:
@@ -36,71 +30,11 @@ if TYPE_CHECKING:
 _PIECE_S = 0.2
 
 
-def main() -> int:
-    """Load the model at the first question, answer until idle."""
-    run, path = RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])
-    keep_private()
-    raise_gc_thresholds()
-    redirect_stdout()
-    writer, chat, requests = EventWriter(path), Conversation(run, path), RequestReader()
-    while message := requests.next():
-        question = Question(
-            id=uuid.uuid4().hex, text=message["question"], models=tuple(message.get("models", MODELS)),
-            pictures=tuple(message.get("pictures", ())),
-        )  # fmt: skip
-        writer.emit(question)
-        error = ""
-        try:
-            chat.answer(message, question, writer, requests.is_stopped)
-        except FinetuneError as failure:
-            error = " ".join([*failure.problems, failure.fix])
-        except Exception as failure:  # noqa: BLE001 - the page must say why there is no answer
-            import traceback
-
-            traceback.print_exc()
-            error = f"{type(failure).__name__}: {failure}"
-        writer.emit(Done(id=question.id, error=error))
-    return 0
-
-
-class RequestReader:
-    """Questions from standard input, read by a thread, so that a stop arrives while an answer is made."""
-
-    def __init__(self) -> None:
-        self._questions: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._stop = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def next(self) -> dict[str, Any] | None:
-        """The next question; None at the end of the app, or after IDLE_S without one."""
-        try:
-            message = self._questions.get(timeout=IDLE_S)
-        except queue.Empty:
-            return None
-        if message is not None:
-            self._stop.clear()
-        return message
-
-    def is_stopped(self) -> bool:
-        """Whether the answers to the present question shall end."""
-        return self._stop.is_set()
-
-    def _read(self) -> None:
-        for line in sys.stdin:
-            message = json.loads(line)
-            if message.get("stop"):
-                self._stop.set()
-            else:
-                self._questions.put(message)
-        self._stop.set()
-        self._questions.put(None)
-
-
 class Conversation:
     """One history of messages for each of the run's models, with that model's own answers."""
 
     def __init__(self, run: RunDirectory, path: Path) -> None:
-        self._run, self._folder = run, path.with_name(PICTURES)
+        self._run, self._path, self._folder = run, path, path.with_name(PICTURES)
         self._messages: dict[Model, list[dict[str, Any]]] = {model: [] for model in MODELS}
         self._pictures: dict[Model, list[PictureSource]] = {model: [] for model in MODELS}
         self._restore(path)
@@ -111,15 +45,17 @@ class Conversation:
 
         return Answerer(self._run)
 
-    def answer(self, request: dict[str, Any], question: Question, writer: EventWriter, stopped: Callable[[], bool]) -> None:
-        """Stream the models' answers, each from the same seed, until the user stops."""
-        for model in question.models:
-            if not stopped():
-                writer.emit(self._answer(model, request, question, _Pieces(writer, question.id, model), stopped))
+    def answer(self, work: Work, question: dict[str, Any], **how: Any) -> None:
+        """Stream the models' answers to the file, each from the same seed, until the user stops."""
+        asked, writer = from_json(Question, question), EventWriter(self._path)
+        for model in asked.models:
+            if not work.is_cancelled():
+                writer.emit(self._answer(model, asked, _Pieces(writer, asked.id, model), work, **how))
 
     def _answer(
-        self, model: Model, request: dict[str, Any], question: Question, pieces: _Pieces, stopped: Callable[[], bool]
-    ) -> Answer:
+        self, model: Model, question: Question, pieces: _Pieces, work: Work, *, max_new_tokens: int, system: str = "",
+        temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
+    ) -> Answer:  # fmt: skip
         from finetune.evaluate.answer_stream import stream_answer
         from finetune.model.generate import Sampling
 
@@ -127,16 +63,15 @@ class Conversation:
         if len(added) < len(question.pictures):
             raise CommandError("a picture of this message is gone or was changed", "Add it again.")
         messages = [*self._messages[model], message_with_pictures(question.text, len(added))]
-        system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
-        if pictures := [*self._pictures[model], *added]:
+        before = [{"role": "system", "content": system}] if system else []
+        if shown := [*self._pictures[model], *added]:
             self._answerer.require_vision()
         with self._answerer.using(model):
             reply, answer = stream_answer(
-                self._answerer, [*system, *messages], pieces.add, tools=(), pictures=pictures,
-                max_new_tokens=int(request["max_new_tokens"]), stopped=stopped,
-                sampling=Sampling(request.get("temperature", 0.0), request.get("top_p", 1.0), request.get("seed", 0)),
+                self._answerer, [*before, *messages], pieces.add, tools=(), pictures=shown, max_new_tokens=max_new_tokens,
+                stopped=work.is_cancelled, sampling=Sampling(temperature, top_p, seed),
             )  # fmt: skip
-        self._messages[model], self._pictures[model] = [*messages, assistant_message(answer)], pictures
+        self._messages[model], self._pictures[model] = [*messages, assistant_message(answer)], shown
         return Answer(
             id=question.id, model=model, text=answer.text, tokens=reply.tokens, tokens_per_s=reply.tokens_per_s,
             stopped=reply.stopped, calls=tuple(answer.calls), thought=answer.thought,
@@ -170,6 +105,12 @@ class _Pieces:
             answer, thought = self._waiting
             self._writer.emit(Piece(id=self._identity, model=self._model, text=answer, thought=thought))
             self._waiting, self._written = ["", ""], now
+
+
+def main() -> int:
+    """Load the model at the first question, answer until idle."""
+    serve(Conversation(RunDirectory(Path(sys.argv[1])), Path(sys.argv[2])), IDLE_S)
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
 from finetune.units import format_bytes
 
-from ..chat.chats import MODELS, Answer, Model, Turn
+from ..chat.chats import MODELS, Answer, Done, Model, Turn
 from ..chat.pictures import keep_picture, kept_pictures
 from ..context import Context
 from ..language import mark, tr
@@ -121,7 +121,9 @@ class _View:
         if run is None:
             return "", "", False, ""
         turns = self.context.chats.turns(run)
-        answering = bool(turns) and not turns[-1].done and self.context.chats.is_running(run)
+        answering = bool(turns) and not turns[-1].done and self.context.chats.is_answering(run)
+        if turns and not answering and not turns[-1].done:  # the app was killed before the answer was complete
+            turns[-1].done = Done(id=turns[-1].question.id)
         try:
             plan = self.context.lives.of(run).plan()
         except (FinetuneError, OSError, ValueError):  # the chat itself reports an unreadable plan

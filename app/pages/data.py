@@ -68,7 +68,7 @@ class _View:
         if edited.recipe is None:
             return [*empty, settings_problem(edited.problems, edited.fix)]
         try:
-            answer = self.context.planner.ask("look", recipe=edited.text)
+            answer = self.context.planner.call("look", recipe=edited.text)
         except FinetuneError as error:
             return [*empty, problem(error.title, error.problems, error.fix)]
         return [
@@ -97,8 +97,8 @@ class _View:
 
     def _row(self, action: dict[str, Any]) -> str:
         if "row" in action:
-            question = {"recipe": self.context.draft.read().text, "index": int(action["row"])}
-            return data_views.marked(self.context.planner.ask("row", **question))
+            text, index = self.context.draft.read().text, int(action["row"])
+            return data_views.marked(self.context.planner.call("row", recipe=text, index=index))
         number, at = int(action["walk"]), int(action["at"])
         kind = self._problems()[number]
         return data_views.refused_row(number, at, kind, source_text(self.context.workspace.root, kind.rows[at]))
@@ -119,7 +119,7 @@ class _View:
         return choose_data(draft, str(action["data"]))
 
     def _problems(self) -> list[Problem]:
-        return problems_of(self.context.planner.ask("look", recipe=self.context.draft.read().text))
+        return problems_of(self.context.planner.call("look", recipe=self.context.draft.read().text))
 
     def _changed(self, edited: Edited) -> list[Any]:
         refusal = settings_problem(edited.problems, edited.fix) if edited.problems else ""

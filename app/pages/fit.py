@@ -1,4 +1,4 @@
-"""Fit: the plan for a GPU, its memory by part, what another value would cost, and the start. All controls always agree."""
+"""Fit: the plan for a GPU, its memory by part, the numbers that decide it, and the start. All controls always agree."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from finetune.recipe import shipped_recipes
 from ..context import Context
 from ..language import tr
 from ..planning.draft import Edited
-from ..planning.what_if import Outcomes
 from ..views import recipe_form
 from ..views.binding import BUTTON, QUIET, change_trigger
 from ..views.problems import problem, settings_problem
-from . import fit_largest, fit_measured
+from . import fit_measured
 from .fit_layout import RANGES, drafted, lay_out
 from .starting import progress_of
 
@@ -35,15 +34,14 @@ def build(context: Context, page: gr.Blocks) -> None:
     view = _View(context)
     layout = lay_out()
     mine = gr.State("")
-    stamp, ahead = change_trigger("fit-stamp"), change_trigger("fit-ahead")
+    stamp = change_trigger("fit-stamp")
 
     stamp.change(view.follow, layout.card, layout.card, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, mine, [layout.progress, stamp, ahead], **QUIET)
+    gr.Timer(_TICK_S).tick(view.tick, mine, [layout.progress, stamp], **QUIET)
     layout.card.input(view.choose_card, layout.card, stamp, **QUIET)
     layout.act.submit(view.act, layout.act, layout.acted, **QUIET)  # fit.js calls it
     layout.load.upload(view.load, layout.load, stamp, **BUTTON)
     layout.shipped.input(view.start_from, layout.shipped, stamp, **BUTTON)
-    fit_largest.build(context, layout.largest)
     fit_measured.build(context, layout.measure)
     layout.start.click(view.start, [layout.force, layout.act], [layout.progress, mine], **BUTTON)
 
@@ -59,7 +57,6 @@ class _View:
         #: The number of the last message of each opened page that was acted on.
         self._acted: dict[str, int] = {}
         self._acting = threading.Lock()
-        self._outcomes = Outcomes(context.planner.outcomes_path)
 
     def follow(self, card: str | None) -> Any:
         """The draft's card, where another one is shown."""
@@ -155,10 +152,10 @@ class _View:
         return [progress_of(self.context.queue, entry.path.name), entry.path.name]
 
     def tick(self, mine: str) -> list[Any]:
-        """Progress of the requested start, the draft, which another tab may have changed, and how much was planned ahead."""
+        """Progress of the requested start, the draft, which another tab may have changed, and what the planner does."""
         self.context.queue.ensure_starter()
-        stamp = _for_script({"stamp": self.context.draft.stamp})
-        return [progress_of(self.context.queue, mine), stamp, _for_script({"planned": self._outcomes.count})]
+        draft = _for_script({"stamp": self.context.draft.stamp, "doing": self.context.planner.doing})
+        return [progress_of(self.context.queue, mine), draft]
 
     def _changed(self, refused: str) -> str:
         """For fit.js, after a change by one of Gradio's controls: why it was refused, and the draft's stamp."""

@@ -43,17 +43,6 @@ def _advanced() -> str:
 
 #: Setting -> lowest and highest value that its box takes.
 RANGES = {"max_length": (64, 16384), "lora_r": (1, 256), "effective_batch_size": (1, 256)}
-#: Settings whose largest value is searched.
-LARGEST = ("max_length", "lora_r", "per_device_train_batch_size")
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The buttons by setting, where the answer is shown, and the timer that follows a search."""
-
-    buttons: dict[str, Any]
-    answer: Any
-    timer: Any
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,6 @@ class Layout:
     """Components with a handler, by what they are for."""
 
     card: Any
-    largest: Largest
     measure: list[Any]
     force: Any
     start: Any
@@ -106,38 +94,22 @@ def _head() -> dict[str, Any]:
 
 def _middle() -> dict[str, Any]:
     with gr.Row(elem_id="fit-more"):
-        with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-whatif"):
-            _part("bars-head", bars_head)
+        with gr.Column(scale=13, min_width=300, elem_classes="ft-box", elem_id="fit-numbers"):
+            show(lambda: _headed(mark("Numbers"), tr("The plan follows what you type.")))
             for name, (label, identity) in NUMBERS.items():
                 lowest, highest = RANGES[name]
-                with gr.Row(elem_classes="ft-whatif"):
+                with gr.Row(elem_classes="ft-number"):
                     gr.Number(
                         label=label, minimum=lowest, maximum=highest, precision=0, elem_id=f"fit-{identity}", min_width=110,
                         elem_classes=f"ft-own-{name}",
                     )  # fmt: skip
-                    _part(f"{identity}-bars")
-            largest = _largest()
+                    _part(f"{identity}-auto")
             button = gr.Button(mark("Measure what 4-bit and 8-bit weights cost"), size="sm", elem_id="fit-measure")
             measure = [button, show(elem_id="fit-measured"), gr.Timer(1.0, active=False)]
         with gr.Column(scale=10, min_width=300, elem_classes="ft-box"):
             show(lambda: _headed(mark("Other plans"), tr("The same settings, other ways to fit.")))
             _part("alternatives")
-    return {"largest": largest, "measure": measure}
-
-
-def bars_head(amount: str = "") -> str:
-    """What the bars are, and of what amount once there are plans."""
-    explained = tr("Each with its own fastest plan; an outline is not planned yet.")
-    if amount:
-        explained = tr("Bars: {amount}. {explained}", amount=tr(amount), explained=explained)
-    return _headed(mark("What if"), explained)
-
-
-def _largest() -> Largest:
-    show(lambda: note(tr("The largest that fits:")))
-    with gr.Row(elem_classes="ft-largest"):
-        buttons = {name: gr.Button(SETTING_NAMES[name], size="sm", elem_id=f"fit-largest-{name}") for name in LARGEST}
-    return Largest(buttons, show(elem_id="fit-largest"), gr.Timer(1.0, active=False))
+    return {"measure": measure}
 
 
 def _bottom() -> dict[str, Any]:
@@ -159,7 +131,7 @@ def _drawer_head() -> str:
 
 def _planning() -> str:
     """What is said while a plan is made; and for fit.js, the stamps of the draft and of the one that the plan shown is of."""
-    return f'<p role="status">{tr("planning …")}</p><i id="fit-asked" hidden></i><i id="fit-answered" hidden></i>'
+    return f'<p role="status">{tr("planning …")} <span></span></p><i id="fit-asked" hidden></i><i id="fit-answered" hidden></i>'
 
 
 def _headed(title: str, explained: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Verdict
 
+from ..worker import Worker
 from .draft import Draft
-from .planner import Planner
 
 #: Seconds after the last look at which the work stops.
 _LOOKED_S = 6.0
@@ -21,7 +21,7 @@ _LOOKED_S = 6.0
 class Badges:
     """Verdicts by model. A question of the page waits for one verdict at most, not for all."""
 
-    def __init__(self, planner: Planner, draft: Draft) -> None:
+    def __init__(self, planner: Worker, draft: Draft) -> None:
         self._planner, self._draft, self._lock = planner, draft, threading.Lock()
         self._verdicts: dict[tuple[str, str], dict[str, Any]] = {}
         self._wanted: list[str] = []
@@ -44,7 +44,7 @@ class Badges:
         while (task := self._next()) is not None:
             recipe, name = task
             try:
-                answer = self._planner.ask("badges", recipe=recipe.text, models=[name])["badges"][name]
+                answer = self._planner.call("badge", recipe=recipe.text, model=name)
             except FinetuneError as error:
                 answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
             self._verdicts[_key(recipe.recipe), name] = answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
 import threading
@@ -170,15 +171,19 @@ def command_line(recipe: Recipe) -> str:
     """The equivalent command: the shipped recipe that needs the fewest overrides, else a file to save first."""
     wanted = recipe.model_dump(exclude_unset=True, mode="json")
     best: list[str] | None = None
-    for name in shipped_recipes():
+    for name, base in _shipped().items():
         with contextlib.suppress(RecipeError):
-            base = load_recipe(name).model_dump(exclude_unset=True, mode="json")
             call = [name, *_differences(base, wanted)]
             if (best is None or len(call) < len(best)) and load_recipe(name, call[1:]).model_dump() == recipe.model_dump():
                 best = call
     if best is None or len(best) > 8:
         return "finetune run recipe.yaml"
     return "finetune run " + shell_join(best)
+
+
+@functools.cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    return {name: load_recipe(name).model_dump(exclude_unset=True, mode="json") for name in shipped_recipes()}
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:

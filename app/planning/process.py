@@ -1,105 +1,43 @@
-"""The planner process: reads questions as lines of JSON, answers with lines of JSON.
-
-look    {"recipe": yaml}                                  what is in the data: report, lengths, and the first row marked
-row     {"recipe": yaml, "index": n}                      one row as the model sees it, from 0
-plan    {"recipe": yaml, "free_bytes": n or null,         the plan with its forecast, for the tokenised data;
-         "compare": bool}                                 `compare` adds forecasts of the alternatives
-largest {"recipe": yaml, "setting": name}                 the largest value of a setting with which the recipe fits
-badges  {"recipe": yaml, "models": [id, ...]}             whether each of these models fits with this recipe
-newest  {"number": n}                                     no answer; ends the work on a plan, or largest, with a lower number
-
-Before an answer there may be lines {"progress": message}.
-"""
+"""The planner's process: `python -m app.planning.process`, a worker whose methods are Questions'. It opens no GPU."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import os
-import queue
-import select
-import signal
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.visible import hide_gpus
 from finetune.errors import FinetuneError
-from finetune.gc_settings import raise_gc_thresholds
 from finetune.planner.plan import Plan, Verdict
-from finetune.privacy import keep_private
 from finetune.recipe import parse_recipe
-from finetune.settings import Recipe, Settings
+from finetune.settings import Recipe
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide
 
-from ..process import redirect_stdout
-from ..views.words import plan_in_languages
-from .planner import SupersededError
-from .prefetch import PlanPrefetcher
-from .what_if import Outcome, Outcomes, outcome_of
+from ..worker import Report, Work, serve
 
 if TYPE_CHECKING:
     from finetune.data.preparation import EncodedRows, PreparedData
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
-#: Nothing is planned ahead while questions follow each other faster than this, as when a slider is moved: forks take time.
-_PAUSE_S = 0.5
-#: How often a fork's parent looks whether a newer question was asked.
-_LOOK_S = 0.01
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
 
 class Questions:
-    """Answers, with the data of the last few recipes in memory."""
+    """Answers about a recipe, given as text, with the data of the last few recipes in memory."""
 
-    def __init__(self, report: Callable[[str], None] = lambda _: None, newest: Callable[[], int] = lambda: 0) -> None:
-        """`report` receives progress messages; `newest` gives the number of the newest question for a plan."""
-        self._report, self._newest = report, newest
+    def __init__(self) -> None:
         self._encoded: OrderedDict[str, EncodedRows] = OrderedDict()
         self._read: OrderedDict[str, RowsRead] = OrderedDict()
         self._selected: tuple[str, PreparedData] | None = None
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one question; errors are answers, too."""
-        try:
-            recipe = parse_recipe(question["recipe"], "recipe")
-            kind = question["kind"]
-            if kind == "look":
-                return self._described(recipe)
-            if kind == "row":
-                return self._marked(recipe, question["index"])
-            if kind == "plan":
-                free_bytes, compare = question.get("free_bytes"), question.get("compare", False)
-                progress = functools.partial(self._report_plan, question.get("number", 0))
-                return {"plan": self.plan(recipe, progress, free_bytes=free_bytes, compare=compare).as_json()}
-            if kind == "largest":
-                return {"largest": self._largest(recipe, question["setting"], question.get("number", 0))}
-            return {"badges": {name: _badge(recipe, name) for name in question["models"]}}
-        except FinetuneError as error:
-            return {**error.as_json(), "title": error.title}
-        except SupersededError:
-            return {"superseded": True}
-        except Exception as error:  # noqa: BLE001 - the page shows it, and the process answers the next question
-            import traceback
-
-            traceback.print_exc()
-            return {"title": "Internal error", "problems": [f"{type(error).__name__}: {error}"], "fix": "", "exit_code": 1}
-
-    def answer_silently(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a question in a fork, which has no standard output to report progress to."""
-        self._report = lambda _: None
-        return self.answer(question)
-
-    def _described(self, recipe: Recipe) -> dict[str, Any]:
-        """Report, lengths and the first row. Refused rows are listed, not raised; a run still refuses them."""
-        prepared = self._prepared(recipe)
+    def look(self, work: Work, recipe: str) -> dict[str, Any]:
+        """The data: report, lengths and the first row. Refused rows are listed, not raised; a run still refuses them."""
+        prepared = self._prepared(parse_recipe(recipe, "recipe"), work.report)
         lengths = sorted(prepared.lengths)
         sent = lengths if len(lengths) <= _LENGTHS_SENT else lengths[:: len(lengths) // _LENGTHS_SENT + 1] + lengths[-1:]
         return {
@@ -107,18 +45,20 @@ class Questions:
             "kinds": [row.kind for row in prepared.report.rows_refused],
             "eval_report": prepared.eval_report.as_json() if prepared.eval_report else None,
             "lengths": sent,
-            **self._marked(recipe, 0),
+            **self.row(work, recipe, 0),
         }
 
-    def _marked(self, recipe: Recipe, index: int) -> dict[str, Any]:
+    def row(self, work: Work, recipe: str, index: int) -> dict[str, Any]:
+        """One row as the model sees it, from 0."""
         from finetune.data.pictures.display import small_pictures, with_counts
         from finetune.data.tokens import NOT_TRAINED
         from finetune.data.trained_spans import example_spans
 
-        prepared = self._prepared(recipe)
+        parsed = parse_recipe(recipe, "recipe")
+        prepared = self._prepared(parsed, work.report)
         count = len(prepared.lengths)
         index = max(0, min(index, count - 1))
-        spans = example_spans(prepared, self._encode(recipe, self._report).encoder.tokenizer, index)
+        spans = example_spans(prepared, self._encode(parsed, work.report).encoder.tokenizer, index)
         ids, labels = prepared.sequence(index) if count else ([], [])
         return {
             "marked": [[with_counts(text), bool(trained)] for text, trained in spans], "index": index, "sequences": count,
@@ -126,45 +66,50 @@ class Questions:
             "pictures": small_pictures(prepared.pictures(index)) if count else [],
         }  # fmt: skip
 
-    def _prepared(self, recipe: Recipe) -> PreparedData:
-        """The rows as they are trained on; those of the last recipe stay, as one walks through them."""
-        key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
-        if self._selected is None or self._selected[0] != key:
-            self._selected = key, self._encode(recipe, self._report).select(recipe, None).prepared()
-        return self._selected[1]
+    def plan(self, work: Work, recipe: str) -> dict[str, Any]:
+        """The plan with its alternatives' forecasts, which take seconds: the plan without them is reported first."""
+        parsed = parse_recipe(recipe, "recipe")
+        work.report(self.make_plan(parsed, work.report).as_json())
+        return self.make_plan(parsed, work.report, compare=True).as_json()
 
-    def _report_plan(self, number: int, message: str) -> None:
-        """Report progress of a plan. Raises SupersededError when a newer one was asked for."""
-        if number < self._newest():
-            raise SupersededError
-        self._report(message)
+    def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
+        """Verdict and size of a model with the recipe's data, card and max_length; other settings are the planner's."""
+        from finetune.card import find_card
+        from finetune.model.configuration import read_config
+        from finetune.planner.planning import plan_recipe, without_rows
+        from finetune.planner.shape import shape_of
 
-    def plan(
-        self,
-        recipe: Recipe,
-        progress: Callable[[str], None] | None = None,
-        *,
-        free_bytes: int | None = None,
-        compare: bool = False,
-    ) -> Plan:
-        """The plan of a recipe; `progress` may raise to cancel it."""
+        parsed = parse_recipe(recipe, "recipe")
+        inherited: dict[str, Any] = {name: getattr(parsed, name) for name in ("dataset", "gpu", "max_length")}
+        try:
+            plan = plan_recipe(Recipe(**inherited, model_name_or_path=model), find_card(parsed.gpu), without_rows)
+            parameters = shape_of(read_config(plan.settings), plan.settings).parameters
+        except FinetuneError as error:
+            return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
+        peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
+        return {
+            "verdict": plan.verdict,
+            "peak_bytes": peak,
+            "bits": base.bits if base.setting else None,
+            "parameters": parameters,
+        }
+
+    def make_plan(self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False) -> Plan:
+        """The plan of a recipe; `report` gets progress messages, and may raise to cancel it."""
         from finetune.card import find_card
         from finetune.planner.planning import plan_recipe
 
-        card = find_card(recipe.gpu, free_bytes=free_bytes, processes=recipe.launch.processes_here)
-        rows = functools.partial(self._rows, report=progress or self._report)
-        return plan_recipe(recipe, card, rows, progress=progress, compare=compare)
-
-    def _largest(self, recipe: Recipe, setting: str, number: int) -> dict[str, Any]:
-        from finetune.card import find_card
-        from finetune.planner.largest import plan_largest
-
         card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
-        progress = functools.partial(self._report_plan, number)
-        largest = plan_largest(recipe, card, functools.partial(self._rows, report=progress), setting, progress=progress)
-        return largest.as_json()
+        return plan_recipe(recipe, card, functools.partial(self._rows, report=report), progress=report, compare=compare)
 
-    def _rows(self, recipe: Recipe, report: Callable[[str], None]) -> RowsRead:
+    def _prepared(self, recipe: Recipe, report: Report) -> PreparedData:
+        """The rows as they are trained on; those of the last recipe stay, as one walks through them."""
+        key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
+        if self._selected is None or self._selected[0] != key:
+            self._selected = key, self._encode(recipe, report).select(recipe, None).prepared()
+        return self._selected[1]
+
+    def _rows(self, recipe: Recipe, report: Report) -> RowsRead:
         """The rows under the recipe's limit of length; a slider asks again and again."""
         from finetune.planner.planning import read_rows
 
@@ -179,7 +124,7 @@ class Questions:
                 self._read.popitem(last=False)
         return read
 
-    def _encode(self, recipe: Recipe, report: Callable[[str], None]) -> EncodedRows:
+    def _encode(self, recipe: Recipe, report: Report) -> EncodedRows:
         from finetune.planner.planning import encode_rows
 
         key = _data_key(recipe)
@@ -197,137 +142,10 @@ def _data_key(recipe: Recipe) -> str:
     return json.dumps([chosen[name] for name in settings_that_decide(Decides.TOKENS) if name not in _APPLIED_AFTERWARDS])
 
 
-def _badge(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Verdict and size of this model with the recipe's data, card and max_length; other settings are the planner's."""
-    from finetune.card import find_card
-    from finetune.model.configuration import read_config
-    from finetune.planner.planning import plan_recipe, without_rows
-    from finetune.planner.shape import shape_of
-
-    inherited: dict[str, Any] = {name: getattr(recipe, name) for name in ("dataset", "gpu", "max_length")}
-    try:
-        plan = plan_recipe(Recipe(**inherited, model_name_or_path=name), find_card(recipe.gpu), without_rows)
-        parameters = shape_of(read_config(plan.settings), plan.settings).parameters
-    except FinetuneError as error:
-        return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
-    peak, base = plan.forecast.peak_bytes if plan.forecast else None, base_format_of(plan.settings)
-    return {"verdict": plan.verdict, "peak_bytes": peak, "bits": base.bits if base.setting else None, "parameters": parameters}
-
-
-class Inbox:
-    """Questions in their order, read by a thread, so that an answer in the making can see that a newer one was asked for."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._questions: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        #: Number of the newest question for a plan.
-        self.newest = 0
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
-
-    def _read(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            message = json.loads(line)
-            if message["kind"] == "newest":
-                self.newest = max(self.newest, message["number"])
-            else:
-                self._questions.put(message)
-        self._questions.put(None)
-
-    def __iter__(self) -> Iterator[dict[str, Any] | None]:
-        """Questions, and None when there was none for a while after one."""
-        wait_s: float | None = None
-        while True:
-            try:
-                question = self._questions.get(timeout=wait_s)
-            except queue.Empty:
-                wait_s = None
-                yield None
-                continue
-            if question is None:
-                return
-            yield question
-            wait_s = _PAUSE_S
-
-
-def _answer(questions: Questions, inbox: Inbox, question: dict[str, Any], leave: tuple[int, ...]) -> dict[str, Any]:
-    """The answer; forecasts of other plans take seconds and are made in a fork, which a newer question ends at once."""
-    if question.get("compare") and hasattr(os, "fork"):
-        answer = functools.partial(questions.answer_silently, question)
-        return _answer_in_fork(answer, lambda: question["number"] < inbox.newest, leave)
-    return questions.answer(question)
-
-
-def _answer_in_fork(
-    make_answer: Callable[[], dict[str, Any]], is_superseded: Callable[[], bool], leave: tuple[int, ...]
-) -> dict[str, Any]:
-    """What `make_answer` returns, as JSON has it; {"superseded": True} as soon as `is_superseded` says so; empty when the fork
-    was killed by something else. The fork closes the file descriptors in `leave`."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _write_and_exit(make_answer, writer, leave)
-    os.close(writer)
-    with os.fdopen(reader, encoding="utf-8") as answer:
-        while not select.select([answer], [], [], _LOOK_S)[0]:
-            if is_superseded():
-                os.kill(child, signal.SIGKILL)
-                threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()  # freeing its memory takes time
-                return {"superseded": True}
-        text = answer.read()
-    os.waitpid(child, 0)
-    return dict(json.loads(text or "{}"))
-
-
-def _write_and_exit(make_answer: Callable[[], dict[str, Any]], writer: int, leave: tuple[int, ...]) -> None:
-    try:
-        for file in leave:
-            os.close(file)
-        with os.fdopen(writer, "w", encoding="utf-8") as answer:
-            json.dump(make_answer(), answer, default=str)
-    finally:
-        os._exit(0)
-
-
 def main() -> int:
-    """Answer until standard input closes, when the app ends; plan ahead between questions."""
-    keep_private()
-    raise_gc_thresholds()
+    """Answer until the app ends."""
     hide_gpus()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with a team of OpenMP threads waits for them for ever
-    out = redirect_stdout()
-
-    def report(message: str) -> None:
-        out.write(json.dumps({"progress": message}) + "\n")
-        out.flush()
-
-    inbox = Inbox(sys.stdin)
-    questions = Questions(report, lambda: inbox.newest)
-    outcomes = Outcomes(Path(sys.argv[1]))
-    outcomes.clear()
-
-    def plan_ahead(recipe: Recipe, progress: Callable[[str], None]) -> None:
-        """Plan a neighbour and note what it came to, or why there is no plan."""
-        try:
-            plan = questions.plan(recipe, progress)
-            values = dataclasses.asdict(outcome_of(plan, 0, plan_in_languages(plan.settings)))
-        except FinetuneError as error:
-            values = dataclasses.asdict(Outcome(0, problem=error.problems[0][:200]))
-        outcomes.add(recipe, values)
-
-    leave = (0, out.fileno())
-    prefetcher = PlanPrefetcher(plan_ahead, leave, outcomes.has)
-    start_ahead: Callable[[], None] = prefetcher.end
-    for question in inbox:
-        if question is None:
-            start_ahead()
-            continue
-        prefetcher.end()
-        answer = _answer(questions, inbox, question, leave)
-        out.write(json.dumps(answer, default=str) + "\n")
-        out.flush()
-        if "plan" in answer:
-            recipe, settings = parse_recipe(question["recipe"], "recipe"), Settings.model_validate(answer["plan"]["plan"])
-            start_ahead = functools.partial(prefetcher.start_from, recipe, settings)
-    prefetcher.end()
+    serve(Questions())
     return 0
 
 

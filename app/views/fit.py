@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from finetune.planner.plan import Plan, Suggestion, Verdict
+from finetune.settings import AUTO
 from finetune.units import GIB, format_bytes, gib
 
 from ..language import mark, tr, tr_n
@@ -265,6 +268,13 @@ def ready(plan: Plan, obstacle: str) -> str:
     if checks:
         passed = tr("{n} of {total} checks passed", n=sum(bool(check.enough) for check in checks), total=len(checks))
     return f'<p class="ft-ready"><b>{tr("Ready.")}</b> {inert(" · ".join(filter(None, [passed, needs])))}</p>'
+
+
+def auto(name: str, values: Mapping[str, Any]) -> str:
+    """Whether the planner chooses a number, or the button that lets it."""
+    if values.get(name) in (None, AUTO):
+        return f'<span class="ft-badge">{tr("auto")}</span>'
+    return f'<button type="button" class="ft-small" data-key="auto-{name}" {action(auto=name)}>{tr("back to auto")}</button>'
 
 
 def _capital(text: str) -> str:

@@ -14,7 +14,7 @@ from finetune.settings.base_formats import SWITCHES, base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
 from finetune.units import format_bytes
 
-from ..language import LANGUAGES, mark, spoken, tr, tr_n
+from ..language import mark, tr, tr_n
 
 _OPTIMIZERS = {FUSED: mark("AdamW, fused"), EIGHT_BIT: mark("8-bit AdamW")}
 _MONTHS = mark("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec")
@@ -101,15 +101,6 @@ def plan_in_words(settings: Settings) -> str:
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     ways += [tr("{n} layers in host memory", n=settings.offloaded_layers)] if settings.layer_offloading else []
     return tr(", ").join(ways)
-
-
-def plan_in_languages(settings: Settings) -> dict[str, str]:
-    """`plan_in_words` by the language's code, for a text that is kept and shown to anybody later."""
-    ways = {}
-    for code in LANGUAGES:
-        with spoken(code):
-            ways[code] = plan_in_words(settings)
-    return ways
 
 
 def limit_in_words(limit: AtLimit) -> str:

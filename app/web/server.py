@@ -101,7 +101,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
     api.get("/ft/series/{name}")(series_of(context))
     answers = FitAnswers(context)
-    for make_answer in (answers.draft, answers.plan, answers.bars, answers.compared):
+    for make_answer in (answers.draft, answers.plan, answers.compared):
         api.get(f"/ft/fit/{make_answer.__name__}")(route_of(make_answer))
     api.get("/ft/refused.csv")(lambda: _refused(context))
     api.get("/ft/fields.html")(lambda: HTMLResponse(form()))
@@ -129,7 +129,7 @@ def _refused(context: Any) -> Any:
     from ..views.data import as_csv
 
     try:
-        answer = context.planner.ask("look", recipe=context.draft.read().text)
+        answer = context.planner.call("look", recipe=context.draft.read().text)
     except FinetuneError as error:
         return PlainTextResponse("\n".join(error.problems), status_code=404)
     attached = {"content-disposition": 'attachment; filename="refused.csv"'}

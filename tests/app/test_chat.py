@@ -1,6 +1,8 @@
 """A conversation is what its file says: of the lines of both models, of earlier versions, and of damaged ones."""
 
 import json
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -102,8 +104,9 @@ def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(tmp_path, mon
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     run_without_plan(tmp_path / "runs" / "one")
     monkeypatch.setattr(context.chats, "turns", lambda _: turns)
-    monkeypatch.setattr(context.chats, "is_running", lambda _: alive)
-    assert _View(context).show("one", "")[2].interactive is can_stop
+    monkeypatch.setattr(context.chats, "is_answering", lambda _: alive)
+    shown, _, stop, *_ = _View(context).show("one", "")
+    assert stop.interactive is can_stop and ("ft-busy" in shown) is can_stop
     context.close()
 
 
@@ -148,5 +151,11 @@ def test_both_answer_from_one_seed_and_a_stop_keeps_their_text_so_far(tmp_path, 
         chats.stop(run)
         last = wait(lambda turns: turns[2].done)[2]
         assert last.answers["tuned"].stopped and last.answers["tuned"].text and last.done.error == ""
+        chats.ask(run, "Tell me everything.", 100_000, models=["tuned"], temperature=5.0)
+        wait(lambda turns: turns[3].partial.get("tuned"))
+        os.kill(chats._worker._process.pid, signal.SIGKILL)
+        assert "was killed" in wait(lambda turns: turns[3].done)[3].done.error
+        chats.ask(run, "Where is my parcel?", 4, models=["tuned"])
+        assert wait(lambda turns: turns[4].done)[4].answers["tuned"].text
     finally:
         chats.close()

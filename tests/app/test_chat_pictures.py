@@ -14,10 +14,11 @@ from app.chat.pictures import _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
 from app.context import Context
 from app.pages.chat import _View
+from app.worker import Work
 from app.workspace import Workspace
 from finetune.data.pictures.source import BadPicture
 from finetune.errors import CommandError
-from finetune.events import EventWriter
+from finetune.events import EventWriter, event_json
 from finetune.recipe import recipe_from
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
@@ -68,7 +69,7 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     def ask(conversation, identity, pictures):
         question = Question(id=identity, text=f"{identity}?", models=("tuned",), pictures=tuple(pictures))
         writer.emit(question)
-        conversation.answer({"max_new_tokens": 4}, question, writer, lambda: False)
+        conversation.answer(Work(), event_json(question), max_new_tokens=4)
 
     ask(Conversation(run, chats.path(run)), "first", names[:1])
     continued = Conversation(run, chats.path(run))

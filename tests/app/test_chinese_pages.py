@@ -14,15 +14,13 @@ import finetune.planner.suggest
 from app.context import Context
 from app.language import spoken
 from app.pages.fit_answers import FitAnswers
-from app.pages.fit_largest import _sentence
-from app.pages.fit_layout import RANGES, bars_head, lay_out
+from app.pages.fit_layout import lay_out
 from app.planning.blocker import Blocker
 from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
-from app.planning.what_if import Outcome, outcome_of
-from app.views import choices, data, fit, models, plan, what_if
+from app.views import choices, data, fit, models, plan
 from app.views.markup import as_on_page
-from app.views.words import in_words, plan_in_languages
+from app.views.words import in_words
 from app.web.page_filter import _translation
 from app.workspace import Workspace
 from finetune.errors import DataError
@@ -65,23 +63,13 @@ def plan_of(verdict):
 
 def fit_of(verdict):
     planned = plan_of(verdict)
-    now = outcome_of(planned, 16, plan_in_languages(planned.settings))
-    others = [
-        Outcome(8),
-        now,
-        replace(now, value=32, seconds=90.0, peak_high_bytes=30 * GIB),
-        Outcome(64, problem="no forecast"),
-    ]
     return [
         fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned),
         fit.smaller(planned),
         fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
         choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
         plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
-        what_if.what_if("lora_r", "16", others, now, what_if.measure_of(others), is_auto=False),
-        bars_head(what_if.measure_of(others).name),
-        *(_sentence("16", {"setting": "lora_r", "value": value, "too_large": above, "limit": ""})
-          for value, above in ((8, None), (8, 16), (0, 8))),
+        fit.auto("lora_r", {}), fit.auto("lora_r", {"lora_r": 8}),
     ]  # fmt: skip
 
 
@@ -159,15 +147,14 @@ def test_what_fit_starts_with_is_chinese():
 def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_path, monkeypatch):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     asked = []
-    answer = {"plan": plan_of(Verdict.FITS).as_json()}
-    monkeypatch.setattr(context.planner, "ask", lambda *_, **__: asked.append(1) or answer)
+    answer = plan_of(Verdict.FITS).as_json()
+    monkeypatch.setattr(context.planner, "call", lambda *_, **__: asked.append(1) or answer)
     answers = FitAnswers(context)
     assert "Fits, with 9.0 GiB to spare" in answers.plan()["parts"]["verdict"]
-    assert "32-bit weights" in str(answers.bars())
     with spoken("zh"):
-        shown, bars = answers.plan()["parts"], answers.bars()["parts"].values()
+        shown = answers.plan()["parts"]
     assert "放得下，还余 9.0 GiB" in shown["verdict"] and len(asked) == 1
-    assert sum("32 比特权重，不重计算" in bar for bar in bars) == len(RANGES)
+    assert "32 比特权重，不重计算" in shown["alternatives"]
     context.close()
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from arithmetic_forecast import ArithmeticForecaster
 
 from app.planning.process import Questions
+from app.worker import Work, answer_of
 from finetune.bundled import dataset_paths
 from finetune.cli import main
 
@@ -105,17 +106,18 @@ def test_recipes_get_one_answer_from_every_door(workspace, page, monkeypatch, re
         Path("recipe").write_text(text)
         code, output, _ = run("plan", "recipe", "--json")
         answer = json.loads(output)
-        asked = page.answer({"kind": "plan", "recipe": text, "compare": True})
+        asked = answer_of(page, "plan", {"recipe": text}, Work())
         shown_code, shown, wrong = run("plan", "recipe")
         assert shown_code == code, text
         if "verdict" in answer:
-            assert _without_free_memory(asked["plan"]) == _without_free_memory(answer), text
+            assert _without_free_memory(asked["result"]) == _without_free_memory(answer), text
             assert plain(answer["verdict"]) in plain(shown)
             problems = (answer["data_problem"] or {"problems": []})["problems"]
             assert code == (4 if problems else 3 if answer["verdict"] == "does not fit" else 0)
         else:
             problems = answer["problems"]
-            assert (asked["problems"], asked["fix"], asked["exit_code"]) == (problems, answer["fix"], code), text
+            refused = asked["error"]
+            assert (refused["problems"], refused["fix"], refused["exit_code"]) == (problems, answer["fix"], code), text
         assert all(plain(line) in plain(shown + wrong) for line in problems), text
 
 

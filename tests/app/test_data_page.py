@@ -62,7 +62,7 @@ def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
 
 def test_buttons_of_the_data_page_change_the_draft(workspace):
     draft = Draft(workspace)
-    view = _View(SimpleNamespace(workspace=workspace, draft=draft, planner=SimpleNamespace(ask=lambda *_, **__: answer())))
+    view = _View(SimpleNamespace(workspace=workspace, draft=draft, planner=SimpleNamespace(call=lambda *_, **__: answer())))
     for action in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
         status, _, stamp = view.act(json.dumps(action))
         assert (status, stamp) == ("", draft.stamp), action
@@ -78,16 +78,16 @@ def test_buttons_of_the_data_page_change_the_draft(workspace):
 def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):
     asked = []
 
-    def ask(kind, models, **_):
-        asked.append(models)
-        return {"badges": {models[0]: {"verdict": "fits", "peak_bytes": 2**30, "parameters": 10**9}}}
+    def call(method, model, **_):
+        asked.append(model)
+        return {"verdict": "fits", "peak_bytes": 2**30, "parameters": 10**9}
 
-    badges = Badges(SimpleNamespace(ask=ask), Draft(workspace))
+    badges = Badges(SimpleNamespace(call=call), Draft(workspace))
     names = ["one", "two", "three"]
     deadline = time.monotonic() + 30
     while len(verdicts := badges.of(names)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert asked == [["one"], ["two"], ["three"]]
+    assert asked == names
     html = model_list([Model(name, "folder") for name in [*names, "four"]], "two", verdicts)
     assert (
         "3 of 4 checked" in html

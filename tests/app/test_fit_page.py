@@ -16,11 +16,11 @@ from app.context import Context
 from app.pages.fit import _View
 from app.pages.fit_answers import FitAnswers
 from app.planning.blocker import blocker_of
-from app.planning.planner import Planner, SupersededError
-from app.planning.process import Inbox, Questions
+from app.planning.process import Questions
 from app.views import fit as fit_view
 from app.views import plan as plan_view
 from app.views.recipe_form import fields, form
+from app.worker import SupersededError, Work, answer_of, result_of
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.recipe import recipe_from
@@ -33,7 +33,11 @@ def view(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     view = _View(context)
-    view.context.planner.ask = lambda kind, recipe, **_: Questions().answer({"kind": kind, "recipe": recipe})
+
+    def call(method, report=None, newest=False, **values):
+        return result_of(answer_of(Questions(), method, values, Work(report)))
+
+    view.context.planner.call = call
     yield view
     context.close()
 
@@ -167,17 +171,17 @@ def test_a_number_out_of_range_is_no_error_and_changes_nothing(view, typed):
 
 def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(view, answers):
     asked, newer = threading.Event(), threading.Event()
-    ask = view.context.planner.ask
+    call = view.context.planner.call
 
-    def slow(kind, recipe, **values):
+    def slow(method, recipe, **values):
         if "lora_r: 48" in recipe:
             asked.set()
             assert newer.wait(60)
             raise SupersededError
         newer.set()
-        return ask(kind, recipe, **values)
+        return call(method, recipe=recipe, **values)
 
-    view.context.planner.ask = slow
+    view.context.planner.call = slow
     with ThreadPoolExecutor() as pool:
         act(view, set="lora_r", value=48)
         first = pool.submit(answers.plan)
@@ -190,46 +194,25 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(v
     assert newest["stamp"] == view.context.draft.stamp and "rank 64" in newest["parts"]["reasons"]
 
 
-def test_a_plan_that_its_own_comparison_ended_is_asked_for_again(view, answers):
-    ask, asked = view.context.planner.ask, []
+def test_a_plan_is_shown_before_its_alternatives_are_forecast(view, answers):
+    call, shown = view.context.planner.call, threading.Event()
 
-    def ended_once(kind, **values):
-        asked.append(values["compare"])
-        if len(asked) == 1:
-            answers._compared = values["recipe"]  # another tab asks for the other plans of the same recipe
-            raise SupersededError
-        return ask(kind, **values)
+    def slow(method, recipe, report, **values):
+        result = call(method, recipe=recipe, report=report, **values)
+        assert shown.wait(60)
+        return result
 
-    view.context.planner.ask = ended_once
-    assert answers.plan()["stamp"] == view.context.draft.stamp and asked == [False, True]
-
-
-def test_work_on_a_plan_ends_when_a_newer_one_was_asked_for():
-    inbox = Inbox(iter(['{"kind": "newest", "number": 2}\n']))
-    assert list(inbox) == []
-    recipe = "model_name_or_path: tiny\ndataset: support\ngpu: rtx-3060\n"
-    questions = Questions(newest=lambda: inbox.newest)
-    assert questions.answer({"kind": "plan", "number": 1, "recipe": recipe}) == {"superseded": True}
-    assert "plan" in questions.answer({"kind": "plan", "number": 2, "recipe": recipe})
-
-
-def test_a_question_that_waited_for_an_older_one_is_not_asked_when_it_is_old_itself(tmp_path, monkeypatch):
-    planner = Planner(Workspace(tmp_path, tmp_path / "runs"))
-    monkeypatch.setattr(planner, "_running", lambda: pytest.fail("asked"))
-    with ThreadPoolExecutor() as pool, planner._lock:
-        waiting = pool.submit(planner.ask, "plan")
-        while not planner._newest_plan:
-            pass
-        planner._newest_plan += 1
-        planner._lock.release()
-        with pytest.raises(SupersededError):
-            waiting.result(60)
-        planner._lock.acquire()
+    view.context.planner.call = slow
+    view.context.draft.write("model_name_or_path: tiny\ndataset: support\ngpu: cpu\n")
+    assert "being planned" in answers.plan()["parts"]["alternatives"]
+    shown.set()
+    complete = answers.compared()
+    assert complete["stamp"] == view.context.draft.stamp and "<table" in complete["parts"]["alternatives"]
 
 
 def plan_of(**values):
     recipe = recipe_from({"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "max_length": 256, **values})
-    return recipe, Questions().plan(recipe)
+    return recipe, Questions().make_plan(recipe)
 
 
 def test_a_missing_file_blocks_run_though_its_plan_fits(view):

@@ -5,16 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.pages.fit_layout import bars_head
-from app.planning.what_if import Outcome, Outcomes
-from app.views import fit, memory_parts, what_if
+from app.views import fit, memory_parts
 from app.views.verdicts import verdict_in_words
 from app.views.words import in_words, minutes
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Suggestion, verdict_of
 from finetune.recipe import load_recipe
-from finetune.settings import resolved
 from finetune.units import GIB, gib
 
 SETTINGS = SimpleNamespace(lora_r=16, max_length=2048, per_device_train_batch_size=1, load_in_4bit=True, load_in_8bit=False,
@@ -80,37 +77,6 @@ def test_numbers_have_one_form():
     ]
 
 
-def test_a_plan_that_was_not_made_has_an_outline_and_no_number():
-    planned = Outcome(16, {"en": "4-bit weights"}, 5 * GIB, 11 * GIB, 600.0, 3000.0)
-    around = [Outcome(8), planned, Outcome(32, problem="no")]
-    html = what_if.what_if("lora_r", "LoRA rank", around, planned, what_if.measure_of(around), is_auto=True)
-    assert 'class="none"' in html and 'aria-label="8: not planned yet"><em></em>' in html
-    assert "16: 10 minutes of training, 4-bit weights" in html and "×" in html
-
-
-def test_bars_say_what_they_are_of():
-    timed, sized = Outcome(16, {}, 5 * GIB, 11 * GIB, 600.0, 3000.0), Outcome(16, {}, 5 * GIB, 11 * GIB)
-    assert "Bars" not in bars_head()
-    assert "Bars: minutes of training. Each" in bars_head(what_if.measure_of([Outcome(8), timed]).name)
-    assert "Bars: tokens/s. Each" in bars_head(what_if.measure_of([replace(timed, seconds=None)]).name)
-    assert "Bars: GiB at most. Each" in bars_head(what_if.measure_of([sized]).name)
-
-
-def test_outcomes_of_the_planner_process_are_read_by_the_page(tmp_path):
-    written, read = Outcomes(tmp_path / "file"), Outcomes(tmp_path / "file")
-    recipe = load_recipe("tiny-cpu")
-    written.clear()
-    assert not read.has(recipe)
-    written.add(recipe, {"value": 0, "problem": "no"})
-    assert read.has(recipe) and read.count == 1
-    written.clear()
-    assert read.count == 0  # another planner process, with other data
-
-
-def test_a_plan_for_another_budget_is_not_shown(tmp_path):
-    outcomes, recipe = Outcomes(tmp_path / "file"), load_recipe("tiny-cpu")
-    plan = plan_of(8 * GIB, 9 * GIB, 11 * GIB)
-    outcomes.add(resolved(recipe, lora_r=8), {"value": 0, "peak_high_bytes": GIB, "budget_bytes": 11 * GIB})
-    outcomes.add(resolved(recipe, lora_r=32), {"value": 0, "peak_high_bytes": GIB, "budget_bytes": 8 * GIB})
-    around = {outcome.value: outcome for outcome in outcomes.around(recipe, plan, "lora_r", Outcome(16))}
-    assert around[8].is_made and not around[32].is_made
+def test_a_number_of_the_planner_is_marked_and_another_can_go_back_to_it():
+    assert "auto</span>" in fit.auto("lora_r", {}) and "auto</span>" in fit.auto("lora_r", {"lora_r": "auto"})
+    assert "{&quot;auto&quot;: &quot;lora_r&quot;}" in fit.auto("lora_r", {"lora_r": 8})

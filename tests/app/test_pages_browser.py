@@ -244,21 +244,17 @@ def drafted(served):
     return [recipe.max_length, recipe.lora_r, recipe.effective_batch_size]
 
 
-def test_no_choice_of_a_bar_is_lost(served, visit):
+def test_no_choice_of_a_number_is_lost_and_each_goes_back_to_auto(served, visit):
     write_recipe(served, max_length=256, lora_r=16, effective_batch_size=8, per_device_train_batch_size="auto")
     page = visit("fit")
-    page.wait_for_selector("#fit-rank-bars [role=radio]")
-    for name, key in (("rank", "lora_r-64"), ("length", "max_length-512"), ("batch", "effective_batch_size-16")):
-        page.click(f"#fit-{name}-bars [data-key='{key}']")
-    page.wait_for_selector("#fit-batch-bars [data-key='effective_batch_size-16'][aria-checked=true]")
-    page.focus("#fit-rank-bars [data-key='lora_r-64']")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.querySelector('#fit-rank input').value === '128'")
+    page.wait_for_selector("[data-key='auto-lora_r']")
+    for name, number in (("rank", 64), ("length", 512), ("batch", 16), ("rank", 128)):
+        page.fill(f"#fit-{name} input[type=number]", str(number))
     page.wait_for_selector("#fit-reasons >> text=rank 128")
     assert settled(page) == drafted(served) == [512, 128, 16]
-    assert page.evaluate("document.activeElement.dataset.key") == "lora_r-128"  # though its answer has replaced it
     page.click("[data-key='auto-lora_r']")
-    page.wait_for_function("!document.querySelector('#fit-yaml textarea').value.includes('lora_r')")
+    page.wait_for_selector("#fit-rank-auto .ft-badge")
+    assert "lora_r" not in page.input_value("#fit-yaml textarea")
     write_recipe(served)
 
 

@@ -9,6 +9,7 @@ from recorded_card import RecordedCard, train
 
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
+from app.worker import Work
 from finetune.card import find_card, record_measurement
 from finetune.card.device_selection import cards_here
 from finetune.cli import main
@@ -132,7 +133,7 @@ def test_command_line_and_page_plan_the_same_card_and_say_that_torch_cannot_use_
     monkeypatch.setattr(sys, "argv", ["finetune", "plan", "tiny-cpu", "gpu=auto", "dtype=auto", "--json"])
     assert main() == 3
     printed = json.loads(capsys.readouterr().out)
-    page = Questions().answer({"kind": "plan", "recipe": write_recipe(recipe)})["plan"]
+    page = Questions().plan(Work(), write_recipe(recipe))
     assert printed["card"] == page["card"] and printed["card"]["uuid"].startswith("GPU-30911111")
     blocker = blocker_of(recipe, Plan.from_json(page), Path.cwd())
     assert "CPU-only build" in printed["card"]["problem"]

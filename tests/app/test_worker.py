@@ -1,0 +1,132 @@
+"""Calls of a worker: the newest wins, errors come back, a killed process is started again, and none is left behind."""
+
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+import app.worker
+from app.worker import SupersededError, Worker, WorkerError
+from app.workspace import Workspace
+
+TARGET = """
+import os, signal, time
+from app.worker import serve
+from finetune.errors import RecipeError
+class Target:
+    def add(self, work, first, second):
+        print("a library prints")
+        return first + second
+    def work(self, work):
+        while True:
+            work.report("at work")
+            time.sleep(0.01)
+    def until_cancelled(self, work):
+        work.report("begun")
+        while not work.is_cancelled():
+            time.sleep(0.01)
+        return "so far"
+    def refuse(self, work):
+        raise RecipeError("no such thing", "Take another.")
+    def kill_itself(self, work, once):
+        if not os.path.exists(once):
+            open(once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "there"
+    def hang(self, work):
+        time.sleep(1000)
+serve(Target())
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(app.worker, "command", lambda *_: [sys.executable, "-c", TARGET])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    worker = Worker(Workspace(tmp_path, tmp_path / "runs"), ".target", log=tmp_path / "log.txt")
+    yield worker
+    process = worker._process
+    worker.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+def in_a_thread(pool, worker, method, **options):
+    """The future of a call that the process is at work on."""
+    reported = threading.Event()
+    future = pool.submit(worker.call, method, report=lambda _: reported.set(), **options)
+    assert reported.wait(60)
+    return future
+
+
+def test_a_call_has_its_methods_result_though_libraries_print(worker):
+    assert worker.call("add", first=2, second=3) == 5
+
+
+def test_an_error_of_the_engine_comes_back_with_its_fix_and_the_next_call_is_answered(worker):
+    with pytest.raises(WorkerError) as raised:
+        worker.call("refuse")
+    assert (raised.value.problems, raised.value.fix, raised.value.exit_code) == (["no such thing"], "Take another.", 2)
+    with pytest.raises(WorkerError, match="no attribute 'unheard_of'"):
+        worker.call("unheard_of")
+    assert worker.call("add", first="a", second="b") == "ab"
+
+
+def test_a_newer_call_ends_those_before_it_and_no_other(worker):
+    with ThreadPoolExecutor() as pool:
+        first = in_a_thread(pool, worker, "work", newest=True)
+        waiting = pool.submit(worker.call, "add", first=1, second=1)
+        assert worker.doing == "at work"
+        newest = in_a_thread(pool, worker, "work", newest=True)
+        for ended in (first, newest):
+            if ended is newest:
+                worker.cancel()
+            with pytest.raises(SupersededError):
+                ended.result(60)
+        assert waiting.result(60) == 2 and worker.doing == ""
+
+
+def test_a_call_that_waited_is_not_made_when_a_newer_one_waits_too(worker):
+    with ThreadPoolExecutor() as pool, worker._calling:
+        calls = [pool.submit(worker.call, "add", first=number, second=0, newest=True) for number in range(3)]
+        while len(worker._newest) < 1 or worker._newest["add"] < 3:
+            pass
+        worker._calling.release()
+        outcomes = sorted(str(call.exception(60) or call.result()) for call in calls)
+        worker._calling.acquire()
+    assert outcomes.count("") == 2
+
+
+def test_a_cancelled_call_may_return_what_it_has(worker):
+    with ThreadPoolExecutor() as pool:
+        call = in_a_thread(pool, worker, "until_cancelled")
+        worker.cancel()
+        assert call.result(60) == "so far"
+
+
+def test_a_killed_process_is_started_again_and_a_second_kill_is_said(worker, tmp_path):
+    assert worker.call("kill_itself", once=str(tmp_path / "x")) == "there"
+    with ThreadPoolExecutor() as pool:
+        worker._tries = 1
+        call = in_a_thread(pool, worker, "work")
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="killed, perhaps because memory is short"):
+            call.result(60)
+    assert worker.call("add", first=1, second=2) == 3
+
+
+def test_a_silent_process_is_killed(worker):
+    worker._silent_s, worker._tries = 0.2, 1
+    with pytest.raises(WorkerError, match="killed"):
+        worker.call("hang")
+
+
+def test_closing_ends_a_call_that_is_being_answered(worker):
+    with ThreadPoolExecutor() as pool:
+        call = in_a_thread(pool, worker, "work")
+        worker.close()
+        with pytest.raises(WorkerError):
+            call.result(60)
