@@ -59,18 +59,26 @@ def visit(served, chromium):
 
 @pytest.fixture(scope="session")
 def require_accessible(tmp_path_factory):
-    """require_accessible(page, width, *context): axe finds nothing, small targets neither, and nothing is wider."""
+    """require_accessible(page, *context): axe finds nothing wide, narrow or dark, small targets neither; nothing is wider."""
     folder = tmp_path_factory.mktemp("axe")
     subprocess.run(["npm", "pack", "axe-core@4"], cwd=folder, check=True, capture_output=True, timeout=300)
     subprocess.run(["tar", "xzf", next(folder.glob("*.tgz")).name], cwd=folder, check=True)
     script = (folder / "package/axe.min.js").read_text()
 
-    def require(page, width, *context):
+    def require(page, *context):
         page.evaluate(script)
-        options = "{resultTypes: ['violations'], rules: {'target-size': {enabled: true}}}"
-        violations = page.evaluate(f"axe.run(document, {options})")["violations"]
-        shown = [(item["id"], [node["html"][:200] for node in item["nodes"][:3]]) for item in violations]
-        assert shown == [], (*context, width, json.dumps(shown, indent=1))
-        assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (*context, width)
+        wide = page.viewport_size
+        for width, is_dark in ((320, False), (wide["width"], False), (wide["width"], True)):  # dark: other colours
+            rules = "runOnly: ['color-contrast']" if is_dark else "rules: {'target-size': {enabled: true}}"
+            page.set_viewport_size({**wide, "width": width})
+            page.evaluate("isDark => document.body.classList.toggle('dark', isDark)", is_dark)
+            page.wait_for_timeout(500)
+            page.wait_for_function("!document.getAnimations().some((motion) => motion instanceof CSSTransition)")
+            page.wait_for_selector("body:not([data-lost])")  # a slow answer dims the head
+            assert page.evaluate("document.body.classList.contains('dark')") == is_dark
+            violations = page.evaluate(f"axe.run(document, {{resultTypes: ['violations'], {rules}}})")["violations"]
+            shown = [(item["id"], [node["html"][:200] for node in item["nodes"][:3]]) for item in violations]
+            assert shown == [], (*context, width, is_dark, json.dumps(shown, indent=1))
+            assert page.evaluate("document.documentElement.scrollWidth") <= width + 1, (*context, width)
 
     return require

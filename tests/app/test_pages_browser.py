@@ -71,7 +71,7 @@ def runs_there(served, kept_run):
     fake_run(served, "other run")
 
 
-def test_a_new_user_gets_from_choosing_to_a_started_run(served, visit):
+def test_a_new_user_gets_from_choosing_to_a_plan(served, visit):
     page = visit("model")
     page.wait_for_selector(".ft-models [aria-pressed=true] >> text=tiny")
     page.click("text=Next: Data")
@@ -87,10 +87,7 @@ def test_a_new_user_gets_from_choosing_to_a_started_run(served, visit):
     page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 1')")
     assert "GiB" in page.inner_text("#fit-ledger")
     page.wait_for_function("document.querySelector('#fit-command textarea').value.includes('max_steps=1')")
-    page.click("#fit-start")
-    page.wait_for_url("**/run?run=*")
-    page.wait_for_selector("#run-head [data-state=finished]")
-    assert "Finished" in page.title()
+    page.wait_for_selector("#fit-start:enabled")
 
 
 def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
@@ -197,6 +194,7 @@ def test_two_apps_on_one_folder_start_one_run_once(served, visit, warm_python):
         page.click("#fit-start")
         page.wait_for_url("**/run?run=*")
         page.wait_for_selector("#run-head [data-state=finished]")
+        assert "Finished" in page.title()
         assert len(set((served.folder / "runs").glob("[!.]*/plan.json")) - before) == 1
     finally:
         other.kill()
@@ -364,10 +362,9 @@ LARGE_BATCH = {"per_device_train_batch_size": 64, "effective_batch_size": 64}
 
 
 @pytest.mark.npm
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, require_accessible, theme):
+def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, require_accessible):
     write_recipe(served)
-    page = visit("", color_scheme=theme)
+    page = visit("")
     pages = {name: address for name, address in screenshots.ADDRESSES.items() if name not in RUN_PAGES}
     for name, address in {**pages, "too big": "fit"}.items():
         if name == "too big":
@@ -380,11 +377,7 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
             page.click("#fit-advanced > summary")
             page.click("#fit-go [data-drawer]")
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
-        for width in (1360, 390, 320) if theme == "light" else (1360,):  # the theme changes colours only
-            page.set_viewport_size({"width": width, "height": 844})
-            page.wait_for_timeout(500)
-            page.wait_for_function("!document.getAnimations().some((motion) => motion instanceof CSSTransition)")
-            require_accessible(page, width, name)
+        require_accessible(page, name)
     write_recipe(served)
 
 
