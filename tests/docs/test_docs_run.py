@@ -60,14 +60,10 @@ def environment(folder):
 def pages_in_order():
     names = {page.name: page for page in pages()}
     assert sorted(names) == sorted(ORDER)
-    return [names[name] for name in ORDER]
+    return [pytest.param(names[name], marks=[pytest.mark.exhaustive] * (name in PLANS), id=name) for name in ORDER]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.exhaustive] * (page.name in PLANS)) for page in pages_in_order()],
-    ids=lambda page: page.name,
-)
+@pytest.mark.parametrize("page", pages_in_order())
 def test_the_commands_of_a_page_run(workspace, page):
     folder, run_commands = workspace
     for _, fence, command in every_command([page]):
