@@ -107,7 +107,7 @@ QUICK: dict[str, Callable[[], str]] = {
     ),
 }
 SLOW: dict[str, Callable[[], str]] = {
-    "plan-7b-4090": functools.partial(plan_of, "7b-4090"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
+    "plan-7b-4090": functools.partial(plan_of, "7b-4090 --why"), "plan-7b-4060": functools.partial(plan_of, "7b-4060"),
     "many-cards": many_cards, "recipes": recipes, "needs": needs, "accuracy": accuracy,
     "needs-offloaded": needs_offloaded, "offloading": offloading, "newest": newest,
     "reserved": reserved, "speed": speed,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from finetune.errors import DataError
 from finetune.planner.plan import Plan
 from finetune.units import format_count
@@ -12,12 +10,12 @@ from ..language import tr
 from ..planning.blocker import Blocker
 from .markup import action, inert, note, table
 from .problems import problem
-from .words import rows
+from .words import rows, value_text
 
 
 def reasons(plan: Plan) -> str:
     """Each setting with the reason for it."""
-    lines = [[name, _value(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
+    lines = [[name, value_text(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
     return table(["setting", "value", "reason"], lines, "Settings and reasons", hidden_caption=True)
 
 
@@ -41,7 +39,3 @@ def data_note(plan: Plan) -> str:
     if not plan.data.longest:
         return note(tr("{rows}, {tokens} tokens.", **counts))
     return note(tr("{rows}, {tokens} tokens, the longest has {longest} tokens.", longest=f"{plan.data.longest:,}", **counts))
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

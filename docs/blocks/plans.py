@@ -42,22 +42,24 @@ REFERENCE_CARD = "rtx-4090"
 
 
 def plan_of(recipe: str) -> str:
-    """The output of `finetune plan RECIPE`; overrides may follow the name."""
+    """The output of `finetune plan RECIPE`; overrides may follow the name, and --why after them."""
     from finetune.cli.plan import show_plan
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        name, *overrides = recipe.split()
-        show_plan(name, overrides, model=None, data=None, gpu=None, free=None, as_json=False)
+        name, *overrides = recipe.removesuffix(" --why").split()
+        why = recipe.endswith(" --why")
+        show_plan(name, overrides, model=None, data=None, gpu=None, free=None, why=why, as_json=False)
     lines = [line.rstrip() for line in output.getvalue().splitlines()]
     return "```console\n$ finetune plan {}\n{}\n```\n".format(recipe, "\n".join(lines).rstrip())
 
 
 def many_cards() -> str:
-    """The end of `finetune plan`'s output for a recipe that does not fit: what each of two cards would need."""
-    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864 layer_offloading=false").splitlines(keepends=True)
+    """The part of a plan's output, for a recipe that does not fit, that says what each of two cards would need."""
+    lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864 layer_offloading=false --why").splitlines(keepends=True)
     begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
-    return "".join([*lines[:2], "...\n", *lines[begin:]])
+    end = lines.index("\n", begin)
+    return "".join([*lines[:2], "...\n", *lines[begin:end], "...\n", *lines[-2:]])
 
 
 def recipe_row(name: str) -> list[str]:

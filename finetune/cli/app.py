@@ -105,6 +105,7 @@ command(
         option("free", "Free memory to assume on the card, e.g. 22.1GiB."),
         option("largest", "Find the largest max_length, lora_r, per_device_train_batch_size or model that fits."),
         option("images", "Without data: the pictures of each row, e.g. 1024x1024, or 1024x1024x3 for three."),
+        flag("why", "Also print memory by part, every setting with its reason, and all notes."),
         flag("measure", "Measure the base's held-out loss in 16 bit, int8 and NF4.", "--measure-quantisation"),
     ],
     "Says how long the run takes where earlier ones were measured. Loads no weights, but with --measure-quantisation.\n\n"

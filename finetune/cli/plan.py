@@ -1,10 +1,12 @@
-"""`finetune plan`: memory by part, the verdict, the settings with reasons, and the alternatives."""
+"""`finetune plan`: verdict, memory, time, the main settings with reasons, other plans; with --why everything."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Iterator
+from textwrap import wrap
 
 from rich.markup import escape
 from rich.padding import Padding
@@ -15,22 +17,29 @@ from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
-from finetune.memory.forecast import PARTS, Forecast
+from finetune.memory.forecast import LEAN, Forecast
+from finetune.planner.choices import AS_SET
 from finetune.planner.plan import ManyCards, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
+from finetune.settings import Settings
+from finetune.settings.base_formats import base_format_of
 from finetune.settings.vision import Sizes
-from finetune.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
+from finetune.units import format_bytes, format_seconds, parse_bytes
 
-_BAR = 28
+#: Lines of a plan on a terminal of 80 columns, and of its notes.
+_LINES, _NOTE_LINES = 25, 3
+_MORE = "[dim]All settings, reasons and notes: add --why[/]\n"
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
 #: Pictures of a row that are planned without data.
 _MOST_PICTURES = 64
 _COLOURS = {"ok": "green", "warn": "yellow"}
+_CHECKPOINTING = {False: "off", True: "every layer", "selective": "all but attention", "offload": "inputs offloaded"}
 
 
 def show_plan(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, gpu: str | None, free: str | None,
-    largest: str | None = None, images: str | None = None, measure: bool = False, as_json: bool, alone: bool = False,
+    largest: str | None = None, images: str | None = None, why: bool = False, measure: bool = False, as_json: bool,
+    alone: bool = False,
 ) -> int:  # fmt: skip
     """Print the plan of a recipe, or with the `largest` value of a setting the plan that fits. Returns the exit code."""
     recipe = recipe_of(source, [*overrides, *([f"gpu={json.dumps(gpu)}"] if gpu is not None else [])], model=model, data=data)
@@ -52,41 +61,40 @@ def show_plan(
         unread = without_rows if images is None else rows_with_pictures(_picture_sizes(images))
         rows = unread if without else lambda recipe: read_rows(recipe, lambda recipe: encode_rows(recipe, progress))
         card = find_card(recipe.gpu, free_bytes=_free_bytes(free), processes=recipe.launch.processes_here)
-        shown: list[Plan] = []
+        lines: list[int] = []
         if measure:
             from finetune.evaluate.quantisation import measure_recipe
 
             require_dataset(recipe)
             cost = measure_recipe(recipe, progress, force=True)
 
-        def show(plan: Plan) -> None:  # what reasons compare with, and the alternatives, take seconds to forecast
+        def show(plan: Plan) -> None:  # the alternatives take seconds to forecast
             progress("")
-            _print_result(noted(plan))
-            shown.append(plan)
+            lines.append(_print_summary(noted(plan)))
 
         if largest:
             answer = plan_largest(recipe, card, rows, largest, progress=progress)
             plan, overrides = answer.plan, [*overrides, *answer.overrides]
         else:
-            plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json else show)
+            plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json or why else show)
     plan = noted(plan)
     if as_json:
         values = {**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json()
         print_json({**values, "quantisation": cost.as_json()} if measure else values)
         return plan.exit_code
-    if not shown:
-        _print_result(plan)
+    if why:
+        _print_details(plan)
+    lines = lines or [_print_summary(plan)]
     if largest:
-        chosen = "".join(f", with {row.plan}" for row in plan.alternatives if row.chosen)
-        out.print(f"\n[bold]{escape(answer.sentence)}[/]{escape(chosen)}")
+        out.print(f"\n[bold]{escape(answer.sentence)}[/]", *(f"with {row.plan}" for row in plan.alternatives if row.chosen))
     else:
-        _print_reasons_and_alternatives(plan)
+        _print_choices(plan, _LINES - lines[0] - 3)
     if measure:
         out.print(f"\n{escape(cost.sentence)}")
-    options = [f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value]
-    overrides = [*overrides, f"gpu={gpu}"] if gpu and plan.card.source == "measured" else overrides
-    arguments = " ".join([*filter(None, [source]), *options, *map(shlex.quote, overrides)])
-    out.print(f"\n{last_line(plan, arguments, without=without)}", soft_wrap=True)
+    options = (f"--{name} {shlex.quote(value)}" for name, value in (("model", model), ("data", data)) if value)
+    overrides = [*overrides, f"gpu={gpu}"] if gpu else overrides
+    todo = next_command(plan, [*filter(None, [source]), *options], overrides, without=without)
+    out.print(f"\n{'' if why else _MORE}{escape(todo)}", soft_wrap=True)
     return plan.exit_code
 
 
@@ -112,112 +120,168 @@ def _picture_sizes(text: str) -> Sizes:
     return ((width, height),) * count
 
 
-def last_line(plan: Plan, arguments: str, *, without: bool) -> str:
-    """Return the verdict and the next command. `arguments`: recipe and overrides as typed."""
-    card, forecast = plan.card, plan.forecast
-    verdict = f"[bold]{_coloured(plan.verdict)}[/] on {escape(card.name)}"
-    if forecast:
-        budget = format_bytes(plan.usable_bytes)
-        verdict += f": needs {format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)} of {budget}"
+def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, without: bool) -> str:
+    """Return what to do after this plan. `arguments`: recipe, model and data as typed."""
     if plan.data_problem:
-        return f"{verdict}. First correct the data: see above"
-    if card.problem:
-        return f"{verdict}, but torch can't use this card. {escape(card.problem_fix)}"
+        return "First correct the data: see above"
+    if plan.card.problem:
+        return f"torch can't use this card. {plan.card.problem_fix}"
+    verb, changes, where = "run", ["gpu=auto"], " on that machine"
     if plan.verdict == Verdict.NO_FIT:
-        enough = _enough(plan)
-        what = f" Next: finetune plan {arguments} {enough[0].override}" if enough else ""
-        return f"{verdict}.{escape(what)}"
-    if plan.verdict not in (Verdict.FITS, Verdict.TIGHT, Verdict.AT_LIMIT) and forecast:
-        return verdict
-    if without:
-        return f"{verdict}. Next: finetune run {escape(arguments)} --data FILE"
-    where = " on that machine" if card.source == "catalogue" else ""
-    return f"{verdict}. Next{where}: finetune run {escape(arguments)}"
+        if not (enough := _enough(plan)):
+            return ""
+        verb, changes, where = "plan", enough[0].override.split(), ""
+    elif plan.card.source != "catalogue":
+        changes, where = [], ""
+    last = {override.partition("=")[0]: shlex.quote(override) for override in [*overrides, *changes]}
+    return " ".join([f"Next{where}: finetune {verb}", *arguments, *last.values(), *(["--data FILE"] if without else [])])
 
 
-def _print_result(plan: Plan) -> None:
+def _print_summary(plan: Plan) -> int:
+    """Print whether the plan fits, its memory and its time. Returns the number of lines."""
     card, forecast = plan.card, plan.forecast
-    free = f"{format_bytes(card.free_bytes)} free"
-    out.print(f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] on {escape(card.name)}, {free}")
+    where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
+    head, body = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"], list[str]()
     if card.problem:
-        out.print(f"[yellow]no run can use this card now: {escape(card.problem)}[/]\nFix: {escape(card.problem_fix)}")
-    if not forecast:
-        out.print("no memory forecast for this machine")
-        return
-    _print_ledger(forecast, card.free_bytes)
-    budget = f"{format_bytes(card.free_bytes)} are free"
-    if plan.budget_bytes is not None and card.free_bytes - plan.budget_bytes > GIB / 100:  # auto is rounded down to that
-        budget = f"memory_budget is {format_bytes(plan.budget_bytes)} of the {free}"
-    needs = f"{format_bytes(forecast.peak_low_bytes)} to {format_bytes(forecast.peak_high_bytes)}"
-    out.print(f"\n[bold]{_coloured(plan.verdict)}[/]: needs {needs}; {budget}")
-    if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
-        out.print(forecast.at_limit.summary)
-    if lacking := plan.shortfall:
-        missing, part = format_bytes(lacking.missing_bytes), f"{lacking.part}, {format_bytes(lacking.part_bytes)}"
-        out.print(f"{missing} short at the upper end; the largest part is {part}")
-        if lacking.largest_model_that_fits:
-            out.print(f"largest catalogue model that fits this card: {escape(lacking.largest_model_that_fits)}")
-    if forecast.step_s:
-        whole = format_seconds(forecast.step_s * (plan.total_steps or 0))
-        steps = f", {plan.total_steps:,} steps, {whole}" if plan.total_steps else "; the number of steps is not known yet"
-        out.print(f"about {forecast.tokens_per_s:,.0f} tokens/s (estimated){steps}")
-    if plan.total_steps and plan.run_time:
-        out.print(f"the run takes {plan.run_time.summary}")
-    if plan.cost is not None:
-        out.print(f"it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour")
-    if copies := plan.layer_copies:
-        pinned = f"{format_bytes(copies.pinned_bytes)} of pinned host memory"
-        where = pinned if copies.place == "cpu" else f"a file of {format_bytes(copies.weight_bytes)}, through {pinned}"
-        out.print(f"{copies.layers} of {copies.of_layers} layers in {where}; {copies.summary}")
-    for note in forecast.notes:
-        out.print(f"note: {escape(note)}")
+        body += wrap(f"no run can use this card now: {card.problem}. Fix: {card.problem_fix}", out.width)
+    if forecast:
+        sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
+        head += ["[bold]{}[/]: {} at the peak, at most {}, of {} it may use".format(_coloured(plan.verdict), *sizes), ""]
+        head += [_coloured(plan.verdict, _bar(forecast, plan.usable_bytes)), _largest_parts(plan, forecast)]
+        body += [] if plan.verdict == Verdict.NO_FIT else wrap(_time(plan, forecast), out.width)
+        notes: list[str] = []
+        for note in reversed(forecast.notes):  # the last ones are about the rows
+            wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
+            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
+        body += notes
+    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
+    return len(head) + len(body)
 
 
-def _print_reasons_and_alternatives(plan: Plan) -> None:
-    out.print()
-    for name, reason in plan.reasons.items():
-        out.print(f"[bold]{name}[/] = {escape(str(getattr(plan.settings, name, '')))}")
-        out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
-    if plan.alternatives:
-        shown = table(
-            ">at most", ">tokens/s", "verdict", "plan, and how it differs", title="\n[bold]Alternatives considered[/]"
-        )
-        for row in plan.alternatives:
-            speed = format_count(round(row.tokens_per_s)) if row.tokens_per_s is not None else "-"
-            how = "[bold]chosen[/]" if row.chosen else f"[dim]{escape(row.differs)}[/]"
-            shown.add_row(_bytes(row.peak_high_bytes), speed, _coloured(row.verdict), f"{escape(row.plan)}\n{how}")
-        out.print(shown)
-    if plan.verdict == Verdict.NO_FIT and plan.suggestions:
-        does = "fit" if _enough(plan) else "smaller"
-        shown = table("override", ">saves", ">at most", "cost", title=f"\n[bold]What would make it {does}[/]")
-        for change in plan.suggestions:
-            shown.add_row(escape(change.override), _bytes(change.saves_bytes), _bytes(change.peak_bytes), escape(change.cost))
-        out.print(shown)
-    if plan.many_cards:
-        _print_many_cards(plan.many_cards)
+def _bar(forecast: Forecast, budget: int) -> str:
+    """Draw the likely peak, the interval above it, and free memory, to scale; `|` where a budget ends that is too small."""
+    cells, whole = min(out.width, 79), max(forecast.peak_high_bytes, budget)
+    likely, most, end = (round(cells * size / whole) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget))
+    bar = "█" * likely + "▒" * (most - likely) + "·" * (cells - most)
+    return bar if end == cells else f"{bar[:end]}|{bar[end + 1 :]}"
+
+
+def _largest_parts(plan: Plan, forecast: Forecast) -> str:
+    overhead = "process" if plan.card.is_cpu else "CUDA overhead"
+    sizes = {**forecast.parts, overhead: forecast.peak_bytes - forecast.allocated_bytes}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    sizes["other"] = forecast.peak_bytes - sum(sizes[name] for name in largest)
+    return ", ".join(f"{name} {format_bytes(sizes[name])}" for name in [*largest, "other"])
+
+
+def _time(plan: Plan, forecast: Forecast) -> str:
+    steps, tokens, rate = plan.total_steps, plan.settings.max_length, forecast.tokens_per_s
+    if plan.run_time and steps:
+        time = plan.run_time.summary
+    elif rate and forecast.step_s:
+        seconds = forecast.step_s * steps if steps else 1000 * tokens / rate
+        what = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
+        time = f"about {format_seconds(seconds)} for {what} ({rate:,.0f} tokens/s)"
+    else:
+        time = "not known before the first run on this machine"
+    cost = "" if plan.cost is None else f"; it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour"
+    return f"Time: {time}{cost}"
+
+
+def _print_choices(plan: Plan, most_lines: int) -> None:
+    """Print the main settings and, in the lines that are left, other plans or changes that would make it fit."""
+    lines, width = [""], max(20, out.width - 36)
+    for name, value, setting in _choices(plan.settings):
+        reason, *more = _shortened(plan.reasons.get(setting) or AS_SET, value, width)
+        lines += [f"{name:15}{value:20}[dim]{escape(reason)}[/]", *(f"{'':35}[dim]{escape(line)}[/]" for line in more)]
+    others = _changes(plan) if plan.verdict == Verdict.NO_FIT else _alternatives(plan)
+    lines += ["", *others[: max(3, most_lines - len(lines) - 1)]] if others else []
+    for line in lines:
+        out.print(line, no_wrap=True, overflow="ellipsis")
     if plan.data_problem:
         report(DataError(list(plan.data_problem.problems), plan.data_problem.fix))
 
 
-def _print_ledger(forecast: Forecast, free_bytes: int) -> None:
-    overhead = forecast.peak_bytes - forecast.allocated_bytes
-    rows = [(part, forecast.parts.get(part, 0)) for part in PARTS] + [("allocator and context", overhead)]
-    shown = table("at the training peak", ">bytes", "")
-    for name, size in rows:
-        if size > 0:
-            shown.add_row(name, format_bytes(size), _bar(size, free_bytes))
-    shown.add_row("[bold]whole card[/]", f"[bold]{format_bytes(forecast.peak_bytes)}[/]", _bar(forecast.peak_bytes, free_bytes))
-    out.print(shown)
-    peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
-    out.print(f"[dim]allocated peaks: {peaks}\nmethod: {forecast.method}[/]")
+def _choices(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    base, target = base_format_of(settings), settings.layer_offloading
+    kind, every = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
+    micro = "per_device_train_batch_size"
+    yield "weights", base.label, base.setting or "load_in_4bit"
+    yield "checkpointing", f"1 layer in {every}" if every > 1 else _CHECKPOINTING[kind], "activation_checkpointing"
+    yield "micro-batch", f"{getattr(settings, micro)} x {settings.gradient_accumulation_steps}", micro
+    if target:
+        yield "offloading", f"{settings.offloaded_layers} layers to {'host' if target == 'cpu' else 'disk'}", "layer_offloading"
+    else:
+        yield "optimizer", settings.optim, "optim"
+    yield "LoRA rank", f"{settings.lora_r}", "lora_r"
+    yield "learning rate", f"{settings.learning_rate:g}", "learning_rate"
 
 
-def _bar(size: int, whole: int) -> str:
-    return "█" * (min(_BAR, round(_BAR * size / whole)) if whole else 0) or "▏"
+def _shortened(reason: str, value: str, width: int) -> list[str]:
+    """Return the reason in one line, without its last clauses if necessary, else in two."""
+    reason = (reason.startswith(value) and reason.partition(": ")[2]) or reason
+    clauses = [reason, *(reason[: end.start()] for end in reversed(list(re.finditer(r"; |: | \([^()]*\)$", reason))))]
+    line = next((text for text in clauses if len(text) <= width), "")
+    return [line] if line else wrap(reason, width, max_lines=2, placeholder=" …")
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    chosen = next((row.plan for row in plan.alternatives if row.chosen), "").split(", ")
+    rows = sorted((row for row in plan.alternatives if not row.chosen), key=lambda row: row.verdict == Verdict.NO_FIT)
+    lines = [f"{'at most':>9}  {'tokens/s':>8}  {'verdict':12}  other plans"] if rows else []
+    for row in rows:
+        change = ", ".join(part for part in row.plan.split(", ") if part not in chosen) or row.differs
+        speed = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
+        verdict = _coloured(row.verdict, f"{row.verdict:12}")
+        lines.append(f"{format_bytes(row.peak_high_bytes):>9}  {speed:>8}  {verdict}  {escape(change)}")
+    return lines
+
+
+def _changes(plan: Plan) -> list[str]:
+    enough = _enough(plan)
+    rows = [(row.peak_bytes, f"{escape(row.override)} [dim]({escape(row.cost)})[/]") for row in enough or plan.suggestions]
+    for needs in plan.many_cards.rows if plan.many_cards else ():
+        if needs.verdict == Verdict.FITS and needs.peak_high_bytes:
+            rows.append((needs.peak_high_bytes, f"{escape(needs.override)} [dim](each GPU)[/]"))
+            break
+    lines = [f"{'at most':>9}  {'fits' if enough else 'smaller, but too big'} with"]
+    lines += [f"{format_bytes(size):>9}  {change}" for size, change in rows]
+    if plan.shortfall and (largest := plan.shortfall.largest_model_that_fits):
+        lines.append(f"{'':9}  {escape(largest)}, the largest catalogue model that fits")
+    return lines
+
+
+def _print_details(plan: Plan) -> None:
+    """Print memory by part, notes, every reason, and other plans as overrides."""
+    if forecast := plan.forecast:
+        overhead = forecast.peak_bytes - forecast.allocated_bytes
+        for title, sizes in (
+            ("at the training peak", {**forecast.parts, "allocator and context": overhead, "whole card": forecast.peak_bytes}),
+            ("allocated at most", forecast.peaks),
+        ):
+            shown = table(title, ">bytes")
+            for name, size in sizes.items():
+                if size > 0:
+                    shown.add_row(name, format_bytes(size))
+            out.print(shown)
+        out.print(f"[dim]method: {forecast.method}[/]\n")
+        if copies := plan.layer_copies:
+            pinned = f"{format_bytes(copies.pinned_bytes)} of host memory are pinned"
+            out.print(f"{copies.layers} of {copies.of_layers} layers are offloaded, {pinned}; {copies.summary}")
+        for note in forecast.notes:
+            out.print(f"note: {escape(note)}")
+    entries = {f"{name} = {getattr(plan.settings, name, '')}": reason for name, reason in plan.reasons.items()}
+    others = {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
+    for name, reason in (entries | others).items():
+        out.print(f"[bold]{escape(name)}[/]")
+        out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
+    if plan.many_cards:
+        _print_many_cards(plan.many_cards)
+    out.print()
 
 
 def _enough(plan: Plan) -> list[Suggestion]:
-    return [row for row in plan.suggestions if row.peak_bytes <= (plan.budget_bytes or 0)]
+    return [row for row in plan.suggestions if row.peak_bytes <= plan.usable_bytes]
 
 
 def _print_many_cards(needs: ManyCards) -> None:
@@ -226,19 +290,13 @@ def _print_many_cards(needs: ManyCards) -> None:
     out.print("Each card keeps its own activations; all but fsdp in 4 bit load the whole model. With this plan's settings:")
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:
-        sizes = (_bytes(size) for size in (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes))
-        shown.add_row(row.strategy, *sizes, _coloured(row.verdict))
+        sizes = (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes)
+        shown.add_row(row.strategy, *(format_bytes(size) if size else "-" for size in sizes), _coloured(row.verdict))
     out.print(shown)
     for reason in dict.fromkeys(row.cost for row in needs.rows if row.cost):
         out.print(f"[dim]{escape(reason)}[/]")
-    first = next((row.override for row in needs.rows if row.verdict == Verdict.FITS), None)
-    out.print(f"fits with: {escape(first)}" if first else "none of these fits")
     out.print("[dim]ddp is a dry run, the others are computed by rule; not measured on several cards[/]")
 
 
-def _coloured(verdict: Verdict) -> str:
-    return f"[{_COLOURS.get(verdict.level, 'red')}]{verdict}[/]"
-
-
-def _bytes(size: int | None) -> str:
-    return "-" if size is None else format_bytes(size)
+def _coloured(verdict: Verdict, text: str = "") -> str:
+    return f"[{_COLOURS.get(verdict.level, 'red')}]{text or verdict}[/]"

@@ -4,14 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from rich.text import Text
 
 from finetune.card import find_card
 from finetune.cli.data import show_data
-from finetune.cli.plan import last_line, show_plan
+from finetune.cli.plan import next_command, show_plan
 from finetune.cli.run import pause_run
 from finetune.errors import RecipeError
-from finetune.memory.forecast import Forecast
 from finetune.planner.plan import DataProblem, Plan, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.run.directory import open_run
@@ -48,39 +46,42 @@ def _plan_of(*overrides, free, capsys):
 
 @pytest.mark.slow
 def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
-    assert "memory_budget is 5.00 GiB of the 8.00 GiB free" in _plan_of("memory_budget=5", free="8", capsys=capsys)
+    shown = _plan_of("memory_budget=5", free="8", capsys=capsys)
+    assert "on rtx-3060, 8.00 GiB free" in shown and "of 5.00 GiB it may use" in shown
 
 
 @pytest.mark.slow
-def test_a_plan_ends_with_its_verdict_and_what_to_type(capsys):
-    code = show_plan("tiny-cpu", ["lora_r=4"], model=None, data=None, gpu="rtx-3060", free="8", as_json=False)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert code == 0 and last.startswith("fits on rtx-3060: needs ") and "of 8.00 GiB" in last
-    assert last.endswith("Next on that machine: finetune run tiny-cpu lora_r=4")
+def test_a_plan_is_one_screen_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    options = {"model": None, "data": None, "gpu": "rtx-3060", "free": "8", "as_json": False}
+    code = show_plan("tiny-cpu", ["lora_r=4"], **options)
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and len(lines) <= 25 and max(map(len, lines)) <= 80
+    assert lines[1].startswith("fits: ") and lines[-1] == "Next on that machine: finetune run tiny-cpu lora_r=4 gpu=auto"
+    show_plan("tiny-cpu", ["lora_r=4"], **options, why=True)
+    every = capsys.readouterr().out.splitlines()
+    assert every[-len(lines) + 1 : -1] == lines[:-3] + [""] and "save_steps = 0" in every
 
 
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
-        ({"verdict": Verdict.NO_FIT}, ". Next: finetune plan r.yaml lora_r=4 max_length=512"),
-        ({"data_problem": DataProblem(("row 2",))}, ". First correct the data: see above"),
-        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, ", but torch can't use this card. Install it."),
-        ({"source": "measured"}, ". Next: finetune run r.yaml lora_r=4"),
-        ({"verdict": Verdict.UNKNOWN}, ""),
+        ({"verdict": Verdict.NO_FIT}, "Next: finetune plan r.yaml lora_r=4 gpu=rtx-3060 max_length=512"),
+        ({"data_problem": DataProblem(("row 2",))}, "First correct the data: see above"),
+        ({"problem": "it is a CPU-only build", "problem_fix": "Install it."}, "torch can't use this card. Install it."),
+        ({"source": "measured"}, "Next: finetune run r.yaml lora_r=4 gpu=rtx-3060"),
+        ({}, "Next on that machine: finetune run r.yaml lora_r=4 gpu=auto"),
     ],
 )
 def test_the_last_line_of_a_plan_is_about_what_comes_next(changes, end):
-    parts = {"allocated_bytes": 1, "reserved_bytes": 1, "peak_bytes": 1, "peak_low_bytes": GIB, "peak_high_bytes": 2 * GIB}
     plan = Plan(
         settings=None, reasons={}, card=find_card("rtx-3060"), verdict=Verdict.FITS, budget_bytes=8 * GIB,
         suggestions=(Suggestion("dtype=float16", GIB, 9 * GIB, ""), Suggestion("max_length=512", GIB, 7 * GIB, "")),
-        forecast=Forecast(**parts, parts={}, peaks={}, per_layer_bytes={}, host_bytes=0, disk_bytes=0, method="", versions={}),
     )  # fmt: skip
     of_card = {name: changes[name] for name in ("problem", "problem_fix", "source") if name in changes}
     of_plan = {name: value for name, value in changes.items() if name not in of_card}
     plan = replace(plan, card=replace(plan.card, **of_card), **of_plan)
-    line = Text.from_markup(last_line(plan, "r.yaml lora_r=4", without=False)).plain
-    assert line == f"{plan.verdict} on rtx-3060: needs 1.00 GiB to 2.00 GiB of 8.00 GiB{end}"
+    assert next_command(plan, ["r.yaml"], ["lora_r=8", "lora_r=4", "gpu=rtx-3060"], without=False) == end
     assert plan.exit_code == (4 if plan.data_problem else 3 if plan.verdict == Verdict.NO_FIT or plan.card.problem else 0)
 
 

@@ -98,4 +98,4 @@ def test_the_command_prints_the_value_and_the_override_to_run_it_with(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["too_large"] == answer["value"] + 1 and answer["plan"]["verdict"] == "fits"
     show_plan("tiny-cpu", [], **options, as_json=False)
-    assert capsys.readouterr().out.strip().endswith(f"finetune run tiny-cpu {' '.join(answer['overrides'])}")
+    assert capsys.readouterr().out.strip().endswith(f"finetune run tiny-cpu {' '.join(answer['overrides'])} gpu=auto")
