@@ -20,7 +20,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
-from warm import CLIENT, warm_server  # noqa: E402
+from warm import CLIENT, start_server  # noqa: E402
 
 from finetune.gc_settings import raise_gc_thresholds  # noqa: E402
 
@@ -107,8 +107,9 @@ def finetune(monkeypatch, capsys):
 
 #: Files of which each takes a minute or two; begun last they would be waited for alone.
 LONGEST = (
-    "test_pages_browser", "test_main_job", "test_survival", "test_docs_run", "test_depth", "test_two_processes",
-    "test_two_machines", "test_bundled_pairs", "test_faults", "test_dry_run", "test_mixed_layers", "test_as_on_windows",
+    "test_pages_browser", "test_main_job", "test_docs_run", "test_tasks", "test_connections", "test_compile",
+    "test_compiled_run", "test_survival", "test_two_processes", "test_run_browser", "test_as_on_windows", "test_two_machines",
+    "test_faults", "test_each_rank_reads_its_own_rows", "test_killed_sweep", "test_best_step",
 )  # fmt: skip
 
 
@@ -210,6 +211,13 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory):
     """Path of a Python that starts with everything imported: commands that are not about starting need seconds less each."""
-    with warm_server(tmp_path_factory.mktemp("warm")) as socket:
-        os.environ["WARM_PYTHON"] = socket
-        yield CLIENT
+    from finetune.system import take_lock
+
+    folder = of_all_processes(tmp_path_factory) / "warm"
+    folder.mkdir(exist_ok=True)
+    socket, lock = folder / "socket", take_lock(folder / "lock", wait_s=1000)
+    if not socket.exists():
+        start_server(socket, os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
+    lock.release()
+    os.environ["WARM_PYTHON"] = str(socket)
+    return CLIENT

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import ExitStack
 
 import pytest
 from launch_runs import OUT_OF_MEMORY_ON_RANK_1, adapter, last_state, steps
-from warm import CLIENT, warm_server
+from warm import CLIENT, start_server
 
 from finetune.events import Retry, Start, read_events
 
@@ -47,8 +46,10 @@ def machines():
 @pytest.fixture(scope="module")
 def sockets(machines, tmp_path_factory):
     """On each machine a server of Python processes with the libraries imported, for the launchers."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(warm_server(tmp_path_factory.mktemp("warm"), prefix)) for prefix in machines[1]]
+    sockets = [tmp_path_factory.mktemp("warm") / "socket" for _ in machines[1]]
+    for socket, prefix in zip(sockets, machines[1], strict=True):
+        start_server(socket, os.getpid(), prefix)
+    return [str(socket) for socket in sockets]
 
 
 @pytest.fixture(scope="module")

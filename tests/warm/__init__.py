@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -12,17 +11,10 @@ _HERE = Path(__file__).parent
 CLIENT = str(_HERE / "client.py")
 
 
-@contextmanager
-def warm_server(folder, prefix=()):
-    """The server behind that Python, with its socket in `folder`; yields the socket. `prefix` stands before its command."""
-    socket = folder / "socket"
-    command = [*prefix, sys.executable, str(_HERE / "server.py"), str(socket)]
+def start_server(socket, owner, prefix=()):
+    """Start the server behind that Python; it ends with the process `owner`. `prefix` stands before its command."""
+    command = [*prefix, sys.executable, str(_HERE / "server.py"), str(socket), str(owner)]
     server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(_HERE.parents[1])}, start_new_session=True)
-    try:
-        while not socket.exists():
-            assert server.poll() is None
-            time.sleep(0.05)
-        yield str(socket)
-    finally:
-        server.kill()
-        server.wait()
+    while not socket.exists():
+        assert server.poll() is None
+        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A Python that has everything imported already and forks for each command that `client.py` hands over: `server.py SOCKET`.
+"""A Python that has everything imported and forks for each command that `client.py` hands over: `server.py SOCKET OWNER`.
 
 A command runs in a session of its own, with the client's arguments, folder, environment, input and output. It saves the seconds
 in which torch and the libraries around it are imported; nothing else is different. Not a test.
@@ -23,14 +23,14 @@ CLIENT = Path(__file__).with_name("client.py")
 
 
 def main():
-    path = Path(sys.argv[1])
+    path, owner = Path(sys.argv[1]), os.pidfd_open(int(sys.argv[2]))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
     warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the handlers
     Path(f"{path}.new").rename(path)  # from now on clients find it
-    while True:
+    while owner not in select.select([listener, owner], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
