@@ -51,7 +51,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("quantised", "fields"),
     [
-        ("NF4", {"per_device_train_batch_size": 2, "gradient_checkpointing": False}),
+        pytest.param("NF4", {"per_device_train_batch_size": 2, "gradient_checkpointing": False}, marks=pytest.mark.exhaustive),
         ("NF4", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "optim": "paged_adamw_8bit"}),
         ("16 bit", {"per_device_train_batch_size": 1, "gradient_checkpointing": False}),
     ],

@@ -7,10 +7,9 @@ from finetune.events import RunWarning, read_events
 pytestmark = [pytest.mark.standin, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("expandable", [True, False])
-def test_a_run_whose_segments_can_not_expand_says_what_it_may_take(standin, tmp_path, expandable):
+def test_a_run_whose_segments_can_not_expand_says_what_it_may_take(standin, tmp_path):
     machine, run = standin("rtx-4090"), tmp_path / "run"
     arguments = ["tiny-cpu", "gpu=auto", "max_steps=1", "dataset.max_rows=16", f"output_dir={run}", "sample_answers=0"]
-    machine.run("finetune", "run", *arguments, environment={"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"})
+    machine.run("finetune", "run", *arguments, environment={"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
     messages = [event.message for event in read_events(run / "events.jsonl") if isinstance(event, RunWarning)]
-    assert any("does not use expandable_segments" in message for message in messages) is not expandable
+    assert any("does not use expandable_segments" in message for message in messages)

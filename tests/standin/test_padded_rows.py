@@ -1,8 +1,10 @@
-"""Rows padded on the right take flash attention, in training and in evaluation."""
+"""Rows padded on the right take flash attention, in training and in evaluation, in a run that has the GPU for itself."""
 
 import json
 
 import pytest
+
+from finetune.events import RunWarning, Step, read_events
 
 pytestmark = pytest.mark.standin
 UNEVEN = [
@@ -17,3 +19,6 @@ def test_padded_rows_take_flash_attention(standin, tmp_path):
     kernels = {name for path in tmp_path.glob("trace.*") for name in json.loads(path.read_text())["kernels"]}
     assert any("flash_fwd" in name for name in kernels) and any("flash_bwd" in name for name in kernels)
     assert {name for name in kernels if "fmha_cutlass" in name} == set()  # memory-efficient attention, which takes masks
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event.other_processes_bytes for event in events if isinstance(event, Step)] == [0]
+    assert not any("expandable_segments" in event.message for event in events if isinstance(event, RunWarning))

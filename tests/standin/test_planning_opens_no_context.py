@@ -69,11 +69,3 @@ def test_the_page_plans_and_plans_ahead_without_one(no_context, tmp_path):
 
 def test_a_forecast_of_padded_rows_leaves_autograd_able_to_fork(no_context):
     no_context.python(FORK)
-
-
-def test_a_run_has_the_gpu_for_itself(standin, tmp_path):
-    machine = standin("rtx-4090")
-    run = tmp_path / "run"
-    machine.run("cold finetune", "run", "tiny-cpu", "gpu=auto", "max_steps=1", "sample_answers=0", f"output_dir={run}")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [event["other_processes_bytes"] for event in events if event["kind"] == "step"] == [0]

@@ -84,7 +84,7 @@ def test_under_ddp_the_rank_with_the_longest_row_takes_what_was_forecast(machine
         assert highest[phase] == pytest.approx(forecast["peaks"][phase], rel=share), phase
 
 
-@pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
+@pytest.mark.parametrize("four_bit", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["16 bit", "NF4"])
 def test_under_fsdp_no_rank_takes_more_than_was_forecast_and_the_highest_a_tenth_less_at_most(machine_of, tmp_path, four_bit):
     forecast, ranks = run_on_each(machine_of(2), tmp_path, "fsdp", four_bit)
     for phase, size in forecast["peaks"].items():
