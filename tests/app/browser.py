@@ -18,14 +18,6 @@ WITH_PYTHON = (
     "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('app', run_name='__main__', alter_sys=True)"
 )
 
-#: In the planner's process: plans of neighbours would be made on all cores, which test_plan_prefetch.py is about.
-NOT_AHEAD = """
-import sys
-if any("planning" in argument for argument in sys.orig_argv):
-    from app.planning.prefetch import PlanPrefetcher
-    PlanPrefetcher.start_from = lambda *_: None
-"""
-
 
 class Served:
     """The app as a user starts it, in a folder of its own; with a `python`, its processes are that one's."""
@@ -34,9 +26,7 @@ class Served:
         self.folder, self.process, self.link = folder, None, ""
 
     def start(self, python=None, port="0"):
-        (self.folder / "sitecustomize.py").write_text(NOT_AHEAD)
-        path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = {**os.environ, "FINETUNE_UI_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         command = ["-P", "-c", WITH_PYTHON, python, "--runs", "runs"] if python else ["-m", "finetune", "ui"]
         self.process = subprocess.Popen(
             [sys.executable, *command, "--port", port], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
