@@ -9,8 +9,6 @@ from pathlib import Path
 from finetune.privacy import SETTINGS
 from finetune.system import start_detached
 
-from .workspace import Workspace
-
 
 def command(module: str, *arguments: str) -> list[str]:
     """The command line of a module of this package, such as ".chat.process", under the name that this process has for it.
@@ -26,7 +24,7 @@ def environment() -> dict[str, str]:
     return {**values, **SETTINGS, "TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
 
 
-def detach(workspace: Workspace, module: str, *arguments: str, log: Path) -> int:
-    """Start a process that outlives the app, output to `log`. Returns its id."""
+def detach(root: Path, module: str, *arguments: str, log: Path) -> int:
+    """Start a process in `root` that outlives the app. Returns its id."""
     with log.open("ab") as file:
-        return start_detached(command(module, *arguments), file, cwd=workspace.root, env=environment()).pid
+        return start_detached(command(module, *arguments), file, cwd=root, env=environment()).pid

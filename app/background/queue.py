@@ -92,7 +92,7 @@ class Queue:
     def ensure_starter(self) -> None:
         """Start the starter when entries wait and none is running; a second one would exit at once."""
         if self.waiting() and not is_locked(self.folder / ".lock"):
-            detach(self.workspace, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
+            detach(self.workspace.root, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 
     def remove_old(self) -> None:
         """Remove all but the newest started and failed entries."""

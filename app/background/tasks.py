@@ -99,7 +99,7 @@ class Tasks:
         for name in ("output.txt", "log.txt"):
             (task.path / name).write_bytes(b"")
         status = {"state": "running", "command": f"finetune {shell_join([*arguments])}", "began_s": time.time()}
-        process = detach(self._workspace, ".background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
+        process = detach(self._workspace.root, ".background.tasks", str(task.path), *arguments, log=task.path / "log.txt")
         write_json(task.path / "status.json", {**status, "process": process_record(process)})
 
 

@@ -124,7 +124,7 @@ def test_a_plan_is_printed_as_on_the_page(forecasts):
         "import os, sys; sys.path.insert(0, sys.argv[1]); import generate\n"
         "with generate.clean_state():\n"
         "    cache = os.environ['FINETUNE_CACHE']; os.mkdir(cache); os.symlink(sys.argv[2], f'{cache}/forecasts')\n"
-        "    print(generate.plan_of('7b-4090'), end='')"
+        "    print(generate.plan_of('7b-4090 --why'), end='')"
     )
     command = [sys.executable, "-c", code, str(ROOT / "docs"), str(forecasts)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
