@@ -54,14 +54,8 @@ class _Question:
     @property
     def is_old(self) -> bool:
         """Whether to ask again: free memory changes, and an error may have gone."""
-        return self.complete.done() and (
-            self.complete.exception() is not None or time.monotonic() - self.asked_s > _PLAN_GOOD_S
-        )
-
-    @property
-    def newest(self) -> Future[Plan]:
-        """The complete plan once it is there."""
-        return self.complete if self.complete.done() else self.first
+        old_s = time.monotonic() - self.asked_s
+        return self.complete.done() and (old_s > _PLAN_GOOD_S or self.complete.exception() is not None)
 
     def ask(self, planner: Worker) -> None:
         """Ask the planner, which ends its work on an earlier question, and wait."""
@@ -71,11 +65,11 @@ class _Question:
                 self.first.set_result(Plan.from_json(value))
 
         try:
-            self.complete.set_result(Plan.from_json(planner.call("plan", newest=True, report=report, recipe=self.recipe)))
+            report(answer := planner.call("plan", newest=True, report=report, recipe=self.recipe))
+            self.complete.set_result(Plan.from_json(answer))
         except Exception as error:  # noqa: BLE001 - raised in every tab that waits
-            for answer in (self.first, self.complete):
-                if not answer.done():
-                    answer.set_exception(error)
+            for future in [future for future in (self.first, self.complete) if not future.done()]:
+                future.set_exception(error)
 
 
 class FitAnswers:
@@ -131,7 +125,7 @@ class FitAnswers:
             return _unknown(trouble, len(edited.problems)), None
         question = self._question_of(edited.recipe)
         try:
-            plan = question.newest.result()
+            plan = (question.complete if question.complete.done() else question.first).result()
         except FinetuneError as error:
             return _unknown(problem(error.title, error.problems, error.fix)), None
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root)

@@ -20,7 +20,7 @@ FINETUNE = """#!/bin/sh
 echo "$@" >> calls
 [ "$1" = pause ] && { [ -e run.pid ] && kill -USR1 "$(cat run.pid)"; exit 0; }
 [ "$1" = echo ] && { cat; exit 7; }
-trap 'echo asked >> calls; exit 143' USR1
+trap 'trap "" TERM; echo asked >> calls; exit 143' USR1
 trap 'echo term >> calls; exit 0' TERM
 [ "$1" = run ] && echo $$ > run.pid
 touch ready
