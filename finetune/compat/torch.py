@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from finetune.compat.patch_registry import PrivateName, replaced, wrapped
+from finetune.compat.triton import fake_launches
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,8 @@ def fake_tensor_mode() -> Iterator[None]:
     """Inside, new tensors have no values and are on the CPU; existing tensors with values can be used."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None), FakeTensorMode(allow_non_fake_inputs=True):
+    guard = replaced("torch._C._ensureCUDADeviceGuardSet", lambda: None)
+    with guard, fake_launches(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 

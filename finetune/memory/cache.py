@@ -15,8 +15,11 @@ from finetune.files import cache_dir, read_object, write_text
 from finetune.requirements import installed_version
 
 #: Libraries whose code decides how much memory a step takes.
-LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
-_OWN_CODE = ("compat", "memory", "methods", "model")
+LIBRARIES = (
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate",
+    "fla-core", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "triton",
+)  # fmt: skip
+_OWN_CODE = ("compat", "layers", "memory", "methods", "model")
 
 
 @cache

@@ -227,6 +227,16 @@ def test_the_key_depends_on_versions_and_settings(monkeypatch):
     assert key != cache.key_of(kind="x", settings={"lora_r": 8})
 
 
+@pytest.mark.parametrize("package", ["fla-core", "causal-conv1d", "mamba-ssm", "triton"])
+def test_installing_or_updating_a_kernel_package_changes_the_key(package, monkeypatch):
+    keys, read_versions = set(), cache.library_versions.__wrapped__
+    monkeypatch.setattr(cache, "library_versions", read_versions)
+    for version in (None, "0.6.0", "0.6.1"):
+        monkeypatch.setattr(cache, "installed_version", lambda name, version=version: version if name == package else None)
+        keys.add(cache.key_of(kind="x"))
+    assert len(keys) == 3
+
+
 def test_settings_that_hold_no_memory_do_not_make_a_new_forecast(home):
     run()
     before = len(list((home / "cache" / "forecasts").glob("*.json")))

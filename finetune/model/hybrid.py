@@ -1,0 +1,55 @@
+"""Model types with delta nets or Mamba mixers: the package that has their kernels, and whether it can be used."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+
+from finetune.compat.triton import TRITON_INSTALLED
+from finetune.requirements import installed_version
+
+
+class KernelPackage(NamedTuple):
+    """A package that transformers imports for a layer. `costs`: of the reference in PyTorch that runs without it."""
+
+    name: str
+    costs: str
+    install: str
+
+
+# Bytes: one layer, both passes, on the stand-in GPU. Speed: published pairs (transformers#48718, unsloth-zoo#865).
+FLA = KernelPackage(
+    "fla-core", "about half the speed, 457 MiB a layer more (Qwen3.5-4B, 2,048 tokens)", "pip install 'fla-core>=0.6,<0.7'"
+)
+MAMBA = KernelPackage(
+    "mamba-ssm", "997 MiB a mixer more (Granite 4 H micro, 2,048 tokens)",
+    "pip install --no-build-isolation causal-conv1d mamba-ssm, which compiles them with nvcc",
+)  # fmt: skip
+_FLA_TYPES = "bailing_hybrid glm5_next kimi_linear lara_mini olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next qwen4_exp"
+_MAMBA_TYPES = "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2"
+#: Model type, without `_text` -> the package that its file names in transformers' use_kernel_func_from_hub_with_fallback.
+PACKAGES = {**dict.fromkeys(_FLA_TYPES.split(), FLA), **dict.fromkeys(_MAMBA_TYPES.split(), MAMBA)}
+#: Triton with which fla raises in the backward of a gated delta net on Hopper (ops/common/chunk_o.py, fla#640).
+_WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
+
+
+def kernel_problem(package: KernelPackage, capability: tuple[int, int] | None) -> tuple[str, str] | None:
+    """Why a GPU of this compute capability, or the CPU (None), takes the reference, and what to type where that helps."""
+    triton = installed_version("triton") or "0"
+    if capability is None:
+        return f"{package.name} has kernels for GPUs only", ""
+    if package is FLA and capability < (8, 0):
+        return f"{package.name} has not been tried on GPUs without bfloat16", ""
+    if installed_version(package.name) is None or not TRITON_INSTALLED:
+        return f"{package.name} is not installed", package.install
+    if package is FLA and capability[0] == 9 and triton in _WRONG_ON_HOPPER:
+        return f"{package.name} stops on Hopper GPUs with Triton {triton}", "pip install 'torch>=2.13'"
+    return None
+
+
+def reference_note(model_type: str, capability: tuple[int, int] | None) -> str:
+    """One line on the reference that the layers of a model type take on a GPU; empty where there is nothing to say."""
+    package = PACKAGES.get(model_type.removesuffix("_text"))
+    problem = kernel_problem(package, capability) if package and capability else None
+    return "reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; ") if package and problem else ""
