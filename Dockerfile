@@ -43,7 +43,7 @@ RUN if [ "$TORCH" = cpu ]; then \
       pip install -q --no-cache-dir -c /opt/finetune/constraints.txt \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$version+cpu"; \
     fi; \
-    pip install -q --no-cache-dir -c /opt/finetune/constraints.txt "$(echo /tmp/wheels/*.whl)[ui,sweep]"; \
+    pip install -q --no-cache-dir -c /opt/finetune/constraints.txt "$(echo /tmp/wheels/*.whl)[ui,sweep,hybrid]"; \
     rm -rf /tmp/wheels /root/.cache /tmp/pip-*; \
     groupadd --gid 1000 finetune; \
     useradd --uid 1000 --gid 1000 --create-home --shell /bin/sh finetune; \

@@ -81,7 +81,8 @@ setup-check: $(VENV)/.installed-check
 setup-card: $(CARD)/.installed
 
 # Each installs what those before it install. The install fetches the charts' uPlot and font, too; pip -q hides what a build says.
-$(VENV)/.installed: EXTRAS = ui
+# Kernels of delta nets, where there is a GPU for them.
+$(VENV)/.installed: EXTRAS = ui$(shell nvidia-smi -L >/dev/null 2>&1 && echo ,hybrid)
 $(VENV)/.installed-test: EXTRAS = test
 $(VENV)/.installed-check: EXTRAS = test,docs
 $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-check: pyproject.toml constraints.txt package-lock.json

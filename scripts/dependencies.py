@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HASHED, CONSTRAINTS = ROOT / "requirements-hashed.txt", ROOT / "constraints.txt"
-EXTRAS = ("ui", "sweep")
+EXTRAS = ("ui", "sweep", "hybrid")
 PROJECT = "finetune-forecast"
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)", re.MULTILINE)
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")

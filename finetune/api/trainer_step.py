@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import fake_tensor_mode
-from finetune.compat.transformers import fake_experts, without_packing_detection
+from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.errors import RecipeError
-from finetune.memory.card_semantics import card_semantics
 from finetune.memory.fake_model import fake_dora_weights, layer_number
+from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.simulate import Simulation, garbage_collection_paused, observe, save, step_errors, take_step
 from finetune.memory.tracker import StorageTracker
@@ -113,7 +111,8 @@ def simulate_trainer(trainer: Any, batch: LargestBatch, capability: Capability |
     rules = {**rules, torch.ops.aten._local_scalar_dense.default: _assumed_scalar}
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     with without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
-        with step_errors(trainer.model.config), _fake_tensors(capability, batch), tracker:
+        fake = fake_tensors(trainer.model, capability, batch.trained_tokens, packed="position_ids" in batch.inputs)
+        with step_errors(trainer.model.config), fake, tracker:
             model = fake_copy(trainer.model, tracker)
             observe(model, tracker)
             if not batch.padded:  # its values say so, and a fake mask has none
@@ -128,19 +127,6 @@ def _assumed_scalar(_tracker: StorageTracker, _function: Any, arguments: tuple[A
     """The value that is read of a fake tensor, such as a count for a metric: 1."""
     dtype = arguments[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-@contextmanager
-def _fake_tensors(capability: Capability | None, batch: LargestBatch) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(own_quantisation_maps())
-        stack.enter_context(fake_experts())
-        if capability is not None:
-            stack.enter_context(card_semantics(batch.trained_tokens))
-        if "position_ids" not in batch.inputs:
-            stack.enter_context(without_packing_detection())
-        stack.enter_context(fake_tensor_mode())
-        yield
 
 
 def _shadow(trainer: Any, model: torch.nn.Module) -> Any:

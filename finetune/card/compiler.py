@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -16,6 +18,13 @@ _EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLon
 def find_compiler() -> str | None:
     """The compiler that Triton would call; None when there is none."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def triton_needs() -> str:
+    """What Triton lacks on this machine, found without a card; empty when nothing is missing. Windows' wheel has a compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return compiler_problem() if sys.platform == "linux" else ""
 
 
 def compiler_problem() -> str:

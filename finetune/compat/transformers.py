@@ -6,8 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from inspect import getclosurevars
 from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
@@ -79,6 +80,8 @@ PRIVATE_NAMES = (
     PrivateName("transformers.trainer_optimizer._OPTIMIZER_HANDLERS", "private call",
                 "an optimizer as Trainer makes it, without importing Trainer, which imports pandas",
                 "transformers.Trainer.get_optimizer_cls_and_kwargs"),
+    PrivateName("transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback", "private call",
+                "a function's closure tells which package has its kernels, and whether they were imported"),
     PrivateName(_QUANTISE, "patch", "a weight visits the card to be quantised, and the model is loaded into host memory",
                 "transformers.core_model_loading.WeightConverter.convert",
                 "self input_dict full_layer_name model", needs="a card"),
@@ -325,3 +328,36 @@ def without_session_id() -> None:
     from transformers import __version__
 
     replace(_USER_AGENT, lambda user_agent=None: f"transformers/{__version__}; telemetry/off")
+
+
+def layer_kernels(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Path, function and closure of each function of `model`'s files for which a package may have kernels."""
+    for file in {type(module).__module__ for module in model.modules()}:
+        for name, value in list(vars(sys.modules[file]).items()):
+            function = getattr(value, "usual", value)
+            if "is_new_implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
+                yield f"{file}.{name}", function, dict(getclosurevars(function).nonlocals)
+
+
+@contextmanager
+def replaced_kernels(model: Any, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `model` calls `call(function, closure, *arguments)` in place of each of these functions."""
+    with ExitStack() as stack:
+        for path, function, closure in layer_kernels(model):
+            stack.enter_context(replaced(path, partial(call, function, closure)))
+        yield
+
+
+def kernels_by_device(model: Any, takes_reference: Callable[[str, tuple[int, int] | None], bool]) -> None:
+    """Let `model` call transformers' reference where `takes_reference(package, compute capability)`, None on the CPU."""
+    import torch
+
+    def choose(package: str, usual: Any, *inputs: Any, **named: Any) -> Any:
+        device = next(value.device for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor))
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        is_packed = named.get("cu_seqlens") is not None or named.get("seq_idx") is not None  # the reference would mix rows
+        return (usual.__wrapped__ if takes_reference(package, capability) and not is_packed else usual)(*inputs, **named)
+
+    for path, _, closure in layer_kernels(model):
+        if closure["is_new_implementation"]:
+            wrap(path, partial(choose, closure["package"]))

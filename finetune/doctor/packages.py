@@ -18,6 +18,7 @@ from finetune.card import nvidia
 from finetune.card.compiler import COMPILER_FIX, compiler_problem, find_compiler
 from finetune.card.nvidia import WHEEL_FIX, Build, DriverError
 from finetune.doctor.findings import Finding
+from finetune.model.hybrid import FLA, reference_notes
 from finetune.printable import Progress
 from finetune.requirements import how_to_install, packages
 from finetune.system import WINDOWS
@@ -145,7 +146,9 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
     facts = {"name": device["name"], "capability": device["capability"], "architectures": part["architectures"]}
     card = f"{device['name']} (compute capability {major}.{minor})"
     if nvidia.has_kernels((major, minor), part["architectures"]):
-        return Finding("architecture", "ok", f"the torch wheel has kernels for {card}", facts=facts)
+        kernels = "".join(reference_notes("qwen3_5", (major, minor))) or f"the kernels of {FLA.name}"
+        what = f"the torch wheel has kernels for {card}; Qwen3.5 and other delta nets take {kernels}"
+        return Finding("architecture", "ok", what, facts=facts)
     built_for = " ".join(part["architectures"]) or "no architecture"
     what = f"torch {part['version']} has no kernels for {card}; it is built for {built_for}"
     return Finding("architecture", "fail", what, WHEEL_FIX, facts)

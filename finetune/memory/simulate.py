@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from logging import ERROR, getLogger
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
-from finetune.compat.torch import backward, fake_tensor_mode
-from finetune.compat.transformers import auxiliary_loss, fake_experts, keys_repeated, without_packing_detection, wrap_checkpoint
+from finetune.compat.bitsandbytes import without_cpu_repacking
+from finetune.compat.torch import backward
+from finetune.compat.transformers import auxiliary_loss, keys_repeated, wrap_checkpoint
 from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
@@ -26,11 +25,12 @@ from finetune.layers.layer_offloading import offloading_of
 from finetune.layers.lean_layers import lean_summary
 from finetune.layers.loss import add_loss
 from finetune.layers.varlen_attention import forecast_for
-from finetune.memory.card_semantics import CudaFunctions, card_semantics
+from finetune.memory.card_semantics import CudaFunctions
 from finetune.memory.compiled_layers import SplitLayers
 from finetune.memory.depth import Depth
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
+from finetune.memory.fake_tensors import fake_tensors
 from finetune.memory.picture_inputs import picture_inputs
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.small_values import SmallValues
@@ -40,6 +40,7 @@ from finetune.methods import method_of
 from finetune.methods.method import TrainingMethod
 from finetune.model.adapters import attach_adapters, cast_trainable, trainable_parameters
 from finetune.model.build import build_base, must_repeat_keys
+from finetune.model.hybrid import reference_notes
 from finetune.model.language_model import loads_vision, text_config
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.quantisation import model_dtype, read_outside, why_experts_stay_16_bit
@@ -125,7 +126,14 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
         split = SplitLayers(selective=settings.activation_checkpointing == "selective")
         if settings.torch_compile:
             split.replace(decoder_layers(model))
-        with _fake_tensors(settings, capability, batch, tracker) as semantics, tracker:
+        with (
+            forecast_for(capability),
+            auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)),
+            keys_repeated() if capability and must_repeat_keys(model_dtype(settings), capability) else nullcontext(),
+            fake_tensors(model, capability, batch.trained_tokens, packed=settings.packing is True) as semantics,
+            SmallValues() if settings.vision is True else nullcontext(),
+            tracker,
+        ):
             materialise(model, tracker, dtype=model_dtype(settings))
             if casts := _adapter_casts(settings):
                 cast_adapters_in_turn(model, tracker, casts)
@@ -135,7 +143,7 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
                 offloading.wrap_checkpoints()
             with step_errors(config, settings):
                 _run(model, tracker, settings, batch, semantics, on_cpu=capability is None)
-        notes = (*_notes(model, settings, batch), *split.notes)
+        notes = (*_notes(model, settings, batch), *split.notes, *reference_notes(text_config(config).model_type, capability))
         lean = tuple(lean_summary(layer) for layer in decoder_layers(model)) if settings.lean_layers is True else ()
         del model, split
     return Simulation(tracker.peaks, tracker.host, notes, lean, tracker.recording)
@@ -363,28 +371,6 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
             return function(*recompute_inputs)
 
     return checkpoint(observed, *inputs)
-
-
-@contextmanager
-def _fake_tensors(
-    settings: Settings, capability: Capability | None, batch: Batch, tracker: StorageTracker
-) -> Iterator[CudaFunctions | None]:
-    semantics = None
-    with ExitStack() as stack:
-        stack.enter_context(own_quantisation_maps())
-        stack.enter_context(fake_experts())
-        stack.enter_context(forecast_for(capability))
-        stack.enter_context(auxiliary_loss(functools.partial(_tag_auxiliary_loss, tracker)))
-        if capability is not None and sys.platform != "win32":
-            semantics = stack.enter_context(card_semantics(batch.trained_tokens))
-        if capability is not None and must_repeat_keys(model_dtype(settings), capability):
-            stack.enter_context(keys_repeated())
-        if settings.packing is not True:
-            stack.enter_context(without_packing_detection())
-        stack.enter_context(fake_tensor_mode())
-        if settings.vision is True:
-            stack.enter_context(SmallValues())
-        yield semantics
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from finetune.compat.transformers import loading_with, repeat_keys, replace_with_quantised_layers
+from finetune.compat.transformers import kernels_by_device, loading_with, repeat_keys, replace_with_quantised_layers
 from finetune.data.report import first_line
 from finetune.errors import RecipeError
 from finetune.layers import varlen_attention
 from finetune.layers.layer_offloading import layers_offloaded, offload_layers
 from finetune.model.configuration import resolve_model_path
+from finetune.model.hybrid import takes_reference
 from finetune.model.language_model import attention_by_part, model_class, outside_language_model, text_config
 from finetune.model.quantisation import model_dtype, quantiser_of, quantization_config
 from finetune.model.weights import check_weights
@@ -74,6 +75,7 @@ def build_base(
     if offloads:
         finish(model)
     model.config.use_cache = False
+    kernels_by_device(model, takes_reference)
     return model
 
 
@@ -124,6 +126,7 @@ def build_on_meta(
         replace_with_quantised_layers(model, quantization, dtype, quantiser)
     model.requires_grad_(False)
     model.config.use_cache = False
+    kernels_by_device(model, takes_reference)
     return model
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
-from finetune.compat.triton import TRITON_INSTALLED
+from finetune.card.compiler import COMPILER_FIX, triton_needs
 from finetune.requirements import installed_version
 
 
@@ -30,26 +31,30 @@ _FLA_TYPES = "bailing_hybrid glm5_next kimi_linear lara_mini olmo_hybrid qwen3_5
 _MAMBA_TYPES = "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2"
 #: Model type, without `_text` -> the package that its file names in transformers' use_kernel_func_from_hub_with_fallback.
 PACKAGES = {**dict.fromkeys(_FLA_TYPES.split(), FLA), **dict.fromkeys(_MAMBA_TYPES.split(), MAMBA)}
-#: Triton with which fla raises in the backward of a gated delta net on Hopper (ops/common/chunk_o.py, fla#640).
-_WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
 
 
-def kernel_problem(package: KernelPackage, capability: tuple[int, int] | None) -> tuple[str, str] | None:
-    """Why a GPU of this compute capability, or the CPU (None), takes the reference, and what to type where that helps."""
-    triton = installed_version("triton") or "0"
-    if capability is None:
-        return f"{package.name} has kernels for GPUs only", ""
+@cache
+def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple[str, str] | None:
+    """Why a GPU of this compute capability takes the reference, and what to type where that helps."""
     if package is FLA and capability < (8, 0):
         return f"{package.name} has not been tried on GPUs without bfloat16", ""
-    if installed_version(package.name) is None or not TRITON_INSTALLED:
+    if installed_version(package.name) is None:
         return f"{package.name} is not installed", package.install
-    if package is FLA and capability[0] == 9 and triton in _WRONG_ON_HOPPER:
+    if lacking := triton_needs():
+        return lacking, COMPILER_FIX
+    # fla raises in the backward of a gated delta net (ops/common/chunk_o.py, fla#640)
+    if package is FLA and capability[0] == 9 and (triton := installed_version("triton") or "0") in SpecifierSet(">=3.4,<3.7.1"):
         return f"{package.name} stops on Hopper GPUs with Triton {triton}", "pip install 'torch>=2.13'"
     return None
 
 
-def reference_note(model_type: str, capability: tuple[int, int] | None) -> str:
-    """One line on the reference that the layers of a model type take on a GPU; empty where there is nothing to say."""
+def takes_reference(module: str, capability: tuple[int, int] | None) -> bool:
+    """Whether a layer takes the reference on this GPU, or on the CPU, though `module` can be imported."""
+    return capability is None or (module == "fla" and kernel_problem(FLA, capability) is not None)
+
+
+def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """One line on the reference that layers of a model type take on a GPU; none where they take a package, or on the CPU."""
     package = PACKAGES.get(model_type.removesuffix("_text"))
     problem = kernel_problem(package, capability) if package and capability else None
-    return "reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; ") if package and problem else ""
+    return ("reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; "),) if package and problem else ()

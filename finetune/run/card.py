@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from finetune.card import Card, cuda, nvidia
 from finetune.card.allocator import expandable_segments, has_windows_driver
-from finetune.card.compiler import compiler_problem
+from finetune.card.compiler import triton_needs
 from finetune.card.device_selection import problem_of_torch
 from finetune.card.nvidia import Device, DriverError
 from finetune.card.visible import usable_devices
@@ -151,13 +149,6 @@ def kernel_problem() -> str:
             line = (str(error).strip().splitlines() or [""])[0][:300]
             problem = f"Triton can't compile: {type(error).__name__}: {line}"
     return problem
-
-
-def triton_needs() -> str:
-    """What Triton lacks on this machine, found without a card; empty when nothing is missing. Windows' wheel has a compiler."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return compiler_problem() if sys.platform == "linux" else ""
 
 
 def _why_not(card: Card, error: Exception) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.card import find_card
-from finetune.card.compiler import COMPILER_FIX
+from finetune.card.compiler import COMPILER_FIX, triton_needs
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
@@ -19,7 +19,6 @@ from finetune.planner.planning import RowsRead, encode_rows, limit_of, plan_reci
 from finetune.printable import Progress
 from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
-from finetune.run.card import triton_needs
 from finetune.run.directory import create, remember
 from finetune.run.offloading_checks import check_layer_offloading
 from finetune.run.seal import write_manifest

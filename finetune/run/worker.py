@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import events
 from finetune.card import cuda
+from finetune.compat.triton import tune_without_buffer
 from finetune.distributed import ranks
 from finetune.error_kinds import is_out_of_memory
 from finetune.errors import FINISHED, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
+from finetune.model.hybrid import reference_notes
 from finetune.planner.plan import plan_was_edited
 from finetune.printable import printable
 from finetune.privacy import keep_private
@@ -239,7 +241,7 @@ class Worker:
 
     def _announce(self, trainer: Any, checkpoint: Checkpoint | None, skipped: list[str]) -> None:
         edited = [f"{self.run.plan.name} has changed since it was written"] if plan_was_edited(self.run.plan) else []
-        for line in (*skipped, *edited):
+        for line in (*skipped, *edited, *reference_notes(self.plan.model_type or "", self.plan.card.capability)):
             self.events.warn(line)
         approximate = approximations(self.plan, checkpoint.facts if checkpoint else {})
         sizes = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
@@ -281,6 +283,8 @@ class Worker:
             compute_loss_without_triton()
             self.events.warn(f"{problem}; the loss is computed without Triton's kernels, which is slower")
             self._kernel_problem = problem
+        else:
+            tune_without_buffer()
 
     def _end_load(self, took_s: float) -> None:
         """Emit the load phase, free its cached memory and reset the peak for the first step."""

@@ -24,7 +24,7 @@ def missing(uses) -> list[str]:
 
 def floors() -> dict[str, str]:
     extras = PROJECT["optional-dependencies"]
-    rows = [*PROJECT["dependencies"], *extras["ui"], *extras["vision"], *extras["sweep"], *extras["test"]]
+    rows = [*PROJECT["dependencies"], *extras["ui"], *extras["vision"], *extras["sweep"], *extras["hybrid"], *extras["test"]]
     return dict(match.groups() for row in rows if (match := re.match(r"([\w-]+)>=([\d.]+)", row)))
 
 
