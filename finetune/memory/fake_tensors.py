@@ -50,7 +50,8 @@ def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, c
     """Call `rule` with chunks of a row as heads: it allocates and saves as many bytes, in a loop of about `CHUNKS` steps."""
     batch, tokens, heads, width = key.shape
     chunks = -(-tokens // chunk_size)
-    steps = next((steps for steps in range(CHUNKS, chunks) if batch * heads * chunks % steps == 0), chunks)
+    least = CHUNKS if torch.is_grad_enabled() else 4 * CHUNKS  # a forward pass alone peaks within a step
+    steps = next((steps for steps in range(least, chunks) if batch * heads * chunks % steps == 0), chunks)
     length, rows = -(-tokens * steps // chunks), batch * chunks / steps
     folded = [x[:1, :1, :1].expand(1, length, round(x.shape[2] * rows), *x.shape[3:]) for x in (query, key, value, g, beta)]
     out, state = rule(*folded[:3], g=folded[3], beta=folded[4], chunk_size=chunk_size, **named)
@@ -58,11 +59,10 @@ def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, c
     if out.requires_grad:
         # first and last step save less than others, which is the more the more heads a step has; the peak is in the second step
         heads_more, depth, ballast = round((rows - batch) * value.shape[2]), value.shape[3], list[torch.Tensor]()
-        saved = 4 * width * depth + 6 * chunk_size * width + 2 * chunk_size * depth
         peak = 8 * width * depth + 22 * chunk_size * width - 4 * chunk_size**2
         out.register_hook(lambda _: ballast.append(torch.empty(peak * heads_more, dtype=torch.uint8)))
         next(tensor for tensor in folded if tensor.requires_grad).register_hook(lambda _: ballast.clear())
-        out = _Saved.apply(out, saved * heads_more)
+        out = _Saved.apply(out, (4 * width * depth + 6 * chunk_size * width + 2 * chunk_size * depth) * heads_more)
     return out, state
 
 
