@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import RecipeError
 from finetune.model.configuration import default_attention
 from finetune.settings.methods import METHODS
 
@@ -31,16 +32,26 @@ KEPT_APART = {
     "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "seed_oss",
     "smollm3", "smolvlm", "solar_open", "stablelm", "starcoder2",
 }  # fmt: skip
+#: Model types whose code hands its delta rule `cu_seq_lens_q`, a keyword that fla's `chunk_kda` doesn't have (transformers 5.21
+#: to 5.24): with fla and causal-conv1d a packed row gets the state of the row before it, without an error.
+DROPS_BOUNDARIES = {"kimi_linear", "bailing_hybrid", "glm5_next"}
 
 
 def choose_packing(
-    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool
+    choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool, stateful: int
 ) -> Choices:
     """Resolve packing and attn_implementation. Packing is on where torch's varlen kernel runs, for many short rows.
 
-    `unpacked`: the packed sequences were found not to fit.
+    `unpacked`: the packed sequences were found not to fit. `stateful`: layers with a state; raises RecipeError where a recipe
+    packs rows all the same.
     """
-    problem = _varlen_conflict(config)
+    kind = str(config.get("model_type"))
+    state = f"{stateful} layers of this {kind} model pass a state from one packed row to the next" if stateful else None
+    if kind in DROPS_BOUNDARIES:
+        state = f"transformers' code of {kind} models drops the boundaries of packed rows, so each row sees those before it"
+    if state and choices.recipe.packing is True:
+        raise RecipeError(f"packing: {state}", "Set packing=false.")
+    problem = state or _varlen_conflict(config)
     packed, why = _packing(choices, card, problem, data)
     if packed and unpacked:
         packed, why = False, "packed sequences do not fit on this card; single rows do"

@@ -53,7 +53,7 @@ def choose_basics(
     choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has a picture")
     pixels = "pictures keep their size" if choices.value("vision") else "no row has a picture"
     choices = choices.choose("max_pixels", None, pixels)
-    choices = choose_packing(choices, card, config, data, unpacked)
+    choices = choose_packing(choices, card, config, data, unpacked, shape.stateful)
     choices = _choose_adapter(choices, shape, data)
     choices = _choose_length(choices, shape, data)
     choices = choices.choose("effective_batch_size", *_batch(choices, data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from finetune.memory import cache
@@ -12,6 +12,14 @@ from finetune.settings.base_formats import BaseFormat
 
 #: Names of the number of experts of a token in configurations.
 _USED = ("num_experts_per_tok", "top_k_experts")
+#: Names in `layer_types`, which transformers 5.23 gives every hybrid's configuration: without attention, with a state that
+#: passes from token to token, with a window. A `hybrid` layer has attention and a state (Falcon-H1, Zamba 2).
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+_WITH_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
+#: Sizes of a gated delta net and of a Mamba-2 mixer, as transformers' modules name them.
+DELTA_NET = ("num_v_heads", "head_k_dim", "head_v_dim")
+MAMBA2 = ("num_heads", "head_dim", "ssm_state_size", "chunk_size")
 #: Shapes that this process has counted or read.
 _known: dict[str, ModelShape] = {}
 
@@ -23,8 +31,6 @@ class ModelShape:
     `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
     those that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
     layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
-    `heads` are those of an attention layer. `targets` are the `target_modules` of `auto`. `table` is the input embedding where
-    the output layer does not share it.
     """
 
     family: str
@@ -38,13 +44,26 @@ class ModelShape:
     layers: int
     hidden: int
     attention_width: int
-    heads: int
+    heads: int  # of an attention layer
     max_positions: int | None = None
     experts: int = 0
     experts_used: int = 0
     expert_4bit: int = 0
-    targets: str | list[str] = "all-linear"
-    table: int = 0
+    targets: str | list[str] = "all-linear"  # `target_modules` of `auto`
+    table: int = 0  # the input embedding, where the output layer does not share it
+    # layers without attention, with a sliding window, and with a state that passes from token to token
+    unattended: int = 0
+    windowed: int = 0
+    stateful: int = 0
+    window: int = 0
+    # sizes of a gated delta net or Mamba-2 mixer, by the names of DELTA_NET or MAMBA2, and how many there are
+    mixer: dict[str, int] = field(default_factory=dict)
+    mixers: int = 0
+
+    @property
+    def attended(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.unattended
 
     @property
     def computed(self) -> float:
@@ -106,7 +125,7 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
     Cached on disk, so that a repeated plan does not import torch.
     """
     values = unquantised(config)
-    counts = [field.name for field in fields(ModelShape)]
+    counts = [count.name for count in fields(ModelShape)]
     key = cache.key_of(
         kind="shape", counts=counts, config=values, targets=recipe.target_modules, remote_code=recipe.trust_remote_code,
         vision=recipe.vision is True and recipe.train_vision,
@@ -147,6 +166,8 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
         "table": table.weight.numel() if table is not None else 0,
+        **_layer_kinds(text, values.get("text_config") or values),
+        **_mixers(model),
     }
     plain = bare(recipe)
     adapted = attach_adapters(model, plain)
@@ -165,6 +186,23 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         experts=experts, experts_used=max(_first(layer, _USED) for layer in layers) if experts else 0,
         max_positions=getattr(layers[0], "max_position_embeddings", None),
     )  # fmt: skip
+
+
+def _layer_kinds(text: Any, values: dict[str, Any]) -> dict[str, int]:
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
+    # Mistral's class has a window that only a null in config.json takes away, which the catalogue doesn't store
+    every_layer = "sliding_attention" if values.get("sliding_window") else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [every_layer] * text.num_hidden_layers
+    sets = {"unattended": _WITHOUT_ATTENTION, "windowed": _WINDOWED, "stateful": _WITH_STATE}
+    return {"window": window, **{name: sum(kind in named for kind in kinds) for name, named in sets.items()}}
+
+
+def _mixers(model: Any) -> dict[str, Any]:
+    for names in (DELTA_NET, MAMBA2):
+        sizes = [{name: getattr(module, name, None) for name in names} for module in model.modules()]
+        if mixers := [size for size in sizes if all(isinstance(value, int) for value in size.values())]:
+            return {"mixer": mixers[0], "mixers": len(mixers)}
+    return {}
 
 
 def _attention_layers(model: Any) -> list[str]:

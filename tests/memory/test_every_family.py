@@ -8,7 +8,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from families import BITS, FAMILIES, PHASES, bundled_tokenizer, config_values, table, trained
 from finetune.errors import RecipeError
 from finetune.layers import routed_experts
-from finetune.layers.packed_rows import MOST_CHANGE, change_with_other_row
+from finetune.layers.packed_rows import MOST_CHANGE, changes_with_other_row
 from finetune.layers.varlen_attention import register
 from finetune.model.catalogue import entries
 from finetune.model.configuration import default_attention
@@ -82,26 +82,22 @@ def packed_and_alone(family, attention, rows):
     """How far the losses of packed rows are from those of rows alone, and what the check before a run finds."""
     model = model_of(family, attention)
     alone = torch.cat([losses(model, [row]) for row in rows])
-    return (losses(model, rows) - alone).abs().max().item(), change_with_other_row(model, PACK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(KEPT_APART & FAMILIES.keys()))
-def test_packed_rows_have_the_losses_of_rows_alone_where_the_planner_packs(family, rows):
-    apart, change = packed_and_alone(family, VARLEN, rows)
-    assert apart < 1e-4 and change < 1e-4
+    return (losses(model, rows) - alone).abs().max().item(), changes_with_other_row(model, PACK).max().item()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_family_trains_on_packed_rows_that_see_each_other(family, rows):
-    """With the attention of a recipe that asks for packing: as rows alone, or refused before the run."""
+def test_packed_rows_have_the_losses_of_rows_alone_or_are_refused(family, rows):
+    """Always so where the planner packs; with the attention of a recipe that asks for packing, one or the other."""
+    if family in KEPT_APART:
+        apart, change = packed_and_alone(family, VARLEN, rows)
+        assert apart < 1e-4 and change <= MOST_CHANGE
     try:
         apart, change = packed_and_alone(family, default_attention(config_values(family)), rows)
     except ValueError as error:  # a state that transformers itself can't keep apart here
         assert "packed sequences" in str(error) and family not in KEPT_APART
         return
-    assert apart < 1e-4 if change < MOST_CHANGE else apart > 1e-2
+    assert apart < 1e-4 if change <= MOST_CHANGE else apart > 1e-2
 
 
 @pytest.mark.slow

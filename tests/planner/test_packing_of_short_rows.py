@@ -3,6 +3,10 @@
 import pytest
 
 from finetune.card import find_card
+from finetune.errors import RecipeError
+from finetune.model.hybrid import PACKAGES
+from finetune.planner.attention import DROPS_BOUNDARIES, KEPT_APART, choose_packing
+from finetune.planner.choices import Choices
 from finetune.planner.plan import DataStatistics
 from finetune.planner.planner import make_plan
 from finetune.recipe import parse_recipe
@@ -57,6 +61,18 @@ def test_rows_are_not_packed_where_packed_sequences_do_not_fit(new_forecaster):
     recipe = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
     plan = make_plan(recipe, find_card("rtx-4090", free_bytes=round(7.6 * GIB)), SHORT, forecaster=new_forecaster())
     assert plan.verdict == "fits" and plan.settings.packing is False and "do not fit" in plan.reasons["packing"]
+
+
+def test_a_hybrids_rows_are_not_packed_and_a_recipe_that_packs_them_ends_before_the_run(new_forecaster):
+    assert not KEPT_APART & {*PACKAGES, "lfm2", "lfm2_moe", "lfm3", "inkling2", "recurrent_gemma", "minimax", "rwkv", "xlstm"}
+    assert "10 layers" in planned(new_forecaster, model="LiquidAI/LFM2-350M").reasons["packing"]
+    with pytest.raises(RecipeError, match="10 layers of this lfm2 model pass a state"):
+        planned(new_forecaster, model="LiquidAI/LFM2-350M", overrides=["packing=true"])
+    recipe = parse_recipe("model_name_or_path: some/model\ndataset: d\npacking: true\n")
+    for kind in DROPS_BOUNDARIES:
+        with pytest.raises(RecipeError, match=f"code of {kind} models drops the boundaries") as caught:
+            choose_packing(Choices(recipe), find_card("rtx-4090"), {"model_type": kind}, SHORT, False, 21)
+        assert caught.value.fix == "Set packing=false."
 
 
 def test_packing_can_be_asked_for_anywhere(new_forecaster):

@@ -46,3 +46,17 @@ def test_a_mixture_computes_with_its_active_experts_only():
     assert (mixture.experts, mixture.experts_used) == (128, 8)
     assert mixture.expert == 48 * 128 * 3 * 2048 * 768
     assert 2.5e9 < mixture.computed < 3.5e9 and mixture.parameters == pytest.approx(30.5e9, rel=0.01)
+
+
+#: Layers without attention, with a window and with a state, and mixers.
+LAYERS = {
+    "Qwen/Qwen3.5-4B": (24, 0, 24, 24), "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (46, 0, 23, 23),
+    "tiiuae/Falcon-H1-7B-Instruct": (0, 0, 44, 44), "LiquidAI/LFM2-350M": (10, 0, 10, 0), "google/gemma-3-4b-it": (0, 29, 0, 0),
+    "mistralai/Mistral-7B-v0.1": (0, 32, 0, 0), "mistralai/Mistral-7B-Instruct-v0.3": (0, 0, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_layers_are_counted_by_what_they_have(model):
+    counted = shape(model)
+    assert (counted.unattended, counted.windowed, counted.stateful, counted.mixers) == LAYERS[model]
