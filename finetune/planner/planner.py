@@ -16,6 +16,7 @@ from finetune.errors import RecipeError
 from finetune.memory.device_peak import make_forecast, with_margin_of, with_row_lengths
 from finetune.memory.forecast import Forecast, RowShape, why_not_compiled, with_margin_above
 from finetune.model.configuration import read_config
+from finetune.model.hybrid import FLA, MAMBA, kernel_problem
 from finetune.model.prequantised import stored_notes, stored_quantisation, trainable_formats
 from finetune.planner.advice import RANKS, advise_alpha
 from finetune.planner.choices import Choices
@@ -45,7 +46,7 @@ from finetune.planner.resources import (
 )
 from finetune.planner.run_time import cost_of, run_time, workload_s
 from finetune.planner.search import EvaluatedStrategy, Search
-from finetune.planner.shape import ModelShape, shape_of
+from finetune.planner.shape import MAMBA2, ModelShape, shape_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, suggest
@@ -162,6 +163,11 @@ class _Planner:
     def vision(self) -> VisionWork | None:
         """The work of a vision tower on a usual row; None without pictures."""
         return vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
+
+    @functools.cached_property
+    def fused_mixers(self) -> bool:
+        """Whether a package computes the model's delta rules or scans."""
+        return kernel_problem(MAMBA if MAMBA2[-1] in self.shape.mixer else FLA, self.card.capability) is None
 
     @functools.cached_property
     def stored(self) -> dict[str, Any]:
@@ -384,6 +390,7 @@ class _Planner:
                 float32=choices.value("dtype") == "float32",
                 compiled=self.recipe.torch_compile is True, offloading=self.recipe.activation_offloading,
                 lean=choices.value("lean_layers"), attention=choices.value("attn_implementation"),
+                fused_mixers=self.fused_mixers,
                 method=method_of(choices.recipe, precomputes=choices.value("precompute_ref_log_probs")),
                 vision=self.vision, picture_share=self.data.picture_share if self.data else 1.0,
             )  # fmt: skip

@@ -8,10 +8,12 @@ measurements (docs/accuracy.md); earlier runs on a card correct it (history.py).
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from finetune.planner.plan import DataStatistics, LayerCopies
+from finetune.planner.shape import DELTA_NET, MAMBA2
 from finetune.settings.base_formats import BaseFormat
 from finetune.settings.compatibility import BUFFERS
 from finetune.settings.methods import METHODS, Method
@@ -119,6 +121,19 @@ GROUPED_TILE_ROWS = 128
 #: Host time of a layer against a dense one with sdpa, by kernels: with experts (benchmarks/layer_kernels.py), and with eager
 #: attention, which launches about 14 more than the 237 of an ordinary layer.
 EXPERTS_DISPATCH, EAGER_DISPATCH = 1.3, 1.06
+#: fp32 elements that a gated delta net's rule allocates for a token, forward and backward, per value head and mean head size:
+#: in torch (its profiler, transformers 5.23), with fla 0.6.0 (274 and 460 KiB for a block of Qwen3.5-4B on the stand-in GPU,
+#: less 202 and 332 of its other parts, which `ELEMENTWISE_BYTES` has). Each is written once and read about once.
+DELTA_RULE, FUSED_DELTA_RULE, DELTA_CHUNK = (36.3, 57.0), (4.5, 8.0), 64
+#: In torch's backward a chunk's gradient is as large as the tensor that the chunk is cut from: per value head three as wide as
+#: keys, two as values and one as a chunk. 88 KiB a token and chunk for the 4B, which the stand-in GPU shows, too.
+DELTA_CUT = (3, 2, 1)
+#: The same of the Mamba-2 scan in torch, per head, for each element of a head, of its state and of a chunk (the profiler at
+#: seven sizes). With mamba-ssm a mixer saves what an ordinary layer does (49 MiB in place of 1,046): nothing is added.
+SCAN = ((15.5, 10.5, 5.0), (15.5, 12.4, 8.0))
+#: Kernels of the rule in torch, forward and backward, and of each chunk: 1,632 for a block of 2,048 tokens on the stand-in GPU,
+#: 93 with fla. Of the scan: operators that allocate or write. `LAYER_KERNELS`: of an ordinary layer (docs/stand-in-gpu.md).
+DELTA_KERNELS, DELTA_CHUNK_KERNELS, SCAN_KERNELS, LAYER_KERNELS = (86, 141), (9, 32), (63, 80), 237
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
 #: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two, and how many of these
@@ -144,7 +159,8 @@ CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 @dataclass(frozen=True)
 class Job:
     """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
-    the training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` of it."""
+    the training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` of it.
+    `fused_mixers`: a package computes delta rules and scans."""
 
     shape: ModelShape
     card: Card
@@ -159,6 +175,7 @@ class Job:
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
     attention: str = "sdpa"
+    fused_mixers: bool = True
     vision: VisionWork | None = None
     picture_share: float = 1.0
 
@@ -206,6 +223,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     flops = (card.bf16_flops or usual_flops) * card.flops_share
     bandwidth = (card.bandwidth_bytes_s or usual_bandwidth) * card.bandwidth_share
     pcie = card.pcie_bytes_s or ASSUMED_PCIE
+    mixer_bandwidth = bandwidth  # rules and scans compute in fp32 in every dtype
     if job.float32 and card.fp32_flops:  # no tensor cores, and numbers of twice the bytes
         flops, bandwidth, pcie = card.fp32_flops * FP32_SHARE, bandwidth / 2, pcie / 2
     width = batches.mean_width(strategy.micro, job.batch // job.world)
@@ -216,7 +234,8 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     repeated = recomputed_share + references  # forward passes beyond the first
     attention_flops = flops if job.float32 else card.attention_flops or flops
     used = shape.used_share(tokens)
-    eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.layers * shape.heads * (tokens * width)
+    eager_bytes = (SCORE_BYTES * (1 + repeated) + SCORE_BACKWARD_BYTES) * shape.attended * shape.heads * (tokens * width)
+    mixer_bytes, mixer_kernels = _mixer_work(job, width, repeated)
     moved = ELEMENTWISE_BYTES + ELEMENTWISE_RECOMPUTED_BYTES * repeated + strategy.base.product_bytes * (1 + repeated)
     dequantised = shape.quantisable(strategy.base) - (1 - used) * (shape.expert_4bit if strategy.base.experts else 0)
     micro = {
@@ -228,6 +247,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         "loss": (6 + 2 * references) * shape.head * tokens * batches.trained_share * (batches.tokens_per_row / width) / flops,
         "elementwise": moved * shape.layer_width * shape.layers * tokens * overhead / bandwidth,
         "scores": eager_bytes * overhead / bandwidth if job.attention == "eager" else 0.0,
+        "mixers": mixer_bytes * tokens / mixer_bandwidth,
         "routing": _routed_bytes(shape, tokens, repeated) * overhead / bandwidth,
         "dequantisation": passes * dequantised * strategy.base.dequantise_bytes / bandwidth,
         "transfer": 2 * 2 * shape.hidden * shape.layers * tokens / pcie if strategy.checkpointing == "offload" else 0.0,
@@ -240,15 +260,9 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
         # beside the computation, out in the forward pass and back in the rest: what is longer than these is waited for
         waits = (saved / pcie - part for part in (computing_s / passes, computing_s - computing_s / passes))
         micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
-    dispatch = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
-    dispatch *= (EXPERTS_DISPATCH if shape.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
-    kinds = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
-    layer_s, recomputing = CPU_DISPATCH if card.is_cpu else kinds
-    dispatch *= (3 + references + recomputing * recomputed_share) * shape.layers * layer_s
-    if card.launch_s:
-        dispatch *= card.launch_s / (CPU_LAUNCH_S if card.is_cpu else LAUNCH_S)
+    dispatch_s = _dispatch_s(job, strategy, mixer_kernels)
     # on a GPU beside its work
-    micro["launching"] = dispatch * overhead if card.is_cpu else max(0.0, dispatch - sum(micro.values()))
+    micro["launching"] = dispatch_s * overhead if card.is_cpu else max(0.0, dispatch_s - sum(micro.values()))
     micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
     steps = job.batch // (job.world * strategy.micro)
     copies = _layer_copies(job, strategy, steps, sum(micro.values()) - micro["loss"], passes) if strategy.offloaded else None
@@ -272,6 +286,17 @@ def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> f
     return strategy.micro * job.picture_share * computing_s + dequantised / bandwidth
 
 
+def _dispatch_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
+    layers, card, references = job.decoder.layers, job.card, job.method.reference_passes
+    seconds = SELECTIVE_DISPATCH if strategy.checkpointing == "selective" else 1.0
+    seconds *= (EXPERTS_DISPATCH if job.decoder.experts else 1.0) * (EAGER_DISPATCH if job.attention == "eager" else 1.0)
+    kinds = COMPILED_DISPATCH if job.compiled else LEAN_DISPATCH if job.lean else DISPATCH
+    layer_s, recomputing = CPU_DISPATCH if card.is_cpu else kinds
+    seconds *= (3 + references + recomputing * (strategy.recomputed_layers(layers) / layers)) * layers * layer_s
+    seconds += mixer_kernels * 3 * (CPU_DISPATCH if card.is_cpu else DISPATCH)[0] / LAYER_KERNELS
+    return seconds * (card.launch_s / (CPU_LAUNCH_S if card.is_cpu else LAUNCH_S)) if card.launch_s else seconds
+
+
 def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job) -> float:
     """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8. A pass of the
     reference costs 2, and has no adapters."""
@@ -286,10 +311,59 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job)
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
     """Causal attention: 2 x layers x width of the heads x tokens attended over a token forward, 2.5 times that backward."""
-    layers, attended = job.decoder.layers, job.batches.attended_tokens if job.batches.packed else width
-    recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(layers) / layers
+    shape, attended = job.decoder, job.batches.attended_tokens if job.batches.packed else width
+    recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(shape.layers) / shape.layers
     passes = 1 + 2.5 + recomputed + job.method.reference_passes
-    return 2 * layers * job.decoder.attention_width * attended * passes * tokens
+    full, windowed = (
+        2 * layers * shape.attention_width * tokens_attended * passes * tokens
+        for layers, tokens_attended in (
+            (shape.attended - shape.windowed, attended),
+            (shape.windowed, _attended_in_window(job, attended)),
+        )
+    )
+    return full + windowed
+
+
+def _attended_in_window(job: Job, attended: float) -> float:
+    window = job.decoder.window
+    if attended < window or job.attention == "eager":  # eager attention computes all scores in every layer
+        return attended
+    if job.attention != "sdpa":
+        return window * (2 - window / attended)
+    # For sdpa a window is a mask, and torch's kernel skips hidden keys only if it is told `is_causal`
+    # (transformers/masking_utils.py: _ignore_causal_mask_sdpa; mem_eff_attention/kernel_forward.h of torch: num_keys).
+    return 2 * attended
+
+
+def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, float]:
+    """Bytes a token, and kernels, of the rules or scans of all mixers."""
+    sizes, mixers = job.decoder.mixer, job.decoder.mixers
+    if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
+        return 0.0, 0.0
+    elements, kernels = _scan(sizes) if MAMBA2[-1] in sizes else _delta_rule(sizes, width, job.fused_mixers)
+    elements_a_token, launched = (forward * (1 + repeated_passes) + backward for forward, backward in (elements, kernels))
+    return 2 * 4 * mixers * elements_a_token, mixers * launched  # fp32, written and read
+
+
+# fp32 elements a token, and kernels, each of a forward and of a backward pass
+_Work = tuple[tuple[float, float], tuple[float, float]]
+
+
+def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> _Work:
+    heads, key, value = (sizes[name] for name in DELTA_NET)
+    forward, backward = (share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if fused else DELTA_RULE))
+    if fused:
+        return (forward, backward), (0, 0)
+    chunks = math.ceil(width / DELTA_CHUNK)
+    backward += chunks * heads * sum(map(operator.mul, DELTA_CUT, (key, value, DELTA_CHUNK)))
+    first, of_a_chunk = DELTA_KERNELS, DELTA_CHUNK_KERNELS
+    return (forward, backward), (first[0] + chunks * of_a_chunk[0], first[1] + chunks * of_a_chunk[1])
+
+
+def _scan(sizes: dict[str, int]) -> _Work:
+    heads, *widths = (sizes[name] for name in MAMBA2)
+    forward, backward = (heads * sum(map(operator.mul, shares, widths)) for shares in SCAN)
+    return (forward, backward), SCAN_KERNELS
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:

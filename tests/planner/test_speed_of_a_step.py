@@ -6,10 +6,12 @@ import random
 import pytest
 
 from finetune.card import find_card
+from finetune.model.catalogue import catalogue
 from finetune.planner.plan import DataStatistics
-from finetune.planner.shape import ModelShape
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.planner.speed import Batches, Job, knows_rates, time_step
 from finetune.planner.strategy import CHECKPOINTING, Strategy
+from finetune.recipe import recipe_from
 from finetune.settings.base_formats import BITS_16, NF4
 from finetune.settings.optimizers import OPTIMIZERS
 
@@ -64,6 +66,42 @@ def test_eager_attention_takes_time_with_the_square_of_the_rows_length():
         for length in (1024, 2048)
     ]
     assert seconds[1] == pytest.approx(4 * seconds[0]) and time_step(JOB, QLORA).parts["scores"] == 0
+
+
+def of_4b(tokens, fused_mixers=True, **changes):
+    recipe = recipe_from({"model_name_or_path": "Qwen/Qwen3.5-4B", "dataset": "d"})
+    shape = dataclasses.replace(shape_of(catalogue()["Qwen/Qwen3.5-4B"], recipe), **changes)
+    job = Job(shape, JOB.card, Batches(tokens, False, None), batch=1, world=1, rank=0, fused_mixers=fused_mixers)
+    return time_step(job, Strategy(BITS_16, False, 1, "adamw_torch_fused", 1))
+
+
+@pytest.mark.parametrize(("tokens", "excess", "share"), [(2048, 0.10, 0.5), (8192, 0.35, 0.33), (32_768, 1.03, 0.1)])
+def test_layers_without_attention_compute_none_and_without_fla_take_twice_as_long_or_longer(tokens, excess, share):
+    with_fla, without, ordinary = of_4b(tokens), of_4b(tokens, fused_mixers=False), of_4b(tokens, mixer={})
+    assert of_4b(tokens, unattended=0).parts["matmul"] / with_fla.parts["matmul"] == pytest.approx(1 + excess, abs=0.02)
+    assert with_fla.tokens_per_s == pytest.approx(ordinary.tokens_per_s, rel=0.05)
+    assert without.tokens_per_s / with_fla.tokens_per_s == pytest.approx(share, abs=0.07)
+
+
+def test_rules_and_scans_move_the_bytes_that_were_measured():
+    """A chunk of the 4B's rule: 88 KiB a token; a head of Granite 4 H's scan: 33.0 KiB a token."""
+    kib = JOB.card.bandwidth_bytes_s * JOB.card.bandwidth_share / (2 * 1024)
+    scan = {"mixers": 1, "mixer": {"num_heads": 64, "head_dim": 64, "ssm_state_size": 128, "chunk_size": 256}}
+    assert of_4b(2048, False, **scan).parts["mixers"] * kib / (2048 * 64) == pytest.approx(33, rel=0.03)
+    shorter, longer = (of_4b(tokens, False).parts["mixers"] * kib / (tokens * 24) for tokens in (2048, 2112))
+    assert longer - shorter == pytest.approx(88) and of_4b(2048, **scan).parts["mixers"] == 0
+
+
+def test_a_window_saves_products_only_where_the_kernel_has_windows():
+    """A causal token reads 2,048 of 4,096 tokens on average, 896 in a window of 1,024, and all behind a mask."""
+
+    def seconds(attention, windowed):
+        shape = dataclasses.replace(LLAMA_8B, linear=0, windowed=windowed, window=1024)
+        job = dataclasses.replace(JOB, rank=0, shape=shape, attention=attention, batches=Batches(4096, False, None))
+        return time_step(job, QLORA).parts["matmul"]
+
+    assert seconds("torch_varlen", 32) / seconds("sdpa", 0) == pytest.approx(896 / 2048)
+    assert seconds("sdpa", 32) / seconds("sdpa", 0) == pytest.approx(2)
 
 
 def test_a_t4_reaches_less_of_its_published_rates_than_a_4090():
