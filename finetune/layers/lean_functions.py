@@ -54,10 +54,12 @@ class Mlp(NamedTuple):
 
 
 class NormForm(NamedTuple):
-    """How an RMSNorm rounds: `plus_one` to its weight; `late` multiplies by the weight in fp32, before it rounds."""
+    """How an RMSNorm rounds: `plus_one` to its weight; `late` multiplies by the weight in fp32, before it rounds. `gated`
+    multiplies by silu of a second input."""
 
     plus_one: bool
     late: bool
+    gated: bool = False
 
 
 class LoraLinear(torch.autograd.Function):
@@ -242,6 +244,71 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm) 
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return _normalised(x, rstd, weight, form), rstd
+
+
+class GatedRmsNorm(torch.autograd.Function):
+    """RMSNorm times silu of a gate, in gated delta nets, with a frozen weight. Saves x and the gate (..., width)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The gated, normalised x, in the dtype of x."""
+
+        def tile_forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return torch.mul(x, _rstd(x, eps), out=torch.empty_like(x)).mul_(weight).mul_(F.silu(gate.float()))
+
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.tile = eps, max(1, _FP32_TILE // x.shape[-1])
+        return in_tiles(tile_forward, ctx.tile, _flat(x), _flat(gate)).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of x and the gate, rounded where transformers rounds."""
+        x, gate, weight = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+
+        def tile_backward(x: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, dx: torch.Tensor) -> torch.Tensor:
+            rstd, wide = _rstd(x, ctx.eps), gate.float()
+            d_normed = torch.mul(grad, F.silu(wide), out=torch.empty_like(x)).mul_(weight)
+            d_gate = torch.mul(x, rstd, out=torch.empty_like(x)).mul_(weight).float().mul_(grad)
+            torch.ops.aten.silu_backward.grad_input(d_gate, wide, grad_input=d_gate)
+            d_gate, wide = d_gate.to(gate.dtype), x.to(torch.float32, copy=True)
+            factor = (d_normed * wide).sum(-1, keepdim=True).mul_(rstd**3).div_(x.shape[-1])
+            torch.sub(d_normed * rstd, wide.mul_(factor), out=dx)  # addcmul rounds once, autograd twice
+            return d_gate
+
+        d_gate = in_tiles(tile_backward, ctx.tile, _flat(x), _flat(gate), _flat(grad), _flat(dx))
+        return dx, d_gate.view(gate.shape), None, None
+
+
+def _rstd(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.to(torch.float32, copy=True).square_().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+class ShortConvolution(torch.autograd.Function):
+    """silu of a causal convolution of each channel by a frozen `weight` (channels, width), for x (batch, channels, tokens).
+
+    Saves the convolution's output, for silu's backward; the convolution's own needs the weight alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, tokens)."""
+        padded = F.conv1d(x, weight.unsqueeze(1), padding=weight.shape[1] - 1, groups=len(weight))
+        ctx.save_for_backward(padded, weight)
+        return F.silu(padded[:, :, : x.shape[2]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradient of x."""
+        (padded, weight), tokens = ctx.saved_tensors, grad.shape[2]
+        d_padded = torch.empty_like(padded)
+        d_padded[:, :, tokens:] = 0.0
+        torch.ops.aten.silu_backward.grad_input(grad, padded[:, :, :tokens], grad_input=d_padded[:, :, :tokens])
+        x = d_padded.flatten()[: grad.numel()].view(grad.shape)  # only its shape is read; it would be copied if not contiguous
+        geometry = [1], [weight.shape[1] - 1], [1], False, [0], len(weight)
+        return torch.ops.aten.convolution_backward(d_padded, x, weight[:, None], None, *geometry, [True, False, False])[0], None
 
 
 def norm_of(x: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
 """Lean layers: single modules of a model with adapters get a forward that saves about half the bytes for backward.
 
-Recognised are RMSNorms, gated MLPs, linear layers with LoRA and attention's RoPE, by what they consist of and by what they
-compute: the class's own forward is tried on small random values. Anything else, and a module in another state (merged, several
-adapters, another dtype, with hooks), runs as before.
+Recognised are RMSNorms, gated MLPs, linear layers with LoRA, RoPE and a gated delta net's convolution, by what they consist of
+and by what they compute: the class's own forward is tried on small random values. Anything else, and a module in another state
+(merged, several adapters, another dtype, with hooks), runs as before.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from finetune.layers import lean_functions as functions
 from finetune.layers.experts import is_packed
 from finetune.layers.lean_functions import Activation, Linear, Mlp, NormForm
 from finetune.layers.nf4 import NESTED_BLOCK, Tables
-from finetune.layers.rotary import rotary_forward
+from finetune.layers.rotary import forward_with, rotary_forward
 
 _ADAPTED = (LoraPlain, Lora4bit)
-_FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True))
+_FORMS = (NormForm(False, False), NormForm(False, True), NormForm(True, True), NormForm(False, False, True))
 _GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 _ACTIVATIONS = {
     "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
@@ -53,7 +53,7 @@ def make_lean(layers: list[torch.nn.Module]) -> None:
     with unset_fake_temporarily():
         for module in (module for layer in layers for module in layer.modules()):
             if is_packed(module):
-                vars(module)["lean"] = {"experts": True}
+                vars(module)["lean"] = {"kind": "layer of 4-bit experts"}
             elif "forward" not in vars(module):  # else it is someone else's
                 _make_lean(module)
 
@@ -63,11 +63,14 @@ def _make_lean(module: torch.nn.Module) -> None:
         if is_adapted(module):
             _set_forward(module, _linear_forward)
     elif form := norm_form(module):
-        _set_forward(module, _norm_forward, form=form)
+        _set_forward(module, _norm_forward, kind="norm", form=form)
     elif parts := gated_parts(module):
-        _set_forward(module, _mlp_forward, parts=parts, act=_ACTIVATIONS[_activation(getattr(module, parts.act))])
+        act = _ACTIVATIONS[_activation(getattr(module, parts.act))]
+        _set_forward(module, _mlp_forward, kind="MLP", parts=parts, act=act)
     elif forward := rotary_forward(module):
-        _set_forward(module, forward, rotary=True)
+        _set_forward(module, forward, kind="RoPE")
+    elif forward := _delta_net_forward(module):
+        _set_forward(module, forward, kind="short convolution")
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
@@ -90,14 +93,8 @@ def lean_summary(layer: torch.nn.Module) -> str:
     inside = {id(part) for module in layer.modules() if "parts" in _lean(module) for part in module.children()}
     for module in layer.modules():
         name = type(module).__name__
-        if "parts" in _lean(module):
-            lean["MLP"] += 1
-        elif "form" in _lean(module):
-            lean["norm"] += 1
-        elif "rotary" in _lean(module):
-            lean["RoPE"] += 1
-        elif "experts" in _lean(module):
-            lean["layer of 4-bit experts"] += 1
+        if kind := _lean(module).get("kind"):
+            lean[kind] += 1
         elif isinstance(module, LoraLayer) and id(module) not in inside:
             lean["linear layer"] += bool(_lean(module))
             before[f"adapter on {type(module.get_base_layer()).__name__}"] += not _lean(module)
@@ -142,12 +139,42 @@ def _mlp_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.
     return out.view(*x.shape[:-1], -1)  # here: a model may change it in place, which torch refuses for a function's own view
 
 
-def _norm_forward(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _norm_forward(self: Any, x: torch.Tensor, *gate: Any, **named: Any) -> torch.Tensor:
     weight, form = self.weight, self.lean["form"]
-    ordinary = args or named or weight.requires_grad or not torch.is_grad_enabled()
-    if ordinary or (weight.dtype != x.dtype and not form.late):
-        return type(self).forward(self, x, *args, **named)
-    return functions.RmsNorm.apply(x, weight, _eps(self), form)
+    ordinary = len(gate) != form.gated or named or weight.requires_grad or not torch.is_grad_enabled()
+    if ordinary or (weight.dtype != x.dtype and not form.late) or any(part.dtype != x.dtype for part in gate):
+        return type(self).forward(self, x, *gate, **named)
+    return _normed(form, x, *gate, weight, _eps(self))
+
+
+def _normed(form: NormForm, *inputs: Any) -> torch.Tensor:
+    return functions.GatedRmsNorm.apply(*inputs) if form.gated else functions.RmsNorm.apply(*inputs, form)
+
+
+def _delta_net_forward(module: torch.nn.Module) -> Any:
+    """The forward of this gated delta net's class with the lean convolution; None for other modules."""
+    is_delta_net = any(form.gated for form in map(norm_form, module.children()) if form)
+    return forward_with(module, "causal_conv1d_fn", _lean_convolution) if is_delta_net else None
+
+
+def _lean_convolution(theirs: Any) -> Any:
+    """A model's convolution, lean where its arguments allow it; None where it computes otherwise, or is a GPU's kernel."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, 6, 9, generator=random), torch.randn(6, 4, generator=random)
+    try:
+        is_same = torch.allclose(functions.ShortConvolution.apply(*inputs), theirs(*inputs, activation="silu"), atol=1e-6)
+    except Exception:  # noqa: BLE001 - causal-conv1d refuses a CPU's tensors, and stays
+        is_same = False
+
+    def ours(x: torch.Tensor, weight: Any, bias: Any = None, activation: str = "", **named: Any) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        ordinary = bias is not None or activation != "silu" or named.get("seq_idx") is not None  # of packed rows
+        if ordinary or not x.dtype == weight.dtype == dtype or weight.requires_grad or not torch.is_grad_enabled():
+            return theirs(x, weight, bias, activation=activation, **named)
+        return functions.ShortConvolution.apply(x, weight)
+
+    return ours if is_same else None
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
@@ -280,11 +307,11 @@ class _StandIn:
         return getattr(self.module, name)
 
 
-def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor) -> torch.Tensor | None:
-    """Output of the class's forward for x with these parts; None when it needs anything else."""
+def _class_forward(module: torch.nn.Module, parts: dict[str, Any], x: torch.Tensor, *more: Any) -> torch.Tensor | None:
+    """Output of the class's forward for x, and a gate if any, with these parts; None when it needs anything else."""
     try:
         with torch.no_grad():
-            out = type(module).forward(_StandIn(module, **parts), x)  # type: ignore[arg-type]
+            out = type(module).forward(_StandIn(module, **parts), x, *more)  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - any code may be in there; it is not one of these layers then
         return None
     return out if isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape else None
@@ -294,14 +321,14 @@ def _computes_norm(module: Any, form: NormForm) -> bool:
     """Whether its class computes this, in fp32 up to rounding, and in bf16 with the same roundings but for a few."""
     random = torch.Generator().manual_seed(0)
     size = module.weight.shape[0]
-    x, weight = torch.randn(4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
-    x[2:] *= _eps(module) ** 0.5  # there eps counts
+    x, weight = torch.randn(1 + form.gated, 4, size, generator=random), 1 + 0.3 * torch.randn(size, generator=random)
+    x[0, 2:] *= _eps(module) ** 0.5  # there eps counts
     for dtype in (torch.float32, torch.bfloat16):
         inputs, scale = x.to(dtype), weight.to(dtype)
-        theirs = _class_forward(module, {"weight": scale}, inputs)
+        theirs = _class_forward(module, {"weight": scale}, *inputs)
         if theirs is None:
             return False
-        ours = functions.rms_norm(inputs, scale, _eps(module), form)[0]
+        ours = _normed(form, *inputs, scale, _eps(module))
         close = torch.allclose(ours, theirs, rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
         if not close or (dtype == torch.bfloat16 and (ours != theirs).float().mean() > 0.01):
             return False

@@ -63,39 +63,44 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sins: Any, sign: float) -> torc
 
 def rotary_forward(module: Any) -> Any:
     """The forward of this module's class with lean RoPE; None where it calls no RoPE, or one that computes otherwise."""
-    forward: Any = type(module).forward
-    undecorated: Any = inspect.unwrap(forward)
-    if not isinstance(undecorated, FunctionType) or _NAME not in undecorated.__code__.co_names:
-        return None
     if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
         return None
-    theirs = undecorated.__globals__.get(_NAME)
+    return forward_with(module, _NAME, _lean)
+
+
+def forward_with(module: Any, name: str, lean: Callable[[Any], Any]) -> Any:
+    """The forward of this module's class with `lean(function)` in place of the function that it calls by a name; None where it
+    calls none, or `lean` gives None."""
+    forward: Any = type(module).forward
+    undecorated: Any = inspect.unwrap(forward)
+    if not isinstance(undecorated, FunctionType) or name not in undecorated.__code__.co_names:
+        return None
+    theirs = undecorated.__globals__.get(name)
     if theirs not in _REPLACEMENTS:
-        form = _form(theirs)
-        _REPLACEMENTS[theirs] = None if form is None else _lean(theirs, form)
-    return None if _REPLACEMENTS[theirs] is None else _with_rotary(forward, _REPLACEMENTS[theirs])
+        _REPLACEMENTS[theirs] = lean(theirs)
+    return None if _REPLACEMENTS[theirs] is None else _calling(forward, name, _REPLACEMENTS[theirs])
 
 
-#: The lean form of a model's function, which its layers share; None for one that is not RoPE.
+#: The lean form of a model's function, which its layers share; None for one that computes otherwise.
 _REPLACEMENTS: dict[Any, Any] = {}
 
 
-def _with_rotary(forward: Any, lean_rope: Callable[..., Any]) -> Any:
-    """`forward`, calling `lean_rope`: its code has that name, which its module gets, so that it sees all else as it is then.
+def _calling(forward: Any, name: str, function: Callable[..., Any]) -> Any:
+    """`forward`, calling `function` in place of `name`: its file gets another name, so that it sees all else as it is then.
 
     transformers 5.24 decorates forwards: their decorators stay, around that. None where one does not keep it in its closure.
     """
     if (decorated := getattr(forward, "__wrapped__", None)) is not None:
-        replacement, cells = _with_rotary(decorated, lean_rope), forward.__closure__ or ()
+        replacement, cells = _calling(decorated, name, function), forward.__closure__ or ()
         if replacement is None or not any(cell.cell_contents is decorated for cell in cells):
             return None
         cells = tuple(CellType(replacement) if cell.cell_contents is decorated else cell for cell in cells)
         decorator = _copy(forward, forward.__code__, cells)
         decorator.__wrapped__ = replacement
         return decorator
-    name, code = f"_lean_{_NAME}", forward.__code__
-    forward.__globals__[name] = lean_rope
-    code = code.replace(co_names=tuple(name if used == _NAME else used for used in code.co_names))
+    lean_name, code = f"_lean_{name}", forward.__code__
+    forward.__globals__[lean_name] = function
+    code = code.replace(co_names=tuple(lean_name if used == name else used for used in code.co_names))
     return _copy(forward, code, forward.__closure__)
 
 
@@ -105,8 +110,10 @@ def _copy(function: Any, code: CodeType, closure: tuple[CellType, ...] | None) -
     return copy
 
 
-def _lean(model_rope: Any, form: Form) -> Callable[..., Any]:
-    """`theirs`, with lean rotation where its arguments allow it."""
+def _lean(model_rope: Any) -> Callable[..., Any] | None:
+    """A model's RoPE, with lean rotation where its arguments allow it; None where it computes otherwise."""
+    if (form := _form(model_rope)) is None:
+        return None
 
     def ours(*arguments: Any, **keywords: Any) -> Any:
         bound = {"unsqueeze_dim": 1, **dict(zip(form.names, arguments, strict=False)), **keywords}

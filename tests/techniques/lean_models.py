@@ -23,6 +23,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "olmo2": ({}, "1 RoPE, 4 linear layers, 4 norms, 1 MLP"), "gemma2": ({}, "1 RoPE, 4 linear layers, 1 MLP, 4 norms"),
     "gemma3_text": ({}, "1 RoPE, 4 linear layers, 6 norms, 1 MLP"),
     "glm4": ({}, "4 linear layers, 1 MLP, 4 norms"), "phi3": ({}, "1 RoPE, 2 linear layers, 1 MLP, 2 norms"),
+    "qwen3_5_text": (
+        {"layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 24}, "1 short convolution, 3 norms, 5 linear layers, 1 MLP",
+    ),
     "gpt_neox": ({}, "1 RoPE, 4 linear layers (as before: 2 LayerNorm)"),
     "qwen3_moe": (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
