@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,11 +21,24 @@ _MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code read
 _READ_OUTSIDE = {
     "mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS, "gemma3n_text": ("prediction_coefs", "correction_coefs"),
 }  # fmt: skip
+#: Layers whose weights transformers reads past an adapter in training; and those that a kernel of mamba-ssm reads.
+_NO_ADAPTER = {**dict.fromkeys(("mamba", "falcon_mamba", "jamba"), ("dt_proj",)), "gemma3n_text": ("correction_coefs",)}
+_FUSED: dict[str, tuple[str, ...]] = {"mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS}
+_FUSED |= dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2"), ("out_proj",))
 
 
 def read_outside(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of layers that are not quantised because other modules read or change their weights."""
-    return _READ_OUTSIDE.get(text_config(config).model_type, ())
+    """Names of layers that are not quantised because other modules or kernels read or change their weights."""
+    return _READ_OUTSIDE.get(text_config(config).model_type) or _read_by_kernel(config)
+
+
+def without_adapters(config: PretrainedConfig) -> tuple[str, ...]:
+    """Names of layers whose adapters would get no gradient."""
+    return _NO_ADAPTER.get(text_config(config).model_type, ()) + _read_by_kernel(config)
+
+
+def _read_by_kernel(config: PretrainedConfig) -> tuple[str, ...]:
+    return _FUSED.get(text_config(config).model_type, ()) if find_spec("mamba_ssm") else ()
 
 
 def model_dtype(settings: Settings) -> torch.dtype:

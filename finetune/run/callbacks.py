@@ -14,13 +14,14 @@ from transformers import TrainerCallback
 
 from finetune.compat.torch import set_rates
 from finetune.distributed.ranks import all_reduce_max
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 from finetune.events import Compiled, Step
 from finetune.layers.compiled import Compilations
 from finetune.run.accuracy import compare_with_forecast, excess_warning
 from finetune.run.best import evaluations, since_best
 from finetune.run.memory_watch import MemoryWatch
 from finetune.run.stopping import read_stop_requests
+from finetune.settings.compatibility import shards_weights
 from finetune.settings.methods import METHODS
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _COMPARED_STEP = 2  # the first with optimizer states; finetune.run.training.LongestEarly puts the longest row into it
+_CHECKED_STEPS = 10  # that have run each kind of layer: not every batch has a picture, or a token for each expert
 _SPIKE_WINDOW = 5  # losses that the watchdog compares with
 _COLLAPSED_STEPS = 8  # in a row, that end a run
 #: Beside the signals that stop a run, agreed on like them: its best step becomes the result. Runs ignore this signal, SIGHUP.
@@ -67,6 +69,30 @@ class StopRequest:
         self.signal = self.signal or number
 
 
+def require_gradients(model: Any) -> None:
+    """Raise RecipeError for adapters without a gradient in modules that ran, which read the weights of these layers."""
+    trained = [item for item in model.named_parameters() if ".lora_B." in item[0] and item[1].requires_grad]
+    adapted = {name.partition(".lora_B.")[0]: parameter.grad is not None for name, parameter in trained}
+    if bypassed := [path for path, reached in adapted.items() if not reached and _ran(path, adapted)]:
+        out, others = ({path.rpartition(".")[2] for path in paths} for paths in (bypassed, adapted))
+        raise RecipeError(
+            f"target_modules: the adapter of {bypassed[0]} gets no gradient, one of {len(bypassed)} such",
+            "The model reads that layer's weight past its adapter. Leave the name out: "
+            f"target_modules=[{','.join(sorted(others - out))}]",
+        )
+
+
+def _ran(path: str, adapted: dict[str, bool]) -> bool:
+    """Whether another adapter of the same module has a gradient, or of the decoder layer if the module has no other. A module
+    that a batch leaves out, such as an expert, a vision tower or cross-attention, has none at all."""
+    module = path.rpartition(".")[0]
+    beside = [reached for other, reached in adapted.items() if other != path and other.rpartition(".")[0] == module]
+    layer = module.rpartition(".")[0]
+    if not beside and layer.rpartition(".")[2].isdigit():
+        beside = [reached for other, reached in adapted.items() if other.startswith(f"{layer}.")]
+    return any(beside)
+
+
 class RunCallback(TrainerCallback):
     """Emits an event per step and decides when the run ends; the trainer saves."""
 
@@ -80,7 +106,7 @@ class RunCallback(TrainerCallback):
         self.diverged: str | None = None
         self.stopped_early: str | None = None
         self._first: list[Memory] = []
-        self._compilations = Compilations()
+        self._compilations, self._steps = Compilations(), 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._began = time.perf_counter()
@@ -89,6 +115,12 @@ class RunCallback(TrainerCallback):
         """Touch events.jsonl after each micro-batch, so that a long step does not look like a hang."""
         self._require_directory()
         os.utime(self._events.path)
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Check the adapters' gradients in the first steps, unless FSDP or DeepSpeed has them."""
+        self._steps += 1
+        if self._steps <= _CHECKED_STEPS and not shards_weights(self.trainer.plan.settings.launch):
+            require_gradients(self.trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """On a stop request, save a checkpoint and stop; after a complete step resuming is exact. Finish early when asked."""
