@@ -33,7 +33,8 @@ from finetune.export.parity import (
     check_tokens,
     require_llama_cpp,
 )
-from finetune.files import read_object, write_json
+from finetune.files import read_object, read_safetensors_header, write_json
+from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.planner.plan import read_plan
 from finetune.printable import Progress
 from finetune.run.directory import RunDirectory
@@ -82,10 +83,8 @@ def export_gguf(
     target = target or run.path / f"gguf-{'adapter-' if separate else ''}{gguf_type}"
     if not run.adapter.is_dir():
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
-    if separate and settings.trained_embedding_rows:
-        raise CommandError(
-            "an adapter's GGUF file has no new tokens, which this run has", "Leave out --to: the model is merged."
-        )
+    if separate and (part := _not_in_adapter_file(run)):
+        raise CommandError(f"an adapter's GGUF file has no {part}, which this run has", "Leave out --to: the model is merged.")
     with written_folder(target) as building:
         expected = _Expected(run, data, rows, progress)
         building.mkdir(parents=True)
@@ -97,6 +96,15 @@ def export_gguf(
     adapter = target / adapter.name if adapter else None
     modelfile_path = None if no_modelfile_reason else target / "Modelfile"
     return Exported(target, target / file.name, adapter, modelfile_path, no_modelfile_reason, parity)
+
+
+def _not_in_adapter_file(run: RunDirectory) -> str:
+    if read_plan(run.plan).settings.trained_embedding_rows:
+        return "new tokens"
+    with (run.adapter / ADAPTER_WEIGHTS).open("rb") as file:
+        names = read_safetensors_header(file)[0]
+    # llama.cpp's converter fails: https://github.com/ggml-org/llama.cpp/issues/21125
+    return "out_proj of gated delta nets" if any(".linear_attn.out_proj." in name for name in names) else ""
 
 
 class _Expected:

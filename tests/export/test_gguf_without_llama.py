@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from finetune.bundled import model_path
 from finetune.data.template import Template
@@ -159,6 +161,16 @@ class TextModel:
 def main():
     print([TextModel().does_token_look_special(token) for token in ("<|ticket|>", "<|end|>", "word")])
 """
+
+
+def test_an_adapter_that_llama_cpp_can_not_convert_is_refused_before_any_work(home, kept_run, monkeypatch):
+    monkeypatch.setattr(gguf, "require_llama_cpp", lambda checkout: None)
+    run = RunDirectory(kept_run(home))
+    tensor = "base_model.model.model.layers.0.linear_attn.out_proj.lora_B.weight"
+    save_file({tensor: torch.zeros(2, 2)}, run.adapter / "adapter_model.safetensors")
+    with pytest.raises(CommandError, match="no out_proj of gated delta nets") as error:
+        gguf.export_gguf(run, llama_cpp=home, separate=True)
+    assert "the model is merged" in error.value.fix and not list(run.path.glob("*gguf*"))
 
 
 @pytest.mark.parametrize(("names", "control"), [(["<|ticket|>"], "[False, True, False]"), (None, "[True, True, False]")])
