@@ -37,9 +37,10 @@ test-lowest: # the quick tests, with the lowest versions that pyproject.toml all
 	$(LOWEST)/bin/python scripts/floor_names.py
 	$(LOWEST)/bin/python -m pytest -m "not slow"
 
-test-newest: # the same, with the newest ones
+test-newest: # the same, with the newest ones; names model types that benchmarks/reference/model_types.csv lacks
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python benchmarks/model_types.py --check
 	$(NEWEST)/bin/python -m pytest -m "not slow"
 
 check: setup-check docs

@@ -18,12 +18,12 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "memory"))  # real_run
 TABLE = ROOT / "benchmarks" / "reference" / "families.csv"
 BITS = (16, 4)
 #: Tokens of the one row that is repeated; the phases of a run.
@@ -158,19 +158,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A family trained in 16 or 4 bit: the loss before the first and after the last step, and the phase whose peak is furthest
-    from its forecast, relative."""
-
-    family: str
-    bits: int
-    first_loss: float
-    last_loss: float
-    worst_phase: str
-    worst_error: float
-
-
 def config_values(family: str) -> dict[str, Any]:
     """The content of a small model's config.json."""
     traits = FAMILIES[family]
@@ -211,7 +198,7 @@ def trained(family: str, bits: int, folder: Path, **more: Any) -> tuple[dict[str
     row = folder / "row.jsonl"
     row.write_text(json.dumps({"text": _text_of(TOKENS - 1)}) + "\n", encoding="utf-8")
     run, plan = planned(
-        more.pop("model", None) or save_model(family, folder / "model"), folder,
+        save_model(family, folder / "model"), folder,
         **{
             "dataset": {"path": str(row), "eval_path": str(row)}, "load_in_4bit": bits == 4, "max_steps": 3, "save_steps": 3,
             "eval_steps": 3, "gradient_accumulation_steps": 1, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
@@ -229,37 +216,31 @@ def _text_of(tokens: int) -> str:
     return next(text[:end] for end in range(tokens, len(text)) if len(tokenizer(text[:end]).input_ids) == tokens)
 
 
-def outcome_of(family: str, bits: int) -> Outcome:
-    """Train one family."""
+def row_of(family: str, bits: int) -> dict[str, str]:
+    """Train one family: the loss before the first and after the last step, and the phase whose peak is furthest from its
+    forecast, relative."""
     with tempfile.TemporaryDirectory() as folder:
         expected, seen, losses = trained(family, bits, Path(folder))
     errors = {phase: expected[phase] / seen[phase] - 1 for phase in PHASES}
     worst = max(errors, key=lambda phase: abs(errors[phase]))
-    return Outcome(family, bits, losses[0], losses[-1], worst, errors[worst])
+    return {
+        "family": family, "bits": str(bits), "first_loss": f"{losses[0]:.3f}", "last_loss": f"{losses[-1]:.3f}",
+        "worst_phase": worst, "worst_error": f"{errors[worst]:.5f}",
+    }  # fmt: skip
 
 
-def table() -> list[Outcome]:
-    """The committed table."""
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        return [
-            Outcome(**{field.name: _KINDS[str(field.type)](row[field.name]) for field in fields(Outcome)})
-            for row in csv.DictReader(file)
-        ]
+def table(path: Path = TABLE) -> list[dict[str, str]]:
+    """A committed table."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-_KINDS: dict[str, Any] = {"str": str, "int": int, "float": float}
-
-
-def write_table(outcomes: list[Outcome]) -> None:
-    """Write the committed table."""
-    with TABLE.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Outcome)], lineterminator="\n")
+def write_table(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write a committed table."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        for outcome in outcomes:
-            writer.writerow(asdict(outcome) | {
-                "first_loss": f"{outcome.first_loss:.3f}", "last_loss": f"{outcome.last_loss:.3f}",
-                "worst_error": f"{outcome.worst_error:.5f}",
-            })  # fmt: skip
+        writer.writerows(rows)
 
 
 def main() -> None:
@@ -267,26 +248,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     os.environ.setdefault("FINETUNE_CACHE", tempfile.mkdtemp())
     cases = [(family, bits) for family in options.families or sorted(FAMILIES) for bits in BITS]
-    with ProcessPoolExecutor(options.processes, initializer=_use_tests) as pool:
-        outcomes = []
-        for outcome in pool.map(outcome_of, *zip(*cases, strict=True)):
-            outcomes.append(outcome)
-            print(
-                f"{outcome.family:18} {outcome.bits:2} bit  loss {outcome.first_loss:.2f} -> {outcome.last_loss:.2f}  "
-                f"{outcome.worst_phase:13} {outcome.worst_error:+.2%}",
-                flush=True,
-            )
+    rows = []
+    with ProcessPoolExecutor(2) as pool:
+        for row in pool.map(row_of, *zip(*cases, strict=True)):
+            rows.append(row)
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     if options.write:
-        write_table(outcomes)
-
-
-def _use_tests() -> None:
-    """The run and its dry run are those of the tests."""
-    sys.path.insert(0, str(ROOT / "tests" / "memory"))
+        write_table(TABLE, rows)
 
 
 if __name__ == "__main__":

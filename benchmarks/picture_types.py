@@ -8,16 +8,13 @@ Types are those of AutoModelForImageTextToText. Needs no GPU, no network and no 
 
 from __future__ import annotations
 
-import argparse
-import csv
 import inspect
+import re
 import sys
-from collections import Counter
 from pathlib import Path
 
+import families
 import model_types
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "model"))
 
 #: Batches, losses and forecasts of small models were compared; nothing is known against it; its text alone; nothing.
 COMPARED, NOT_COMPARED, TEXT_ONLY, REFUSED = "compared", "not compared", "text only", "refused"
@@ -26,8 +23,7 @@ TABLE = Path(__file__).parent / "reference" / "picture_types.csv"
 
 def table() -> dict[str, tuple[str, str]]:
     """Model type -> result and reason, from the committed table."""
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        return {row["model_type"]: (row["result"], row["reason"]) for row in csv.DictReader(file)}
+    return {row["model_type"]: (row["result"], row["reason"]) for row in families.table(TABLE)}
 
 
 def picture_types() -> list[str]:
@@ -43,17 +39,14 @@ def outcome_of(kind: str) -> tuple[str, str]:
 
     if kind in kinds():
         return COMPARED, ""
-    result, detail = model_types.table().get(kind, (model_types.REFUSED, "not in the table of model types"))
-    if result == model_types.REFUSED and not _is_of_default_values(detail):
+    row = model_types.table()[kind]
+    refused, detail = row["result"] == REFUSED, row["detail"]
+    # a default configuration may be refused whose checkpoints have other values
+    if refused and not re.search("can't be built from this config.json|a training step of this", detail):
         return REFUSED, detail
     if reason := _why_no_pictures(kind):
-        return (TEXT_ONLY if result == model_types.FORECAST else REFUSED), reason
+        return (REFUSED if refused else TEXT_ONLY), reason
     return NOT_COMPARED, ""
-
-
-def _is_of_default_values(detail: str) -> bool:
-    """Whether a type is refused for its default configuration alone, which real checkpoints do not have."""
-    return "can't be built from this config.json" in detail or "a training step of this" in detail
 
 
 def _why_no_pictures(kind: str) -> str | None:
@@ -80,19 +73,12 @@ def _why_no_pictures(kind: str) -> str | None:
 
 
 def main() -> None:
-    """Print the table, then the count of each result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
-    rows = [(kind, *outcome_of(kind)) for kind in picture_types()]
-    for kind, result, reason in rows:
-        print(f"{kind:24} {result:14} {reason}")
-    print(", ".join(f"{count} {result}" for result, count in Counter(result for _, result, _ in rows).items()))
-    if write:
-        with TABLE.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("model_type", "result", "reason"))
-            writer.writerows(rows)
+    """Print the table."""
+    rows = [dict(zip(("model_type", "result", "reason"), (kind, *outcome_of(kind)), strict=True)) for kind in picture_types()]
+    for row in rows:
+        print(", ".join(row.values()))
+    if "--write" in sys.argv:
+        families.write_table(TABLE, rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Makes or refreshes a row of the offline catalogue of models, finetune/model/configurations.json.
 
     python scripts/catalogue_row.py Qwen/Qwen3-8B path/to/config.json --parameters 8.19 --source hub
-    python scripts/catalogue_row.py org/name --defaults smollm3 --parameters 3.08 --source transformers --also org/name-Base
+    python scripts/catalogue_row.py org/name smollm3 --parameters 3.08 --source transformers
+    python scripts/catalogue_row.py --renew               # every row whose only source is transformers
+    python scripts/catalogue_row.py --check               # only says which of these rows would change
 
-`--defaults` takes the values from the configuration class of the installed transformers. `--parameters` are the published
+A model type in place of a config.json stands for the defaults of its configuration class. `--parameters` are the published
 billions of the language model; the row is refused when the modules that transformers builds from it have another number.
-`--source` is a key of `sources` in the file. A row of the same id is replaced; `--print` writes nothing.
+A row of the same id is replaced, but for `also` and `pretrained`, which are written by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import datetime
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ CATALOGUE = Path(__file__).resolve().parents[1] / "finetune" / "model" / "config
 #: Most that the modules' number of parameters may differ from the published one, as in the tests.
 MOST_DIFFERENCE = 0.015
 WIDTH = 126
+TODAY = datetime.date.today().isoformat()
 #: Fields of config.json that change neither the modules nor their sizes.
 _LEFT_OUT = re.compile(
     r"_token_ids?$|_token_index$|^(id2label|label2id|architectures|auto_map|transformers_version|_name_or_path|use_cache)$"
@@ -69,14 +73,11 @@ def check_parameters(name: str, config: dict[str, Any], billions: float) -> floa
 
 def row_text(name: str, row: dict[str, Any]) -> str:
     """The row as lines of the file, broken between values."""
-    lines, indent = [], "  "
-    line = indent
-    for token in re.findall(r'"(?:[^"\\]|\\.)*"[:,}\]]*|[^\s"]+', f"{json.dumps(name)}: {json.dumps(row)}"):
-        if len(line) + len(token) + 1 > WIDTH and line.strip():
-            lines, line = [*lines, line], "    "
-        opened = line[-1:] in "[{ " or not line.strip()
-        line += token if opened else f" {token}"
-    return "\n".join([*lines, line])
+    spaceless = re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace(" ", "\0"), f"{json.dumps(name)}: {json.dumps(row)}")
+    lines = textwrap.wrap(
+        spaceless, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def with_row(text: str, name: str, row: dict[str, Any]) -> str:
@@ -92,38 +93,39 @@ def with_row(text: str, name: str, row: dict[str, Any]) -> str:
     return changed
 
 
-def main() -> None:
-    """Make one row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="hub id")
-    parser.add_argument("config", nargs="?", type=Path, help="its config.json")
-    parser.add_argument("--defaults", metavar="MODEL_TYPE")
-    parser.add_argument("--parameters", type=float, required=True, metavar="BILLIONS")
-    parser.add_argument("--source", required=True)
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="when the values were read; today")
-    parser.add_argument("--also", nargs="*", default=[], help="other ids with the same values")
-    parser.add_argument("--pretrained", action="store_true", help="there is no chat model of this size")
-    parser.add_argument("--print", action="store_true", dest="only_print")
-    options = parser.parse_args()
-    if (options.config is None) == (options.defaults is None):
-        parser.error("give a config.json or --defaults MODEL_TYPE")
+def renewed(text: str) -> str:
+    """The file's text with the installed transformers' defaults in the rows of that only source; prints what differs."""
+    for name, row in json.loads(text)["models"].items():
+        if row.get("source") == "transformers":
+            defaults = default_config(row["model_type"])
+            fields = sorted(row.keys() & defaults.keys() - {"max_position_embeddings"})  # a checkpoint's is often longer
+            values = {field: defaults[field] for field in fields if defaults[field] not in (None, row[field])}
+            print(name, values or "has the defaults")
+            text = with_row(text, name, row | values | {"date": TODAY}) if values else text
+    return text
+
+
+def main() -> int:
+    """Make one row, or renew rows."""
     text = CATALOGUE.read_text(encoding="utf-8")
-    if unknown := set(options.source.split(", ")) - set(json.loads(text)["sources"]):
-        parser.error(f"--source {', '.join(sorted(unknown))} is no key of sources in {CATALOGUE.name}")
-    if options.config:
-        values = row_values(json.loads(options.config.read_text(encoding="utf-8")))
-    else:
-        values = row_values(default_config(options.defaults))
-    counted = check_parameters(options.name, values, options.parameters)
-    also = {"also": options.also} if options.also else {}
-    pretrained = {"pretrained": True} if options.pretrained else {}
-    row = {"parameters": options.parameters, **values, **pretrained, **also, "source": options.source, "date": options.date}
-    if options.only_print:
-        print(row_text(options.name, row))
-    else:
-        CATALOGUE.write_text(with_row(text, options.name, row), encoding="utf-8")
-    print(f"{options.name}: {counted:.4g} billion parameters counted, {options.parameters:g} published", file=sys.stderr)
+    if sys.argv[1:] == ["--check"]:
+        return renewed(text) != text
+    if sys.argv[1:] == ["--renew"]:
+        return not CATALOGUE.write_text(renewed(text), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("config", help="its config.json, or a model type")
+    parser.add_argument("--parameters", type=float, required=True)
+    parser.add_argument("--source", required=True)
+    options = parser.parse_args()
+    path, old = Path(options.config), json.loads(text)["models"].get(options.name, {})
+    values = row_values(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else default_config(options.config))
+    check_parameters(options.name, values, options.parameters)
+    by_hand = {field: old[field] for field in ("pretrained", "also") if field in old}
+    row = {"parameters": options.parameters, **values, **by_hand, "source": options.source, "date": TODAY}
+    CATALOGUE.write_text(with_row(text, options.name, row), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

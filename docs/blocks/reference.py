@@ -228,14 +228,20 @@ def _code(text: str) -> str:
 
 
 def model_types() -> str:
-    """The committed table of benchmarks/model_types.py: how many types are forecast, and the reasons for the rest."""
+    """The committed table of benchmarks/model_types.py: the types that train, are only planned, or are refused, and why."""
     with (ROOT / "benchmarks" / "reference" / "model_types.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    good = [row["model_type"] for row in rows if row["result"] == "forecast"]
-    refused_rows = [(f"`{row['model_type']}`", row["detail"]) for row in rows if row["result"] != "forecast"]
+    trains = {row["model_type"]: row["trains"] == "yes" for row in rows}
+    good = [row["model_type"] for row in rows if row["result"] == "forecast" and trains[row["model_type"]]]
+    planned = [(f"`{row['model_type']}`", "planned", row["trains"]) for row in rows if row["trains"] not in ("", "yes")]
+    refused = [
+        (f"`{row['model_type']}`", f"refused{', though a small model trains' * trains[row['model_type']]}", row["detail"])
+        for row in rows
+        if row["result"] != "forecast"
+    ]
     listed = textwrap.fill(", ".join(f"`{name}`" for name in good) + ".", 140, break_long_words=False, break_on_hyphens=False)
-    refused = markdown(("model type", "why it is refused"), refused_rows)
-    return f"{len(rows)} model types: {len(good)} forecast, {len(refused_rows)} refused.\n\n{listed}\n\n{refused}"
+    counts = f"{len(rows)} model types: {len(good)} planned and trained, {len(planned)} only planned, {len(refused)} refused."
+    return f"{counts}\n\n{listed}\n\n{markdown(('model type', 'it is', 'why'), sorted(planned + refused))}"
 
 
 def picture_types() -> str:

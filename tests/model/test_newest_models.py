@@ -106,6 +106,14 @@ def test_a_row_from_a_config_json_has_what_planning_needs_and_replaces_the_row_o
         assert max(map(len, changed.splitlines())) <= 128
 
 
+def test_rows_that_are_the_defaults_of_transformers_are_renewed_from_them(script):
+    text = script.CATALOGUE.read_text(encoding="utf-8")
+    older = text.replace('"hidden_size": 1024, "intermediate_size": 3072', '"hidden_size": 512, "intermediate_size": 3072')
+    assert script.renewed(text) == text != older
+    renewed = json.loads(script.renewed(older))["models"]["baidu/ERNIE-4.5-0.3B-PT"]
+    assert renewed["hidden_size"] == 1024 and renewed["date"] == script.TODAY
+
+
 @pytest.mark.slow
 def test_a_row_whose_modules_have_another_number_of_parameters_is_refused(script):
     config = entries()["HuggingFaceTB/SmolLM2-135M-Instruct"].config

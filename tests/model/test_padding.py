@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from one_step import random_model
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from families import FAMILIES, config_values
 from finetune.layers.loss import add_loss
-from finetune.model.language_model import attention_by_part, model_class
 from finetune.model.padding import needs_padding_mask, without_mask
 from finetune.model.transformers_config import config_from
 from finetune.recipe import recipe_from
@@ -26,14 +26,7 @@ def config_of(family, **changes):
 
 def model_of(family, attention):
     """With random weights, large enough that what a token sees changes its loss."""
-    config = config_of(family)
-    torch.manual_seed(0)
-    model = model_class(config)._from_config(
-        config, dtype=torch.float32, attn_implementation=attention_by_part(config, attention)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    model = random_model(config_values(family), attention, scale=3)
     add_loss(model)
     return model.train()
 
