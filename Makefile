@@ -40,7 +40,7 @@ test-lowest: # the quick tests, with the lowest versions that pyproject.toml all
 test-newest: # the same, with the newest ones; names model types that benchmarks/reference/model_types.csv lacks
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
-	$(NEWEST)/bin/python benchmarks/model_types.py --check
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python benchmarks/model_types.py --check  # on two processes
 	$(NEWEST)/bin/python -m pytest -m "not slow"
 
 check: setup-check docs
