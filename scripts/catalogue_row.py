@@ -37,11 +37,11 @@ _LEFT_OUT = re.compile(
 
 
 def row_values(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json that planning needs; lists of layers that the class makes itself are left out."""
+    """The fields of a config.json that planning needs; without lists that the class makes itself; a null window is kept."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     def needed(values: dict[str, Any]) -> dict[str, Any]:
-        fields = {name: value for name, value in values.items() if value is not None and not _LEFT_OUT.search(name)}
+        fields = {k: v for k, v in values.items() if k == "sliding_window" or (v is not None and not _LEFT_OUT.search(k))}
         fields = {name: needed(value) if name == "text_config" else value for name, value in fields.items()}
         config_class = CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
         for name in [name for name, value in fields.items() if isinstance(value, list) and config_class]:
@@ -60,15 +60,14 @@ def default_config(model_type: str) -> dict[str, Any]:
     return json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
 
 
-def check_parameters(name: str, config: dict[str, Any], billions: float) -> float:
-    """The modules' number of parameters, in billions. Raises SystemExit when it is not the published one."""
+def check_parameters(name: str, config: dict[str, Any], billions: float) -> None:
+    """Raises SystemExit when the modules have another number of parameters than the published one."""
     from finetune.planner.shape import shape_of
     from finetune.recipe import recipe_from
 
     counted = shape_of(config, recipe_from({"model_name_or_path": name, "dataset": "d"})).parameters / 1e9
     if abs(counted / billions - 1) > MOST_DIFFERENCE:
         raise SystemExit(f"{name}: the modules have {counted:.4g} billion parameters, published are {billions:g}; no row made")
-    return counted
 
 
 def row_text(name: str, row: dict[str, Any]) -> str:
@@ -114,7 +113,7 @@ def main() -> int:
         return not CATALOGUE.write_text(renewed(text), encoding="utf-8")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
-    parser.add_argument("config", help="its config.json, or a model type")
+    parser.add_argument("config")
     parser.add_argument("--parameters", type=float, required=True)
     parser.add_argument("--source", required=True)
     options = parser.parse_args()
@@ -123,8 +122,7 @@ def main() -> int:
     check_parameters(options.name, values, options.parameters)
     by_hand = {field: old[field] for field in ("pretrained", "also") if field in old}
     row = {"parameters": options.parameters, **values, **by_hand, "source": options.source, "date": TODAY}
-    CATALOGUE.write_text(with_row(text, options.name, row), encoding="utf-8")
-    return 0
+    return not CATALOGUE.write_text(with_row(text, options.name, row), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -117,6 +117,6 @@ def test_rows_that_are_the_defaults_of_transformers_are_renewed_from_them(script
 @pytest.mark.slow
 def test_a_row_whose_modules_have_another_number_of_parameters_is_refused(script):
     config = entries()["HuggingFaceTB/SmolLM2-135M-Instruct"].config
-    assert script.check_parameters("me/new", config, 0.135) == pytest.approx(0.1345, abs=1e-3)
+    script.check_parameters("me/new", config, 0.135)
     with pytest.raises(SystemExit, match="published are 0.2"):
         script.check_parameters("me/new", config, 0.2)
