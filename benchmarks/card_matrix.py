@@ -108,7 +108,9 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
     if cell.layers:
         model = str(folder / cell.model_name.replace("/", "--").replace(", ", "-").replace(" ", "-"))
         if not Path(model).exists():
-            write_sparse_model(Path(model), with_layers(values, cell.layers), tokenizer)
+            fewer = {"num_hidden_layers": cell.layers}
+            fewer = {"text_config": values["text_config"] | fewer} if "text_config" in values else fewer
+            write_sparse_model(Path(model), values | fewer, tokenizer)
     elif not (hub / f"models--{cell.model.replace('/', '--')}").exists():
         write_to_hub_cache(hub, cell.model, values, tokenizer)
     with tempfile.TemporaryDirectory(dir=folder) as run_folder:
@@ -120,13 +122,6 @@ def run_cell(cell: Cell, folder: Path, measured: list[dict[str, Any]] | None = N
             except Exception as error:  # noqa: BLE001 - the other cells go on
                 problem = f"{type(error).__name__}: {error}"
                 return measured or [{**named(cell), "phase": "none", "problem": problem}], problem
-
-
-def with_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The content of a config.json with so many layers in its language model."""
-    if "text_config" in values:
-        return {**values, "text_config": with_layers(values["text_config"], layers)}
-    return {**values, "num_hidden_layers": layers}
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Processor seconds of `finetune plan` from an empty cache and from a warm one, until its verdict and in all.
 
     python benchmarks/cold_plan.py --rounds 5
-    python benchmarks/cold_plan.py --beside ../older      # another checkout, in turns: ratios of paired runs
 
 Target: 5 s for recipes/8b-3090.yaml from an empty cache. Importing torch alone takes 1.7 s of it here. Linux only.
 """
@@ -24,29 +23,21 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
-    """Print medians as a line of JSON for each checkout; returns 0."""
+    """Print the medians as a line of JSON; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default=str(ROOT / "recipes" / "8b-3090.yaml"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--beside", type=Path, help="another checkout")
     options = parser.parse_args()
-    checkouts = [ROOT, *([options.beside.resolve()] if options.beside else [])]
-    rounds = [[plan_twice(checkout, options.recipe) for checkout in checkouts] for _ in range(options.rounds)]
-    for number, checkout in enumerate(checkouts):
-        seconds = [both[number] for both in rounds]
-        medians = {name: round(statistics.median(figures[name] for figures in seconds), 2) for name in seconds[0]}
-        ratios = {
-            f"{name}_ratio": round(statistics.median(both[number][name] / both[0][name] for both in rounds), 2)
-            for name in medians
-        }
-        print(json.dumps({"checkout": checkout.name, "rounds": len(rounds), **medians, **(ratios if number else {})}))  # noqa: T201
+    rounds = [plan_twice(options.recipe) for _ in range(options.rounds)]
+    medians = {name: round(statistics.median(seconds[name] for seconds in rounds), 2) for name in rounds[0]}
+    print(json.dumps({"rounds": len(rounds), **medians}))  # noqa: T201
     return 0
 
 
-def plan_twice(checkout: Path, recipe: str) -> dict[str, float]:
+def plan_twice(recipe: str) -> dict[str, float]:
     """Processor seconds of a plan from an empty cache and of the same plan again."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "FINETUNE_CACHE": folder, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(checkout)}
+        environment = {**os.environ, "FINETUNE_CACHE": folder, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         cold_verdict_s, cold_s = _plan(recipe, environment)
         _, warm_s = _plan(recipe, environment)
     return {"cold_verdict_s": cold_verdict_s, "cold_s": cold_s, "warm_s": warm_s}
