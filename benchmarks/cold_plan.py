@@ -25,7 +25,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 def main() -> int:
     """Print the medians as a line of JSON; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "8b-3090.yaml"))
+    parser.add_argument("--recipe", default="8b-3090")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     rounds = [plan_twice(options.recipe) for _ in range(options.rounds)]
