@@ -20,6 +20,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from warm import CLIENT, start_server  # noqa: E402
 
 from finetune.gc_settings import raise_gc_thresholds  # noqa: E402
@@ -53,18 +54,16 @@ def picture_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shipped_run(tmp_path_factory):
     """The folder where `finetune run tiny-cpu --json` was run, and what it printed; once for all tests."""
-    from finetune.system import take_lock
-
     folder = of_all_processes(tmp_path_factory) / "shipped"
     folder.mkdir(exist_ok=True)
-    printed, lock = folder / "printed.jsonl", take_lock(folder / "lock", wait_s=1000)
-    if not printed.exists():
-        command = [sys.executable, "-m", "finetune", "run", "tiny-cpu", "--json"]
-        environment = {**os.environ, "FINETUNE_CACHE": str(folder / "cache")}
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-        printed.write_text(ended.stdout, encoding="utf-8")
-    lock.release()
+    printed = folder / "printed.jsonl"
+    with FileLock(folder / "lock"):
+        if not printed.exists():
+            command = [sys.executable, "-m", "finetune", "run", "tiny-cpu", "--json"]
+            environment = {**os.environ, "FINETUNE_CACHE": str(folder / "cache")}
+            ended = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+            assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+            printed.write_text(ended.stdout, encoding="utf-8")
     return folder, printed.read_text(encoding="utf-8")
 
 
@@ -116,21 +115,18 @@ LONGEST = (
 @pytest.fixture(scope="session")
 def kept_run(tmp_path_factory):
     """kept_run(folder, name="finished") -> a copy of a run; `finished` and `stopped` are trained once a session."""
-    from finetune.system import take_lock
-
     folder = of_all_processes(tmp_path_factory) / "kept"
     folder.mkdir(exist_ok=True)
 
     def copy(into, name="finished"):
-        lock = take_lock(folder / f"{name}.lock", wait_s=1000)
-        if not (folder / name / "exit").exists():
-            command = [sys.executable, str(Path(__file__).parent / "kept_run.py"), str(folder / name / "run" / name)]
-            (folder / name / "run").mkdir(parents=True)
-            environment = {**os.environ, "FINETUNE_CACHE": str(folder / name / "cache")}
-            ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-            assert ended.returncode == {"finished": 0, "stopped": 130}[name], ended.stdout[-2000:] + ended.stderr[-2000:]
-            (folder / name / "exit").touch()
-        lock.release()
+        with FileLock(folder / f"{name}.lock"):
+            if not (folder / name / "exit").exists():
+                command = [sys.executable, str(Path(__file__).parent / "kept_run.py"), str(folder / name / "run" / name)]
+                (folder / name / "run").mkdir(parents=True, exist_ok=True)
+                environment = {**os.environ, "FINETUNE_CACHE": str(folder / name / "cache")}
+                ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+                assert ended.returncode == {"finished": 0, "stopped": 130}[name], ended.stdout[-2000:] + ended.stderr[-2000:]
+                (folder / name / "exit").touch()
         return Path(shutil.copytree(folder / name / "run" / name, into / name))
 
     return copy
@@ -211,13 +207,11 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory):
     """Path of a Python that starts with everything imported: commands that are not about starting need seconds less each."""
-    from finetune.system import take_lock
-
     folder = of_all_processes(tmp_path_factory) / "warm"
     folder.mkdir(exist_ok=True)
-    socket, lock = folder / "socket", take_lock(folder / "lock", wait_s=1000)
-    if not socket.exists():
-        start_server(socket, os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
-    lock.release()
+    socket = folder / "socket"
+    with FileLock(folder / "lock"):
+        if not socket.exists():
+            start_server(socket, os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
     os.environ["WARM_PYTHON"] = str(socket)
     return CLIENT

@@ -167,7 +167,8 @@ class _Planner:
     @functools.cached_property
     def fused_mixers(self) -> bool:
         """Whether a package computes the model's delta rules or scans."""
-        return kernel_problem(MAMBA if MAMBA2[-1] in self.shape.mixer else FLA, self.card.capability) is None
+        package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
+        return not self.card.is_cpu and kernel_problem(package, self.card.capability) is None
 
     @functools.cached_property
     def stored(self) -> dict[str, Any]:
