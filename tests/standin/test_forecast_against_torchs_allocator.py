@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 #: Largest differences: a share, or bytes where that is more; a page of an expandable segment has 20 MiB.
 ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
+#: Share of allocated bytes while fla's kernels are tuned, in the first run.
+TUNED = 0.005
 #: Share by which a mixture's run of three steps may reserve less than the replay, which has more steps of rows that differ.
 FEWER_STEPS = 0.05
 #: Texts of a cell's name: each format, kind of rows and of segments, recomputation and mixture.
@@ -24,7 +26,7 @@ CELLS = [
     ("6 layers", "16 bit", "every layer"), ("6 layers", "16 bit", "pairs"), ("6 layers", "16 bit", "segments"),
     ("6 layers", "NF4", "every 2nd layer"), ("6 layers", "NF4", "8-bit Adam"), ("6 layers", "NF4", "packed"),
     ("6 layers", "NF4", "segments"), ("6 layers", "t4"), ("6 layers", "int8", "segments"), ("3 layers", "A3B", "adapters on"),
-    ("3 layers", "gpt-oss", "nothing"), ("4 layers", "every layer"), ("4 layers", "NF4"),
+    ("3 layers", "gpt-oss", "nothing"), ("4 layers",),
 ]  # fmt: skip
 
 
@@ -48,6 +50,7 @@ def test_a_run_takes_what_was_forecast(cells, tmp_path, warm_python):
             continue  # packed held-out rows are forecast as full; where segments can't expand blocks are larger than needed
         below = int(line["measured_reserved_bytes"]) < int(line["forecast_reserved_bytes"] or 0)
         reserved = (FEWER_STEPS, RESERVED[1]) if below and "3 layers" in cells else RESERVED
-        for kind, (share, size) in (("allocated", ALLOCATED), ("reserved", reserved)):
+        allocated = (TUNED, ALLOCATED[1]) if "4 layers" in cells else ALLOCATED
+        for kind, (share, size) in (("allocated", allocated), ("reserved", reserved)):
             bytes_, forecast = difference(line, kind)
             assert bytes_ <= max(share * forecast, size), (kind, line)
