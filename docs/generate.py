@@ -6,6 +6,7 @@
     python docs/generate.py --check --quick # only the blocks that need no forecast: seconds, not minutes
 
 A block is the text between `<!-- made by docs/generate.py: NAME -->` and `<!-- end -->`. Needs no GPU and no network.
+Plans of delta nets are those with the extra `hybrid` and Triton, which a torch for the CPU comes without: `pip install triton`.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import math
 
 from blocks.page import GIB, block, cells, markdown
 
-#: Rows of the table of needs: names in the model catalogue, smallest first.
+#: Rows of the table of needs: names in the model catalogue, in the order of their needs.
 MODELS = (
-    "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen3-4B",
-    "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct",
+    "LiquidAI/LFM2.5-1.2B-Instruct", "Qwen/Qwen3.5-2B", "Qwen/Qwen3.5-4B", "meta-llama/Llama-3.1-8B-Instruct",
+    "mistralai/Ministral-3-8B-Instruct-2512", "Qwen/Qwen3.5-9B", "mistralai/Ministral-3-14B-Instruct-2512",
+    "openai/gpt-oss-20b", "Qwen/Qwen3.8-27B", "Qwen/Qwen3.6-35B-A3B", "meta-llama/Llama-3.3-70B-Instruct",
 )  # fmt: skip
 LENGTHS = (1024, 2048, 4096, 8192)
 #: One card for each size of memory.
@@ -25,7 +25,10 @@ FRUGAL = {
     "packing": False, "lora_r": 16, "torch_compile": False,
 }  # fmt: skip
 #: The models of the tables with layer offloading, and their cards.
-LARGE = MODELS[MODELS.index("mistralai/Mistral-7B-Instruct-v0.3") :]
+LARGE = (
+    "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3.5-9B", "mistralai/Ministral-3-14B-Instruct-2512", "Qwen/Qwen3.8-27B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+)  # fmt: skip
 SMALL_CARDS = CARDS[: CARDS.index("rtx-4090") + 1]
 #: The shipped recipes whose models are larger than their cards.
 OFFLOADING = ("14b-4060", "32b-3060", "70b-4090")
