@@ -202,11 +202,10 @@ def planned_tokens(cell: Cell) -> int:
     """Tokens of a long row that this project's planner accepts on the GPU: where its search begins."""
     from benchmarks.card_peer_run import assume_host_memory
     from benchmarks.longest_rows import LAST_LENGTHS, longest, plan_for
-    from finetune.planner.plan import Verdict
 
     assume_host_memory()
     changes, tokens = {"lora_r": 16, **cell.settings}, min(LAST_LENGTHS[cell.gpu], MOST_TOKENS)
-    if plan_for(cell.gpu, tokens, changes).verdict == Verdict.FITS:
+    if plan_for(cell.gpu, tokens, changes).verdict.fits:
         return tokens
     plan = longest(cell.gpu, changes)
     return plan.settings.max_length if plan and plan.settings.max_length else 1024

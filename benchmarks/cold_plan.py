@@ -53,7 +53,7 @@ def _plan(recipe: str, environment: dict[str, str]) -> tuple[float, float]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(tuple(f"{verdict}: ".encode() for verdict in Verdict)):
+            if line.startswith(tuple(str(verdict).encode() for verdict in Verdict)):
                 verdict_s = _processor_s(Path(f"/proc/{process.pid}/stat"))
         _, _, used = os.wait4(process.pid, 0)
         process.returncode = 0

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from finetune.card import find_card
-from finetune.planner.plan import Plan, Verdict
+from finetune.planner.plan import Plan
 from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
 from finetune.units import GIB, parse_bytes
@@ -48,7 +48,7 @@ def longest(card: str, changes: dict[str, Any], host_bytes: float) -> Plan | Non
     while over - fits > STEP:
         plan = plan_for(card, tokens, changes)
         holdable = plan.forecast is not None and plan.forecast.host_bytes <= host_bytes
-        if plan.verdict == Verdict.FITS and holdable:
+        if plan.verdict.fits and holdable:
             best, fits = plan, tokens
         else:
             over = tokens

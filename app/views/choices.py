@@ -60,7 +60,7 @@ def _choice(row: Alternative, plan: Plan) -> Safe:
         return Safe(f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>{tr('chosen')} · {batch}</small>")
     change = inert(in_words(row.differs))
     if row.verdict == Verdict.NO_FIT:
-        return Safe(f"{change}<br><small>{tr('too big')}</small>")
+        return Safe(f"{change}<br><small>{tr(row.verdict)}</small>")
     return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
 
 

@@ -13,8 +13,7 @@ from finetune.units import GIB, format_bytes, gib
 from ..language import mark, tr, tr_n
 from .markup import action, as_on_page, inert, note
 from .memory_parts import PHASES, Part, parts_of
-from .verdicts import verdict_in_words
-from .words import in_words, limit_in_words, minutes, override_values, plan_in_words, slower_in_words
+from .words import capital, in_words, minutes, override_values, plan_in_words, slower_in_words
 
 _SUGGESTIONS = 3
 #: The planner's sentence of what a change costs -> the page's.
@@ -45,22 +44,21 @@ _SMALLER = {"weights": "load_in_4bit", "activations": "activation_checkpointing"
 
 def verdict(plan: Plan, *, blocked: bool = False) -> str:
     """The sentence as the page's heading, and the forecast behind it. `blocked`: a run would not start, so it isn't green."""
-    css, title, forecast = plan.verdict.level, verdict_in_words(plan), plan.forecast
+    (template, values), css, forecast = plan.verdict_sentence(), plan.verdict.level, plan.forecast
+    title = capital(tr(template, **values))
     if blocked and css == "ok":
         css = "warn"
     if forecast is None:
-        return _heading(css, title, tr("There is no memory forecast for {gpu}.", gpu=plan.card.name))
+        return _heading(css, title)
     budget, likely, most = plan.usable_bytes, forecast.peak_bytes, forecast.peak_high_bytes
-    speeds = [other.tokens_per_s or 0.0 for other in plan.alternatives if other.verdict == Verdict.FITS]
-    is_fastest = plan.verdict == Verdict.FITS and len(plan.alternatives) > 1 and max(speeds) == speeds[0]
+    speeds = [other.tokens_per_s or 0.0 for other in plan.alternatives if other.verdict.fits]
+    is_fastest = plan.verdict.fits and len(plan.alternatives) > 1 and max(speeds) == speeds[0]
     way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
     sentences = [
         tr("Forecast {likely}, at most {most}, of {budget} that may be used.", likely=gib(likely), most=gib(most),
            budget=gib(budget)),
-        tr(way, text=_capital(plan_in_words(plan.settings))),
+        tr(way, text=capital(plan_in_words(plan.settings))),
     ]  # fmt: skip
-    if plan.verdict == Verdict.AT_LIMIT and forecast.at_limit:
-        sentences.append(_capital(limit_in_words(forecast.at_limit)))
     if plan.shortfall and (model := plan.shortfall.largest_model_that_fits):
         sentences.append(tr("The largest model in the catalogue that fits: {model}.", model=model))
     return _heading(css, title, " ".join(sentences))
@@ -68,8 +66,8 @@ def verdict(plan: Plan, *, blocked: bool = False) -> str:
 
 def cannot_say(problems: int) -> str:
     """The heading without a plan."""
-    counted = tr_n("Can't say yet: {n} setting to correct", "Can't say yet: {n} settings to correct", problems)
-    return _heading("unknown", counted if problems else tr("Can't say yet"))
+    counted = tr_n("Unknown: {n} setting to correct", "Unknown: {n} settings to correct", problems)
+    return _heading("unknown", counted if problems else tr("Unknown: there is no plan"))
 
 
 def _heading(css: str, title: str, text: str = "") -> str:
@@ -259,7 +257,7 @@ def ready(plan: Plan, obstacle: str) -> str:
     if obstacle:
         return f'<p class="ft-ready"><b>{tr("Not yet.")}</b> {inert(obstacle)}</p>'
     if plan.verdict == Verdict.NO_FIT:
-        return f'<p class="ft-ready"><b>{tr("Too big.")}</b> {tr("A smaller plan starts at once.")}</p>'
+        return f'<p class="ft-ready"><b>{tr("Does not fit.")}</b> {tr("A smaller plan starts at once.")}</p>'
     checks = [check for check in plan.checks if check.enough is not None]
     disk = next((check for check in plan.checks if check.what == "disk"), None)
     needs = passed = ""
@@ -275,7 +273,3 @@ def auto(name: str, values: Mapping[str, Any]) -> str:
     if values.get(name) in (None, AUTO):
         return f'<span class="ft-badge">{tr("auto")}</span>'
     return f'<button type="button" class="ft-small" data-key="auto-{name}" {action(auto=name)}>{tr("back to auto")}</button>'
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -16,7 +16,7 @@ from finetune.units import format_bytes, format_count, gib
 from ..language import mark, tr
 from ..planning.catalogue import Model
 from .markup import Safe, as_on_page, inert, page_title, table
-from .verdicts import SHORT_VERDICTS
+from .words import capital
 
 
 def chooser() -> str:
@@ -60,11 +60,11 @@ def _badge(badge: Mapping[str, Any] | None) -> str:
         return f'<span class="ft-badge" aria-label="{tr("being checked")}">…</span>'
     verdict = Verdict(badge["verdict"])
     if badge.get("because"):
-        why, unknown = inert(as_on_page(badge["because"]), 300), tr("Can't say yet")
-        return f'<span class="ft-badge {verdict.level}" title="{why}">{unknown}</span>'
+        why = inert(as_on_page(badge["because"]), 300)
+        return f'<span class="ft-badge {verdict.level}" title="{why}">{capital(tr(verdict))}</span>'
     needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
     needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []
-    name = tr(SHORT_VERDICTS[verdict])
+    name = capital(tr(verdict))
     text = tr("{change}: {result}", change=name, result=tr(", ").join(needs)) if needs else name
     return f'<span class="ft-badge {verdict.level}">{inert(text)}</span>'
 

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.memory.forecast import AtLimit
 from finetune.settings import Settings
 from finetune.settings.base_formats import SWITCHES, base_format_of
 from finetune.settings.optimizers import EIGHT_BIT, FUSED
-from finetune.units import format_bytes
 
 from ..language import mark, tr, tr_n
 
@@ -103,15 +101,9 @@ def plan_in_words(settings: Settings) -> str:
     return tr(", ").join(ways)
 
 
-def limit_in_words(limit: AtLimit) -> str:
-    """How a run stays within a budget that is below the forecast's upper end, and what that costs."""
-    if not limit.returns_per_step:
-        return tr("If fragmentation grows, torch gives cached blocks back to the driver, for which the GPU waits.")
-    return tr_n(
-        "torch gives cached blocks back to the driver {n} time in a step, {size} in all; the GPU waits each time.",
-        "torch gives cached blocks back to the driver {n} times in a step, {size} in all; the GPU waits each time.",
-        limit.returns_per_step, size=format_bytes(limit.returned_bytes_per_step),
-    )  # fmt: skip
+def capital(text: str) -> str:
+    """The text as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
 
 
 def precision(settings: Settings) -> str:

@@ -34,7 +34,7 @@ class Fit:
     forecast: Forecast
 
     def __bool__(self) -> bool:
-        return self.verdict in (Verdict.FITS, Verdict.AT_LIMIT)
+        return self.verdict.fits
 
     def __str__(self) -> str:
         forecast = self.forecast

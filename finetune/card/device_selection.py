@@ -30,11 +30,12 @@ def cards_here() -> list[tuple[str, str]]:
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
-def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: int) -> Choice:
+def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = "") -> Choice:
     """Return the GPU to plan for: visible to this process, and accepted by `wanted`.
 
     It is the fastest GPU among the ones with about the most free memory. Several `processes` use the first GPUs; the plan is
-    then for the GPU with the least free memory. Raises RecipeError, which names `gpu`, without a usable GPU.
+    then for the GPU with the least free memory. Raises RecipeError, which names `gpu` or the GPU's `name`, without a
+    usable GPU.
     """
     try:
         devices, lost_cards = nvidia.read_devices()
@@ -56,6 +57,9 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
         machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
         hidden = [device for device in devices if wanted and wanted(device)]
+        if allowed and not hidden and name:
+            present = ", ".join(f"{_with_article(device.name)} ({format_bytes(device.total_bytes)})" for device in allowed)
+            raise NoCard(f"this recipe is for {_with_article(name)}; this machine has {present}", "")
         if allowed and not hidden:
             fix = "Set gpu=auto, or the number of one of these cards."
             raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
@@ -72,6 +76,11 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
+
+
+def _with_article(name: str) -> str:
+    short = name.replace("NVIDIA ", "").replace("GeForce ", "")
+    return f"{'an' if short[0] in 'AEFHILMNORSX' else 'a'} {short}"
 
 
 def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, ...], lost_cards: tuple[LostCard, ...]) -> str:

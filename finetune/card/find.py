@@ -51,10 +51,11 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
         card = _catalogue_card(gpu)
         if here:
             try:
-                choice = choose_device(card.name, lambda device: _entry_of(device) == card.name, processes)
+                named = _entries()[card.name]["device"]
+                choice = choose_device(card.name, lambda device: _entry_of(device) == card.name, processes, named)
             except RecipeError as error:
                 plan = f"To plan for it without training: finetune plan RECIPE --gpu {card.name}"
-                raise NoCard(error.problems, f"Set gpu=auto to use what is here. {plan}") from None
+                raise NoCard(error.problems, f"Add gpu=auto to train on what is here. {plan}") from None
             card = _measured_card(choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)

@@ -141,13 +141,15 @@ def _print_summary(plan: Plan) -> int:
     """Print whether the plan fits, its memory and its time. Returns the number of lines."""
     card, forecast = plan.card, plan.forecast
     where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
-    head, body = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"], list[str]()
+    template, values = plan.verdict_sentence()
+    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"]
+    head, body = [*head, f"[bold]{_coloured(plan.verdict, template.format(**values))}[/]"], list[str]()
     if card.problem:
         body += wrap(f"no run can use this card now: {card.problem}. Fix: {card.problem_fix}", out.width)
     if forecast:
         sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
-        head += ["[bold]{}[/]: {} at the peak, at most {}, of {} it may use".format(_coloured(plan.verdict), *sizes), ""]
-        head += [_coloured(plan.verdict, _bar(forecast, plan.usable_bytes)), _largest_parts(plan, forecast)]
+        head += [_coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]
+        head += ["{} at the peak, at most {}, of {} it may use".format(*sizes), _largest_parts(plan, forecast)]
         body += [] if plan.verdict == Verdict.NO_FIT else wrap(_time(plan, forecast), out.width)
         notes: list[str] = []
         for note in reversed(forecast.notes):  # the last ones are about the rows
@@ -228,11 +230,11 @@ def _shortened(reason: str, value: str, width: int) -> list[str]:
 def _alternatives(plan: Plan) -> list[str]:
     chosen = next((row.plan for row in plan.alternatives if row.chosen), "").split(", ")
     rows = sorted((row for row in plan.alternatives if not row.chosen), key=lambda row: row.verdict == Verdict.NO_FIT)
-    lines = [f"{'at most':>9}  {'tokens/s':>8}  {'verdict':12}  other plans"] if rows else []
+    lines = [f"{'at most':>9}  {'tokens/s':>8}  {'verdict':15}  other plans"] if rows else []
     for row in rows:
         change = ", ".join(part for part in row.plan.split(", ") if part not in chosen) or row.differs
         speed = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
-        verdict = _coloured(row.verdict, f"{row.verdict:12}")
+        verdict = _coloured(row.verdict, f"{row.verdict:15}")
         lines.append(f"{format_bytes(row.peak_high_bytes):>9}  {speed:>8}  {verdict}  {escape(change)}")
     return lines
 
@@ -241,7 +243,7 @@ def _changes(plan: Plan) -> list[str]:
     enough = _enough(plan)
     rows = [(row.peak_bytes, f"{escape(row.override)} [dim]({escape(row.cost)})[/]") for row in enough or plan.suggestions]
     for needs in plan.many_cards.rows if plan.many_cards else ():
-        if needs.verdict == Verdict.FITS and needs.peak_high_bytes:
+        if needs.verdict and needs.verdict.fits and needs.peak_high_bytes:
             rows.append((needs.peak_high_bytes, f"{escape(needs.override)} [dim](each GPU)[/]"))
             break
     lines = [f"{'at most':>9}  {'fits' if enough else 'smaller, but too big'} with"]
@@ -291,7 +293,8 @@ def _print_many_cards(needs: ManyCards) -> None:
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:
         sizes = (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes)
-        shown.add_row(row.strategy, *(format_bytes(size) if size else "-" for size in sizes), _coloured(row.verdict))
+        verdict = _coloured(row.verdict) if row.verdict else "-"
+        shown.add_row(row.strategy, *(format_bytes(size) if size else "-" for size in sizes), verdict)
     out.print(shown)
     for reason in dict.fromkeys(row.cost for row in needs.rows if row.cost):
         out.print(f"[dim]{escape(reason)}[/]")

@@ -139,8 +139,9 @@ def _print_start(run: RunDirectory, prepared: Any) -> None:
         f"learning rate {settings.learning_rate:g}"
     )
     if plan.forecast:
-        peak, free = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.card.free_bytes)
-        out.print(f"Forecast: {peak} of {free} at the peak: {plan.verdict}")
+        peak, budget = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.usable_bytes)
+        template, values = plan.verdict_sentence()
+        out.print(f"Forecast: {peak} of {budget} at the peak: {template.format(**values)}")
     out.print(f"Time: {plan.run_time.summary if plan.run_time else 'not measured here'}")
     if plan.cost is not None:
         out.print(f"Cost: {plan.cost:,.2f} at {settings.price_per_hour:g} an hour")

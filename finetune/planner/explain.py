@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from finetune.planner.choices import Choices
-from finetune.planner.plan import Alternative, Verdict, as_overrides, verdict_of
+from finetune.planner.plan import Alternative, as_overrides, verdict_of
 from finetune.planner.speed import Job, knows_rates
 from finetune.planner.strategy import Strategy
 from finetune.settings import Recipe
@@ -140,7 +140,8 @@ def _explain_layers(compare: Comparison, recipe: Recipe) -> str:
     if copies is None:
         if compare.search.job.card.is_cpu:
             return "the weights are in host memory"
-        if verdict_of(compare.chosen.forecast, compare.search.budget_bytes) in (Verdict.FITS, Verdict.AT_LIMIT):
+        forecast = compare.chosen.forecast
+        if forecast.at_limit or verdict_of(forecast, compare.search.budget_bytes).fits:
             return "every layer's weights fit on the card"
         why = layer_offloading_conflict(recipe)
         return f"does not work with {why}" if why else "too little would fit with it, too"
@@ -186,7 +187,7 @@ def alternatives(
             peak_bytes=candidate.forecast.peak_bytes, peak_high_bytes=candidate.forecast.peak_high_bytes,
             step_s=timing.step_s * step_time_factor if times_known else None,
             tokens_per_s=timing.tokens_per_s / step_time_factor if times_known else None,
-            verdict=verdict_of(candidate.forecast, search.budget_bytes),
+            verdict=verdict_of(candidate.forecast, search.budget_bytes, candidate.strategy.offload_target),
             overrides=as_overrides(values), differs=as_overrides(differing),
         )  # fmt: skip
         rows.append((not row.chosen, timing.step_s, row.overrides, row))

@@ -25,37 +25,47 @@ from finetune.serialise import from_json, to_json
 from finetune.settings import Settings
 from finetune.settings.methods import has_kl
 from finetune.settings.vision import Sizes
-from finetune.units import format_bytes, format_seconds
+from finetune.units import format_bytes, format_seconds, gib
 
 #: Version of plan.json, raised with each field that leaves or changes its type.
-VERSION = 2
+VERSION = 3
 
 
 class Verdict(StrEnum):
-    """Whether the plan fits its budget: the words of plan.json and the terminal."""
+    """Whether the plan fits its budget, and how slow it is: the words of plan.json, the terminal and the page."""
 
     FITS = "fits"
-    AT_LIMIT = "at the limit"
+    SLOW = "fits, slow"
+    VERY_SLOW = "fits, very slow"
     TIGHT = "tight"
     NO_FIT = "does not fit"
     UNKNOWN = "unknown"
-    NOT_POSSIBLE = "not possible"
+
+    @property
+    def fits(self) -> bool:
+        return self.startswith("fits")
 
     @property
     def level(self) -> str:
         """How good that is, for its colour: ok, warn, bad or unknown."""
-        levels = {Verdict.FITS: "ok", Verdict.AT_LIMIT: "warn", Verdict.TIGHT: "warn", Verdict.NO_FIT: "bad"}
-        return levels.get(self, "unknown")
+        return {Verdict.FITS: "ok", Verdict.NO_FIT: "bad", Verdict.UNKNOWN: "unknown"}.get(self, "warn")
 
 
-def verdict_of(forecast: Forecast, budget_bytes: int) -> Verdict:
-    """Fits when the forecast's upper end is within the budget, tight when only its lower end is. At the limit: when torch can
-    stay within it by giving cached blocks back, also at the upper end of what is allocated."""
+#: The sentence of each verdict.
+VERDICTS = {
+    Verdict.FITS: "fits, with {size} to spare", Verdict.SLOW: "fits, slow: {layers} of layers in host memory",
+    Verdict.VERY_SLOW: "fits, very slow: layers on disk, {moved} moved and {time} in each step",
+    Verdict.TIGHT: "tight: {size} too big at the upper end", Verdict.NO_FIT: "does not fit: {size} too big",
+    Verdict.UNKNOWN: "unknown: there is no forecast for {gpu}",
+}  # fmt: skip
+
+
+def verdict_of(forecast: Forecast, budget_bytes: int, place: object = None) -> Verdict:
+    """Fits if the forecast's upper end is within the budget, tight if only its likely peak or a replay of the allocator is.
+    `place`: of offloaded layers, `cpu` or `nvme`."""
     if forecast.peak_high_bytes <= budget_bytes:
-        return Verdict.FITS
-    if forecast.at_limit is not None:
-        return Verdict.AT_LIMIT
-    return Verdict.TIGHT if forecast.peak_low_bytes <= budget_bytes else Verdict.NO_FIT
+        return Verdict.SLOW if place == "cpu" else Verdict.VERY_SLOW if place == "nvme" else Verdict.FITS
+    return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 
 #: Rows of which DataStatistics knows the trained tokens; no micro-batch of one GPU has more.
@@ -278,7 +288,7 @@ class CardNeeds:
     train_bytes: int | None = None
     peak_high_bytes: int | None = None
     host_bytes: int | None = None
-    verdict: Verdict = Verdict.NOT_POSSIBLE
+    verdict: Verdict | None = None
     cost: str = ""
 
 
@@ -356,6 +366,14 @@ class Plan:
         if values.get("version") != VERSION:
             raise ValueError(f"plan format {values.get('version')}; this version reads format {VERSION}")
         return from_json(cls, {**values, "settings": values.get("plan")})
+
+    def verdict_sentence(self) -> tuple[str, dict[str, str]]:
+        """Return the verdict's sentence of `VERDICTS`, and its values."""
+        copies, step_s = self.layer_copies, self.forecast.step_s if self.forecast else None
+        return VERDICTS[self.verdict], {
+            "size": gib(abs(self.headroom_bytes or 0)), "layers": gib(copies.weight_bytes if copies else 0),
+            "moved": gib(copies.moved_bytes_per_step if copies else 0), "time": format_seconds(step_s), "gpu": self.card.name,
+        }  # fmt: skip
 
     @property
     def usable_bytes(self) -> int:

@@ -86,7 +86,7 @@ def make_plan(
     if not compare:
         return planner.plan(attempt)
     price_note = planner.method_price(attempt)
-    if show and attempt.verdict == Verdict.FITS:
+    if show and attempt.verdict.fits:
         show(planner.plan(attempt).with_note(price_note))
     planner.compare(attempt)
     return planner.plan(attempt).with_note(price_note)
@@ -98,7 +98,7 @@ def plan_if_fits(
     """The plan of a recipe that fits; None for another, without the forecasts of what would make it fit. Raises RecipeError."""
     planner = _planner_of(recipe, card, data, forecaster, None)
     attempt = planner.best()
-    return planner.plan(attempt) if attempt.verdict == Verdict.FITS else None
+    return planner.plan(attempt) if attempt.verdict.fits else None
 
 
 def _planner_of(
@@ -141,7 +141,7 @@ class _Attempt:
 
     @property
     def verdict(self) -> Verdict:
-        return verdict_of(self.evaluated.forecast, self.search.budget_bytes)
+        return verdict_of(self.evaluated.forecast, self.search.budget_bytes, self.evaluated.strategy.offload_target)
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class _Planner:
     def best(self) -> _Attempt:
         """The fastest strategy that fits: packed or not, then with layers offloaded; else the smallest."""
         attempt = self.solve()
-        if attempt.verdict != Verdict.FITS and self.recipe.packing == AUTO and attempt.choices.value("packing"):
+        if not attempt.verdict.fits and self.recipe.packing == AUTO and attempt.choices.value("packing"):
             single_rows = self.solve(unpacked=True)
-            attempt = single_rows if single_rows.verdict == Verdict.FITS else attempt
-        if attempt.verdict in (Verdict.NO_FIT, Verdict.TIGHT):
+            attempt = single_rows if single_rows.verdict.fits else attempt
+        if not attempt.verdict.fits and not attempt.evaluated.forecast.at_limit:
             attempt = self.with_layers_offloaded(attempt) or attempt
         return attempt
 
@@ -335,13 +335,13 @@ class _Planner:
             layer_copies=layer_copies_of(timing, forecast, self.card), workload_s=workload,
             model_type=self.shape.family, parameters=self.shape.parameters,
             cost=cost_of(length.load_s + length.train_s if length else modelled_s, settings.price_per_hour),
-            **(self._advice(attempt, settings, forecast) if attempt.verdict != Verdict.FITS else {}),
+            **(self._advice(attempt, settings, forecast) if not attempt.verdict.fits else {}),
         )  # fmt: skip
 
     def with_fastest(self, attempt: _Attempt) -> _Attempt:
         """The attempt with the strategy that has the shortest step of all that fit, if preferences chose a slower one."""
         search, options = self._quick_search(attempt), self._open_strategies(attempt)
-        if attempt.verdict != Verdict.FITS or self.card.is_cpu:
+        if not attempt.verdict.fits or self.card.is_cpu:
             return attempt
         if not attempt.offload_target and self.recipe.layer_offloading == AUTO:
             options += self._open_strategies(dataclasses.replace(attempt, offload_target="cpu"))
@@ -367,7 +367,9 @@ class _Planner:
             )
         if self.history.runs:
             notes.append(self.history.summary(self.card.name))
-        if attempt.verdict != Verdict.FITS and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
+        if at_limit := attempt.evaluated.forecast.at_limit:
+            notes.append(at_limit.summary)
+        if not attempt.verdict.fits and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
             notes.append(note)
         if attempt.choices.value("dtype") == "float16" and (risk := float16_risk(self.config)[1]):
             fix = "leave dtype out" if self.card.supports_bf16 else "set dtype=float32"
@@ -448,7 +450,7 @@ class _Planner:
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, attempt.verdict
-        wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and verdict != Verdict.FITS)
+        wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
         if self.card.is_cpu or not wanted or settings.vision:
             return None
         self.report_progress("forecasting several cards")

@@ -14,7 +14,7 @@ from finetune.errors import DataError, ModelError, RecipeError
 from finetune.memory.cache import LIBRARIES
 from finetune.model.configuration import named_model, read_config, vocabulary_size
 from finetune.planner.base_adapter import inherit_settings
-from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics, Verdict
+from finetune.planner.plan import MOST_ROWS, DataProblem, DataStatistics
 from finetune.planner.planner import make_plan, plan_if_fits
 from finetune.planner.quantisation_cost import with_measured_cost
 from finetune.planner.speed import Batches
@@ -104,7 +104,7 @@ def plan_recipe(
         return completed(make_plan(recipe, card, read.statistics, progress=progress, compare=compare, show=shown))
 
     plan, statistics = planned(recipe, read, reasons), read.statistics
-    if plan.verdict == Verdict.FITS or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
+    if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
         return plan
     largest = max(width * height for width, height in statistics.pictures)
     for pixels in (largest // part for part in (2, 4, 8, 16)):

@@ -24,7 +24,6 @@ from app.views.words import in_words
 from app.web.page_filter import _translation
 from app.workspace import Workspace
 from finetune.errors import DataError
-from finetune.memory.forecast import AtLimit
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.units import GIB
@@ -56,7 +55,7 @@ def plan_of(verdict):
         now, verdict=verdict, headroom_bytes=9 * GIB if fits else -5 * GIB, budget_bytes=(22 if fits else 8) * GIB,
         suggestions=() if fits else tuple(suggestions), alternatives=tuple(alternatives),
         shortfall=None if fits else Shortfall(5 * GIB, "weights", 5 * GIB, "Qwen/Qwen3"),
-        forecast=replace(now.forecast, at_limit=AtLimit(8 * GIB, 2, GIB), method="dry run", notes=()),
+        forecast=replace(now.forecast, method="dry run", notes=()),
         checks=(ResourceCheck("disk", GIB, 9 * GIB, enough=True),), reasons=dict.fromkeys(now.reasons, "as the recipe sets it"),
     )  # fmt: skip
 
@@ -101,14 +100,14 @@ def model_pages():
     listed = [Model(name, "folder") for name in badges] + [Model("tiny", "recipe {recipe}", recipe="tiny")]
     files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB) for kind in ("adapter", "merged model")]
     shown = models.model_list(listed, "tiny", badges)
-    for verdict in Verdict:  # the names of these models
+    for verdict in sorted(Verdict, key=len, reverse=True):  # the names of these models
         shown = shown.replace(f"<b>{verdict}</b>", "").replace(f'"{verdict}"', "")
     return [models.chooser(), shown, *(models.models_table(table, Path("/")) for table in (files, []))]
 
 
 PAGES = {
     "fits": lambda: fit_of(Verdict.FITS), "too big": lambda: fit_of(Verdict.NO_FIT),
-    "at the limit": lambda: fit_of(Verdict.AT_LIMIT), "data": data_pages, "models": model_pages,
+    "slow": lambda: fit_of(Verdict.VERY_SLOW), "data": data_pages, "models": model_pages,
 }  # fmt: skip
 
 

@@ -82,4 +82,4 @@ def test_a_plan_of_a_careless_name_names_the_hub_id_and_the_assumed_rows(monkeyp
 def test_a_7b_model_is_planned_for_a_4090_without_a_recipe_data_or_a_network(monkeypatch, finetune):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, shown = finetune("plan", "Qwen/Qwen2.5-7B-Instruct", "--gpu", "4090")
-    assert code == 0 and shown.out.splitlines()[1].startswith("fits: ")
+    assert code == 0 and shown.out.splitlines()[1].startswith("fits, with ")

@@ -39,26 +39,24 @@ def test_pausing_all_says_when_nothing_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "No run is running.\n"
 
 
-def _plan_of(*overrides, free, capsys):
-    show_plan("tiny-cpu", list(overrides), model=None, data=None, gpu="rtx-3060", free=free, as_json=False)
-    return " ".join(capsys.readouterr().out.split())
+OPTIONS = {"model": None, "data": None, "gpu": "rtx-3060", "free": "8", "as_json": False}
 
 
 @pytest.mark.slow
 def test_a_bare_free_is_gib_and_a_lower_budget_is_named_beside_the_verdict(capsys):
-    shown = _plan_of("memory_budget=5", free="8", capsys=capsys)
+    show_plan("tiny-cpu", ["memory_budget=5"], **OPTIONS)
+    shown = capsys.readouterr().out
     assert "on rtx-3060, 8.00 GiB free" in shown and "of 5.00 GiB it may use" in shown
 
 
 @pytest.mark.slow
 def test_a_plan_is_one_screen_and_ends_with_what_to_type_on_that_gpu(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    options = {"model": None, "data": None, "gpu": "rtx-3060", "free": "8", "as_json": False}
-    code = show_plan("tiny-cpu", ["lora_r=4"], **options)
+    code = show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS)
     lines = capsys.readouterr().out.splitlines()
     assert code == 0 and len(lines) <= 25 and max(map(len, lines)) <= 80
-    assert lines[1].startswith("fits: ") and lines[-1] == "Next on that machine: finetune run tiny-cpu lora_r=4 gpu=auto"
-    show_plan("tiny-cpu", ["lora_r=4"], **options, why=True)
+    assert lines[1].startswith("fits, with ") and lines[-1] == "Next on that machine: finetune run tiny-cpu lora_r=4 gpu=auto"
+    show_plan("tiny-cpu", ["lora_r=4"], **OPTIONS, why=True)
     every = capsys.readouterr().out.splitlines()
     assert every[-len(lines) + 1 : -1] == lines[:-3] + [""] and "save_steps = 0" in every
 

@@ -125,7 +125,7 @@ def test_more_processes_than_cards_are_a_problem(machine):
 def test_training_on_a_named_card_takes_that_one_of_several(machine):
     machine("3060-and-4090")
     assert find_card("rtx-3060", here=True).name == "NVIDIA GeForce RTX 3060"
-    with pytest.raises(RecipeError, match="gpu: rtx-5090, but this machine has 0 "):
+    with pytest.raises(RecipeError, match=r"for an RTX 5090; this machine has an RTX 3060 \(11.8 GiB\), an RTX 4090"):
         find_card("rtx-5090", here=True)
 
 

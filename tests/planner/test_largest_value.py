@@ -24,7 +24,7 @@ def recipe(**settings):
 def by_hand(card, forecaster, step, settings_of):
     """The first value of every `step` that does not fit."""
     value = step
-    while make_plan(resolved(recipe(), **settings_of(value)), card, None, forecaster=forecaster).verdict == "fits":
+    while make_plan(resolved(recipe(), **settings_of(value)), card, None, forecaster=forecaster).verdict.fits:
         value += step
     return value
 
@@ -44,7 +44,7 @@ def test_it_is_that_of_a_search_by_hand(setting, step, settings_of, new_forecast
     card, forecaster = find_card("rtx-4090", free_bytes=8 * GIB), new_forecaster()
     largest = find_largest(recipe(), card, setting, forecaster=forecaster)
     assert largest.too_large == by_hand(card, forecaster, step, settings_of)
-    assert largest.value == largest.too_large - step and largest.plan.verdict == "fits"
+    assert largest.value == largest.too_large - step and largest.plan.verdict.fits
     assert getattr(largest.plan.settings, setting) == largest.value
 
 
@@ -56,7 +56,7 @@ def test_with_layers_offloaded_the_next_value_does_not_fit():
     verdicts = [
         make_plan(resolved(open_recipe, max_length=tokens), card, None).verdict for tokens in (largest.value, largest.too_large)
     ]
-    assert largest.plan.settings.layer_offloading and verdicts[0] == "fits" != verdicts[1]
+    assert largest.plan.settings.layer_offloading and verdicts[0] == "fits, slow" and not verdicts[1].fits
 
 
 def test_where_the_models_own_limit_fits_it_is_the_answer(new_forecaster):

@@ -39,7 +39,7 @@ def test_an_8b_takes_15_seconds_at_first_and_no_torch_the_second_time():
 @pytest.mark.slow
 def test_a_70b_is_planned_in_3_gib():
     answer = planned("meta-llama/Llama-3.3-70B-Instruct")
-    assert answer["verdict"] == "fits" and answer["plan"]["layer_copies"] and answer["resident_bytes"] <= 3 * GIB
+    assert answer["verdict"] == "fits, slow" and answer["plan"]["layer_copies"] and answer["resident_bytes"] <= 3 * GIB
 
 
 @pytest.mark.exhaustive

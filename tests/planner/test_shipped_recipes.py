@@ -30,5 +30,5 @@ def test_a_recipe_names_a_known_model_and_says_how_to_run_it(name):
 def test_a_recipe_is_forecast_to_fit_its_card(name):
     recipe = load_recipe(name)
     plan = make_plan(recipe, find_card(recipe.gpu), None)
-    assert plan.verdict == "fits" and plan.headroom_bytes >= 0
+    assert plan.verdict.fits and plan.headroom_bytes >= 0
     assert plan.settings.max_length == recipe.max_length
