@@ -1,4 +1,4 @@
-"""A run, or a comparison of several, as one HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
+"""A run, or a comparison of several, as an HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
 
 It has no script and fetches nothing. Its numbers are those of the run directories.
 """
@@ -18,10 +18,11 @@ from finetune.errors import FinetuneError
 from finetune.evaluate.paired import difference, format_difference
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.evaluate.scorers import span_of
-from finetune.events import ForecastCheck, Result, Start, read_events
+from finetune.events import ForecastCheck, Start, read_events
 from finetune.files import read_object, write_output
 from finetune.planner.plan import plan_was_edited
 from finetune.planner.run_time import cost_of, seconds_spent
+from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory, open_run
 from finetune.run.seal import changes_in
@@ -94,7 +95,7 @@ def _one(live: LiveRun) -> str:
     forecast = plan.forecast
     notes = "".join(map(note, (*forecast.notes, f"Forecast by: {forecast.method}."))) if forecast else ""
     parts = {
-        "How it went": _outcome(live) + continued + _result(live),
+        "How it went": _outcome(live) + continued,
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
@@ -109,11 +110,11 @@ def _one(live: LiveRun) -> str:
 
 def _several(lives: list[LiveRun]) -> str:
     rows = [
-        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}", _best(live),
+        [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}",
          format_bytes(run_view.measured_peak(live.digest, live.plan())[1])]
         for live in lives
     ]  # fmt: skip
-    summary = table(["run", "state", ">steps", ">held-out loss", ">measured peak"], rows, "Runs", hidden_caption=True)
+    summary = table(["run", "state", ">steps", ">measured peak"], rows, "Runs", hidden_caption=True)
     return (
         f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
         f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
@@ -121,29 +122,14 @@ def _several(lives: list[LiveRun]) -> str:
 
 
 def _outcome(live: LiveRun) -> str:
-    state = live.state()
+    state, every = live.state(), read_events(live.run.events)
     is_broken = state.state in run_head.BROKEN
     shown = run_head.explanation_of(live, state) if is_broken else run_figures.figures(live.digest, live.plan())
-    cost = cost_of(seconds_spent(list(read_events(live.run.events))), live.plan().settings.price_per_hour)
+    cost = cost_of(seconds_spent(every), live.plan().settings.price_per_hour)
     spent = "" if cost is None else note(f"Cost {cost:,.2f}.")
-    return f"<p>{run_head.pill(state)}</p>{run_head.progress(live, state)}{shown}{spent}"
-
-
-def _result(live: LiveRun) -> str:
-    result = live.digest.newest.get(Result.kind)
-    if not isinstance(result, Result):
-        return "" if live.run.adapter.is_dir() else note("The run has no result yet.")
-    summary = f"The adapter is of step {result.step:,}"
-    summary += f", held-out loss {result.eval_loss:.4f}" if result.eval_loss is not None else ""
-    if result.last_path is not None:
-        summary += f"; the last step, {result.last_step:,}, is in {result.last_path}"
-        summary += f" with {result.last_eval_loss:.4f}" if result.last_eval_loss is not None else ""
-    return note(f"{summary}.")
-
-
-def _best(live: LiveRun) -> str:
-    result = live.digest.newest.get(Result.kind)
-    return f"{result.eval_loss:.4f}" if isinstance(result, Result) and result.eval_loss is not None else "not measured"
+    result = "" if live.run.adapter.is_dir() else note("The run has no result yet.")
+    result = note(f"Finished in {outcome(every)} {state.message}.") if state.state == "finished" else result
+    return f"<p>{run_head.pill(state)}</p>{result}{run_head.progress(live, state)}{shown}{spent}"
 
 
 def _checks(live: LiveRun) -> str:
@@ -154,7 +140,6 @@ def _checks(live: LiveRun) -> str:
 
 
 def _compared(check: ForecastCheck) -> Iterator[list[str]]:
-    """Yield a row of cells for each figure of a check."""
     unknown = "unknown: the driver does not report it"
     if check.measured_card_used_bytes is not None:
         unknown = "unknown: the driver lists no memory by process, as on Windows, in WSL or a container"

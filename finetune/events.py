@@ -200,6 +200,13 @@ class ForecastCheck(Event, kind="forecast"):
     predicted_card_used_bytes: Annotated[WholeOrNone, "predicted_peak_bytes with other programs; null on a CPU"] = None
     measured_card_used_bytes: Annotated[WholeOrNone, "most in use on the whole GPU after a step, by NVML, all programs"] = None
 
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Bytes of the process at its peak: reserved memory and CUDA context; on a CPU resident memory."""
+        if self.measured_reserved_bytes is None:
+            return self.measured_card_bytes
+        return self.measured_reserved_bytes + (self.measured_context_bytes or self.predicted_context_bytes or 0)
+
 
 class Sample(Event, kind="sample"):
     """The model's answer to a held-out prompt."""

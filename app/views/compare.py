@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finetune.run.best import compare_held_out
 from finetune.units import GIB
 
 from ..language import tr
 from ..live import LiveRun
 from .charts import Line, Panel, chart
 from .markup import inert, note, table
-from .run_row import RunRow, last_loss
+from .run_row import RunRow
 from .series import smoothed
 from .words import setting_name, value_text
 
@@ -20,13 +21,13 @@ _MEMORY = ("peak_allocated_bytes", "process_rss_bytes")
 
 def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] = ()) -> str:
     """Loss and memory of runs in one chart, `element` or else SVG, their figures, and the settings that differ."""
+    template, values = compare_held_out([live.run for live in lives])
+    held_out = tr(template, **values)
     if element:
-        return f"{element}{_figures(rows)}{_differences(lives)}"
+        return f"{element}{note(held_out)}{_figures(rows)}{_differences(lives)}"
     panels = [_overlay(tr("Loss, smoothed"), lives, ("loss",), 1.0), _overlay(tr("Memory, GiB"), lives, _MEMORY, GIB)]
-    losses = [tr("{run}: last loss {loss}", run=live.run.path.name, loss=last_loss(live.digest)) for live in lives]
-    summary = "; ".join(losses)
-    picture = chart(panels, [], max(live.digest.step for live in lives), tr("Comparison. {losses}", losses=summary))
-    return f'{picture}<p class="ft-summary">{inert(summary)}</p>{_figures(rows)}{_differences(lives)}'
+    picture = chart(panels, [], max(live.digest.step for live in lives), held_out)
+    return f'{picture}<p class="ft-summary">{inert(held_out)}</p>{_figures(rows)}{_differences(lives)}'
 
 
 def _figures(rows: Sequence[RunRow]) -> str:

@@ -51,14 +51,10 @@ def verdict(plan: Plan, *, blocked: bool = False) -> str:
     if forecast is None:
         return _heading(css, title)
     budget, likely, most = plan.usable_bytes, forecast.peak_bytes, forecast.peak_high_bytes
-    speeds = [other.tokens_per_s or 0.0 for other in plan.alternatives if other.verdict.fits]
-    is_fastest = plan.verdict.fits and len(plan.alternatives) > 1 and max(speeds) == speeds[0]
-    way = mark("{text}: the fastest plan that fits.") if is_fastest else mark("{text}.")
     sentences = [
-        tr("Forecast {likely}, at most {most}, of {budget} that may be used.", likely=gib(likely), most=gib(most),
-           budget=gib(budget)),
-        tr(way, text=capital(plan_in_words(plan.settings))),
-    ]  # fmt: skip
+        tr("Peak {likely} ({most} at most) of {budget}.", likely=gib(likely), most=gib(most), budget=gib(budget)),
+        tr("{text}.", text=capital(plan_in_words(plan.settings))),
+    ]
     if plan.shortfall and (model := plan.shortfall.largest_model_that_fits):
         sentences.append(tr("The largest model in the catalogue that fits: {model}.", model=model))
     return _heading(css, title, " ".join(sentences))
@@ -91,8 +87,7 @@ def memory(plan: Plan) -> str:
         f"{tr(PHASES[phase][0])}</button>"
         for phase in phases
     )
-    is_dry_run = forecast.method.startswith("dry run")
-    method = tr("Forecast: the training step itself, run without data." if is_dry_run else "Forecast by formula.")
+    method = tr("Forecast: the training step itself, run without data.")
     head = (
         f'<div class="ft-barhead"><h2>{title}</h2><div class="ft-seg" role="group" aria-label="{tr("Phase")}">{buttons}</div>'
         f'<span class="ft-method">{inert(method)}</span></div>'
@@ -246,8 +241,7 @@ def _price(item: Suggestion) -> str:
 
 def outcome(item: Suggestion, plan: Plan) -> str:
     """Whether the plan then fits, by the forecast's upper end."""
-    budget = plan.usable_bytes
-    upper = (plan.forecast.peak_high_bytes if plan.forecast else item.peak_bytes + item.saves_bytes) - item.saves_bytes
+    upper, budget = item.peak_bytes, plan.usable_bytes
     template = mark("then it fits: {size} of {budget}") if upper <= budget else mark("still too big: {size} of {budget}")
     return tr(template, size=f"{upper / GIB:,.1f}", budget=gib(budget))
 

@@ -18,10 +18,6 @@ from finetune.units import format_bytes, format_measured
 
 #: Seconds for a living run to end its step.
 _DEADLINE_S = 120.0
-_MOMENTS = {
-    "peak": "up to the step with the highest peak", "now": "now", "out-of-memory": "up to out of memory",
-    "end": "up to the end",
-}  # fmt: skip
 _MEASURES = (
     "peak_allocated_bytes", "peak_reserved_bytes", "peak_segments", "card_used_bytes", "process_peak_rss_bytes",
 )  # fmt: skip
@@ -64,13 +60,12 @@ def show_memory(source: str, *, as_json: bool) -> None:
             shown.add_row("  forecast", *sizes, "" if expected.segments is None else f"{expected.segments:,}")
     out.print(shown)
     for check in checks.values():
-        predicted, measured = format_bytes(check.predicted_allocated_bytes), format_bytes(check.measured_allocated_bytes)
-        error = f" ({check.allocated_error:+.1%})" if check.allocated_error is not None else ""
-        out.print(f"{check.at}: forecast {predicted} allocated, measured {measured}{error}")
+        predicted, measured = format_bytes(check.predicted_peak_bytes), format_bytes(check.measured_peak_bytes)
+        out.print(f"{check.at}: forecast {predicted} for the process at its peak, measured {measured}")
     if failure:
         out.print(f"out of memory: {escape(explanation(failure))}")
     for moment, history in histories.items():
-        out.print(f"allocator history, {_MOMENTS.get(moment, moment)}: {escape(history)}")
+        out.print(f"allocator history, {moment}: {escape(history)}")
     if late:
         out.print(f"no step ended within {_DEADLINE_S:.0f} s; the run writes its history after this one")
     if histories:
@@ -80,7 +75,6 @@ def show_memory(source: str, *, as_json: bool) -> None:
 
 
 def _peaks(events: list[Event], since_s: float) -> dict[str, dict[str, int | None]]:
-    """Return the largest value of each measure by phase since a time; None where this machine has no such measure."""
     peaks: dict[str, dict[str, int | None]] = {}
     for event in events:
         phase = "train" if isinstance(event, Step) else event.phase if isinstance(event, (Phase, OutOfMemory)) else None

@@ -13,26 +13,24 @@ from rich.padding import Padding
 
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json, report
-from finetune.cli.render import out, show_progress, table
+from finetune.cli.render import coloured, out, print_summary, show_progress, table
 from finetune.cli.source import recipe_of, require_dataset
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
-from finetune.memory.forecast import LEAN, Forecast
 from finetune.planner.choices import AS_SET
 from finetune.planner.plan import ManyCards, Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.vision import Sizes
-from finetune.units import format_bytes, format_seconds, parse_bytes
+from finetune.units import format_bytes, parse_bytes
 
-#: Lines of a plan on a terminal of 80 columns, and of its notes.
-_LINES, _NOTE_LINES = 25, 3
+#: Lines of a plan on a terminal of 80 columns.
+_LINES = 25
 _MORE = "[dim]All settings, reasons and notes: add --why[/]\n"
 _IMAGES = re.compile(r"(\d{1,6})[xX](\d{1,6})(?:[xX](\d{1,3}))?")
 #: Pictures of a row that are planned without data.
 _MOST_PICTURES = 64
-_COLOURS = {"ok": "green", "warn": "yellow"}
 _CHECKPOINTING = {False: "off", True: "every layer", "selective": "all but attention", "offload": "inputs offloaded"}
 
 
@@ -70,7 +68,7 @@ def show_plan(
 
         def show(plan: Plan) -> None:  # the alternatives take seconds to forecast
             progress("")
-            lines.append(_print_summary(noted(plan)))
+            lines.append(print_summary(noted(plan)))
 
         if largest:
             answer = plan_largest(recipe, card, rows, largest, progress=progress)
@@ -84,7 +82,7 @@ def show_plan(
         return plan.exit_code
     if why:
         _print_details(plan)
-    lines = lines or [_print_summary(plan)]
+    lines = lines or [print_summary(plan)]
     if largest:
         out.print(f"\n[bold]{escape(answer.sentence)}[/]", *(f"with {row.plan}" for row in plan.alternatives if row.chosen))
     else:
@@ -137,59 +135,6 @@ def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, with
     return " ".join([f"Next{where}: finetune {verb}", *arguments, *last.values(), *(["--data FILE"] if without else [])])
 
 
-def _print_summary(plan: Plan) -> int:
-    """Print whether the plan fits, its memory and its time. Returns the number of lines."""
-    card, forecast = plan.card, plan.forecast
-    where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
-    template, values = plan.verdict_sentence()
-    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"]
-    head, body = [*head, f"[bold]{_coloured(plan.verdict, template.format(**values))}[/]"], list[str]()
-    if card.problem:
-        body += wrap(f"no run can use this card now: {card.problem}. Fix: {card.problem_fix}", out.width)
-    if forecast:
-        sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
-        head += [_coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]
-        head += ["{} at the peak, at most {}, of {} it may use".format(*sizes), _largest_parts(plan, forecast)]
-        body += [] if plan.verdict == Verdict.NO_FIT else wrap(_time(plan, forecast), out.width)
-        notes: list[str] = []
-        for note in reversed(forecast.notes):  # the last ones are about the rows
-            wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
-            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
-        body += notes
-    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
-    return len(head) + len(body)
-
-
-def _bar(forecast: Forecast, budget: int) -> str:
-    """Draw the likely peak, the interval above it, and free memory, to scale; `|` where a budget ends that is too small."""
-    cells, whole = min(out.width, 79), max(forecast.peak_high_bytes, budget)
-    likely, most, end = (round(cells * size / whole) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget))
-    bar = "█" * likely + "▒" * (most - likely) + "·" * (cells - most)
-    return bar if end == cells else f"{bar[:end]}|{bar[end + 1 :]}"
-
-
-def _largest_parts(plan: Plan, forecast: Forecast) -> str:
-    overhead = "process" if plan.card.is_cpu else "CUDA overhead"
-    sizes = {**forecast.parts, overhead: forecast.peak_bytes - forecast.allocated_bytes}
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-    sizes["other"] = forecast.peak_bytes - sum(sizes[name] for name in largest)
-    return ", ".join(f"{name} {format_bytes(sizes[name])}" for name in [*largest, "other"])
-
-
-def _time(plan: Plan, forecast: Forecast) -> str:
-    steps, tokens, rate = plan.total_steps, plan.settings.max_length, forecast.tokens_per_s
-    if plan.run_time and steps:
-        time = plan.run_time.summary
-    elif rate and forecast.step_s:
-        seconds = forecast.step_s * steps if steps else 1000 * tokens / rate
-        what = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
-        time = f"about {format_seconds(seconds)} for {what} ({rate:,.0f} tokens/s)"
-    else:
-        time = "not known before the first run on this machine"
-    cost = "" if plan.cost is None else f"; it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour"
-    return f"Time: {time}{cost}"
-
-
 def _print_choices(plan: Plan, most_lines: int) -> None:
     """Print the main settings and, in the lines that are left, other plans or changes that would make it fit."""
     lines, width = [""], max(20, out.width - 36)
@@ -234,7 +179,7 @@ def _alternatives(plan: Plan) -> list[str]:
     for row in rows:
         change = ", ".join(part for part in row.plan.split(", ") if part not in chosen) or row.differs
         speed = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
-        verdict = _coloured(row.verdict, f"{row.verdict:15}")
+        verdict = coloured(row.verdict, f"{row.verdict:15}")
         lines.append(f"{format_bytes(row.peak_high_bytes):>9}  {speed:>8}  {verdict}  {escape(change)}")
     return lines
 
@@ -293,13 +238,9 @@ def _print_many_cards(needs: ManyCards) -> None:
     shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
     for row in needs.rows:
         sizes = (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes)
-        verdict = _coloured(row.verdict) if row.verdict else "-"
+        verdict = coloured(row.verdict) if row.verdict else "-"
         shown.add_row(row.strategy, *(format_bytes(size) if size else "-" for size in sizes), verdict)
     out.print(shown)
     for reason in dict.fromkeys(row.cost for row in needs.rows if row.cost):
         out.print(f"[dim]{escape(reason)}[/]")
     out.print("[dim]ddp is a dry run, the others are computed by rule; not measured on several cards[/]")
-
-
-def _coloured(verdict: Verdict, text: str = "") -> str:
-    return f"[{_COLOURS.get(verdict.level, 'red')}]{text or verdict}[/]"

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -20,7 +21,9 @@ from finetune.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # an error of a recipe is printed without events
     from finetune.errors import FinetuneError
-    from finetune.events import Memory, Step
+    from finetune.events import Step
+    from finetune.memory.forecast import Forecast
+    from finetune.planner.plan import Plan, Verdict
 
 
 class SafeConsole(Console):
@@ -39,6 +42,8 @@ _STATE_COLOURS = {
     "finished": "green", "running": "cyan", "starting": "cyan", "stopping": "yellow", "stopped": "yellow", "paused": "yellow",
     "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
+#: Of a verdict by its level, and the most lines of a plan's notes.
+_COLOURS, _NOTE_LINES = {"ok": "green", "warn": "yellow"}, 3
 #: Seconds between two lines of the same count.
 _REPEAT_S = 10.0
 
@@ -110,22 +115,74 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def step_line(step: Step, left_s: float | None) -> str:
-    """One step as a plain line of at most 80 columns."""
+    """Return one step as a plain line of at most 80 columns. On a CPU, memory is the process's."""
     shown = "-" if step.loss is None else f"{step.loss:.4f}"
     rate = format_count(round(step.tokens_per_s)) if step.tokens_per_s else "-"
-    return (
-        f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory_now(step)}  "
-        f"left {'-' if left_s is None else format_seconds(left_s)}"
-    )
-
-
-def memory_now(memory: Memory) -> str:
-    """Memory now and at the peak, on the card; or of the process on a CPU, and then it says so."""
-    if memory.peak_allocated_bytes is not None:
-        return f"card {format_bytes(memory.allocated_bytes)} / {format_bytes(memory.peak_allocated_bytes)}"
-    return f"process {format_bytes(memory.process_rss_bytes)} / {format_bytes(memory.process_peak_rss_bytes)}"
+    memory = f"process {format_bytes(step.process_rss_bytes)} / {format_bytes(step.process_peak_rss_bytes)}"
+    if step.peak_allocated_bytes is not None:
+        memory = f"card {format_bytes(step.allocated_bytes)} / {format_bytes(step.peak_allocated_bytes)}"
+    left = "-" if left_s is None else format_seconds(left_s)
+    return f"step {step.step}/{step.total_steps or '?'}  loss {shown}  {rate} tok/s  {memory}  left {left}"
 
 
 def state_text(state: str, style: str = "") -> Text:
     """Return a run's state in its colour."""
     return Text(state, f"{style} {_STATE_COLOURS.get(state, '')}")
+
+
+def print_summary(plan: Plan) -> int:
+    """Print whether the plan fits, its memory and its time. Returns the number of lines."""
+    card, forecast = plan.card, plan.forecast
+    where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
+    template, values = plan.verdict_sentence()
+    head = [f"[bold]{escape(str(plan.settings.model_name_or_path))}[/] {where}"]
+    head, body = [*head, f"[bold]{coloured(plan.verdict, template.format(**values))}[/]"], list[str]()
+    if card.problem:
+        body += wrap(f"no run can use this card now: {card.problem}. Fix: {card.problem_fix}", out.width)
+    if forecast:
+        sizes = (format_bytes(size) for size in (forecast.peak_bytes, forecast.peak_high_bytes, plan.usable_bytes))
+        head += [coloured(plan.verdict, _bar(forecast, plan.usable_bytes))]
+        head += ["{} at the peak, at most {}, of {} it may use".format(*sizes), _largest_parts(plan, forecast)]
+        body += [] if plan.verdict.level == "bad" else wrap(_time(plan, forecast), out.width)
+        notes: list[str] = []
+        for note in reversed(forecast.notes):  # the last ones are about the rows
+            wrapped = [] if note.startswith("lean layers: ") else wrap(note, out.width)
+            notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
+        body += notes
+    out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)
+    return len(head) + len(body)
+
+
+def _bar(forecast: Forecast, budget: int) -> str:
+    """Draw the likely peak, the interval above it, and free memory, to scale; `|` where a budget ends that is too small."""
+    cells, whole = min(out.width, 79), max(forecast.peak_high_bytes, budget)
+    likely, most, end = (round(cells * size / whole) for size in (forecast.peak_bytes, forecast.peak_high_bytes, budget))
+    bar = "█" * likely + "▒" * (most - likely) + "·" * (cells - most)
+    return bar if end == cells else f"{bar[:end]}|{bar[end + 1 :]}"
+
+
+def _largest_parts(plan: Plan, forecast: Forecast) -> str:
+    overhead = "process" if plan.card.is_cpu else "CUDA overhead"
+    sizes = {**forecast.parts, overhead: forecast.peak_bytes - forecast.allocated_bytes}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    sizes["other"] = forecast.peak_bytes - sum(sizes[name] for name in largest)
+    return ", ".join(f"{name} {format_bytes(sizes[name])}" for name in [*largest, "other"])
+
+
+def _time(plan: Plan, forecast: Forecast) -> str:
+    steps, tokens, rate = plan.total_steps, plan.settings.max_length, forecast.tokens_per_s
+    if plan.run_time and steps:
+        time = plan.run_time.summary
+    elif rate and forecast.step_s:
+        seconds = forecast.step_s * steps if steps else 1000 * tokens / rate
+        what = f"{steps:,} steps" if steps else f"1,000 rows of {tokens:,} tokens"
+        time = f"about {format_seconds(seconds)} for {what} ({rate:,.0f} tokens/s)"
+    else:
+        time = "not known before the first run on this machine"
+    cost = "" if plan.cost is None else f"; it costs {plan.cost:,.2f} at {plan.settings.price_per_hour:g} an hour"
+    return f"Time: {time}{cost}"
+
+
+def coloured(verdict: Verdict, text: str = "") -> str:
+    """Return `text`, or the verdict, in the verdict's colour."""
+    return f"[{_COLOURS.get(verdict.level, 'red')}]{text or verdict}[/]"

@@ -11,22 +11,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.status import Status
 
 from finetune import events
 from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
-from finetune.cli.render import err, memory_now, out, show_progress, state_text, step_line
+from finetune.cli.render import err, out, print_summary, show_progress, state_text, step_line
 from finetune.cli.source import recipe_of, require_dataset, with_model_and_data
 from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
 from finetune.printable import printable
 from finetune.run import control
+from finetune.run.accuracy import outcome
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.out_of_memory import explanation
 from finetune.run.pace import Pace
 from finetune.run.state import read_state
-from finetune.settings.base_formats import base_format_of
 from finetune.settings.methods import MAIN_METRICS, METRICS
 from finetune.system import caught_interrupts, shell_join
 from finetune.units import format_bytes, format_count, format_seconds
@@ -130,21 +130,13 @@ def finish_run(source: str, *, as_json: bool) -> None:
 
 def _print_start(run: RunDirectory, prepared: Any) -> None:
     plan, settings = prepared.plan, prepared.plan.settings
-    method = base_format_of(settings).method
-    out.print(f"[bold]{escape(str(settings.model_name_or_path))}[/]  {method} r={settings.lora_r}  on {escape(plan.card.name)}")
+    print_summary(plan)
     data, tokens = plan.data, format_count(plan.data.total_tokens)
     out.print(
         f"{data.rows:,} rows, {data.eval_rows:,} held out, {tokens} tokens; {plan.total_steps} steps of "
         f"{settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} rows, "
         f"learning rate {settings.learning_rate:g}"
     )
-    if plan.forecast:
-        peak, budget = format_bytes(plan.forecast.peak_bytes), format_bytes(plan.usable_bytes)
-        template, values = plan.verdict_sentence()
-        out.print(f"Forecast: {peak} of {budget} at the peak: {template.format(**values)}")
-    out.print(f"Time: {plan.run_time.summary if plan.run_time else 'not measured here'}")
-    if plan.cost is not None:
-        out.print(f"Cost: {plan.cost:,.2f} at {settings.price_per_hour:g} an hour")
     for name, report in (("Training", prepared.data.report), ("Held-out", prepared.data.eval_report)):
         if report is not None:
             for line in _data_lines(name, report):
@@ -204,13 +196,14 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
         facts = {"state": state.state, "message": state.message, "step": state.step, "exit_code": state.exit_code}
         print_json({"run": str(run.path), **facts})
         return
-    out.print(state_text(state.state, "bold"), "", escape(state.message))
     if state.state == "finished":
         name = escape(shell_join([str(run.path)]))
         held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
-        out.print(f"Score it:    finetune eval {name}{held_out}")
-        out.print(f"Chat:        finetune chat {name}\nMerge:       finetune merge {name}")
-    elif state.state in ("stopped", "paused") and "finetune resume" not in state.message:
+        out.print(f"[bold green]Finished in {outcome(events.read_events(run.events))}[/]\n{escape(state.message)}")
+        out.print(f"Next: finetune eval {name}{held_out}", f"finetune chat {name}", f"finetune export {name}", sep="\n      ")
+        return
+    out.print(state_text(state.state, "bold"), "", escape(state.message))
+    if state.state in ("stopped", "paused") and "finetune resume" not in state.message:
         out.print(f"Resume:      finetune resume {escape(shell_join([str(run.path)]))}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")
@@ -220,12 +213,11 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
 def _printer(as_json: bool) -> Iterator[Callable[[events.Event, float | None], None]]:
     if as_json:
         yield _print_as_json
-    elif not sys.stdout.isatty():
+    elif not out.is_terminal:
         yield _print_line
     else:
-        state, now = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
-        with Progress(state, BarColumn(bar_width=None), MofNCompleteColumn(), now, console=out) as bar:
-            yield partial(_update_bar, bar, bar.add_task("starting", total=None, now=""))
+        with out.status("starting") as status:
+            yield partial(_update_line, status)
 
 
 def _print_as_json(event: events.Event, left_s: float | None) -> None:
@@ -235,23 +227,18 @@ def _print_as_json(event: events.Event, left_s: float | None) -> None:
 
 def _print_line(event: events.Event, left_s: float | None) -> None:
     if isinstance(event, events.Step):
-        every = max(1, (event.total_steps or 0) // 40)  # about forty lines, however long the run
+        every = max(1, (event.total_steps or 0) // 20)  # about twenty lines, however long the run
         if event.step % every == 0 or event.step in (1, event.total_steps):
             print(step_line(event, left_s), flush=True)
     elif text := _text_of(event):
         print(printable(text), flush=True)
 
 
-def _update_bar(bar: Progress, task: TaskID, event: events.Event, left_s: float | None) -> None:
+def _update_line(status: Status, event: events.Event, left_s: float | None) -> None:
     if isinstance(event, events.Step):
-        loss = "-" if event.loss is None else f"{event.loss:.3f}"
-        speed = format_count(round(event.tokens_per_s)) if event.tokens_per_s else "-"
-        now = f"loss {loss} {speed} tok/s {memory_now(event)} {'-' if left_s is None else format_seconds(left_s)}"
-        bar.update(task, description="training", completed=event.step, total=event.total_steps, now=now)
-    elif isinstance(event, events.State):
-        bar.update(task, description=event.state)
-    if text := _text_of(event):
-        bar.print(escape(text))
+        status.update(escape(step_line(event, left_s)))
+    elif text := _text_of(event):
+        out.print(escape(text))
 
 
 def _text_of(event: events.Event) -> str:

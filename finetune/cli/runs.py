@@ -13,6 +13,7 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.planner.run_time import cost_of, seconds_spent
+from finetune.run.accuracy import outcome
 from finetune.run.directory import open_run, runs_from_here
 from finetune.run.pace import Pace
 from finetune.run.rename_delete import delete_run, rename_run
@@ -99,9 +100,7 @@ def _show(source: str, *, as_json: bool) -> None:
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
-    loss = "" if state.loss is None else f", loss {state.loss:.4f}"
-    best = "" if held_out is None else f", lowest held-out loss {held_out:.4f}"
-    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}{loss}{best}")
+    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)}", soft_wrap=True)
     if step_time:
         out.print(escape(step_time), soft_wrap=True)
     if cost is not None:

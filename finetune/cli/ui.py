@@ -12,7 +12,10 @@ from rich.markup import escape
 from finetune.cli.output import print_json
 from finetune.cli.render import out
 from finetune.errors import CommandError, FinetuneError
+from finetune.events import read_events
 from finetune.requirements import refuse_missing_extra
+from finetune.run.accuracy import outcome
+from finetune.run.best import compare_held_out
 from finetune.run.directory import RunDirectory, open_run
 from finetune.system import exec_command
 
@@ -33,7 +36,7 @@ def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int
 def report_run(source: str, *, output: str | None, as_json: bool) -> None:
     """Write the report of a run."""
     run = open_run(source)
-    _write_page([run], Path(output) if output else run.path / "report.html", as_json)
+    _write_page([run], Path(output) if output else run.path / "report.html", outcome(read_events(run.events)), as_json)
 
 
 def compare_runs(sources: list[str], *, output: str | None, as_json: bool) -> None:
@@ -43,10 +46,12 @@ def compare_runs(sources: list[str], *, output: str | None, as_json: bool) -> No
         raise CommandError("compare needs two runs or more", "For one run: finetune report RUN")
     if len(names) > 10:
         raise CommandError(f"{len(names)} runs are too many for one page", "Give at most 10.")
-    _write_page([open_run(name) for name in names], Path(output or "comparison.html"), as_json)
+    runs = [open_run(name) for name in names]
+    template, values = compare_held_out(runs)
+    _write_page(runs, Path(output or "comparison.html"), template.format(**values), as_json)
 
 
-def _write_page(runs: list[RunDirectory], target: Path, as_json: bool) -> None:
+def _write_page(runs: list[RunDirectory], target: Path, summary: str, as_json: bool) -> None:
     command = [*page_command(".report"), str(target), *(str(run.path) for run in runs)]
     process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if process.returncode:
@@ -55,4 +60,4 @@ def _write_page(runs: list[RunDirectory], target: Path, as_json: bool) -> None:
     if as_json:
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
-        out.print(f"report in {escape(str(target))}", soft_wrap=True)
+        out.print(f"{escape(summary)}\nreport in {escape(str(target))}", soft_wrap=True)

@@ -60,11 +60,11 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def verdict_of(forecast: Forecast, budget_bytes: int, place: object = None) -> Verdict:
+def verdict_of(forecast: Forecast, budget_bytes: int, target: object = None) -> Verdict:
     """Fits if the forecast's upper end is within the budget, tight if only its likely peak or a replay of the allocator is.
-    `place`: of offloaded layers, `cpu` or `nvme`."""
+    `target`: of offloaded layers, `cpu` or `nvme`."""
     if forecast.peak_high_bytes <= budget_bytes:
-        return Verdict.SLOW if place == "cpu" else Verdict.VERY_SLOW if place == "nvme" else Verdict.FITS
+        return Verdict.SLOW if target == "cpu" else Verdict.VERY_SLOW if target == "nvme" else Verdict.FITS
     return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from finetune.card.context import record_measurement
-from finetune.events import Event, ForecastCheck, Memory, Start, State, Step
+from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
 from finetune.planner.history import record_run
 from finetune.planner.plan import Plan, Verdict
-from finetune.units import format_bytes
+from finetune.planner.run_time import seconds_spent
+from finetune.units import format_bytes, format_seconds
 
 #: First steps that allocate more than this share over the forecast are worth a warning.
 MARGIN = 0.10
@@ -66,6 +67,19 @@ def excess_warning(plan: Plan, check: ForecastCheck) -> str | None:
 def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
     """The comparison for the peaks of the whole run; None without a step."""
     return compare_with_forecast(plan, steps, at="end", step=steps[-1].step) if steps else None
+
+
+def outcome(events: Sequence[Event]) -> str:
+    """Return how long a run took, its peak against the forecast, and its losses, in a line."""
+    check, sentences = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))]
+    if check and check.measured_peak_bytes and (forecast := check.predicted_peak_bytes):
+        off = check.measured_peak_bytes / forecast - 1
+        sentences.append(f"Peak {format_bytes(check.measured_peak_bytes)}, forecast {format_bytes(forecast)} ({off:+.1%})")
+    losses = [event.loss for event in events if isinstance(event, Step) and event.loss is not None]
+    held_out = [event.eval_loss for event in events if isinstance(event, Evaluation) and event.eval_loss is not None]
+    if losses:
+        sentences.append(f"Loss {losses[0]:.3g} -> {losses[-1]:.3g}{f', held out {min(held_out):.3g}' if held_out else ''}")
+    return f"{'. '.join(sentences)}."
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:

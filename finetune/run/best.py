@@ -11,17 +11,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.distributed import ranks
-from finetune.events import Result
+from finetune.events import Evaluation, Result, read_events
+from finetune.files import read_object
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
 from finetune.run.seal import changes_in, verify, write_manifest
 from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from finetune.run.directory import RunDirectory
     from finetune.run.training import RunTrainer
+
+
+COMPARED = "Held-out loss at step {step}, the last that all of them evaluated, the lowest first: {losses}."
+NOT_COMPARED = "No step has been evaluated on the same held-out rows by all of them: their losses are not compared."
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,20 @@ def _finish(building: Path, target: Path, trainer: RunTrainer, step: int, loss: 
     shutil.rmtree(target, ignore_errors=True)
     rename(building, target)
     sync_folder(target.parent)  # before the run reports that it has finished: the result survives a power cut
+
+
+def compare_held_out(runs: Sequence[RunDirectory]) -> tuple[str, dict[str, str]]:
+    """Return a sentence, as a template and its values, on the runs' losses at the last step that all have evaluated."""
+    losses = dict[str, dict[int, float]]()
+    for run in runs:
+        evaluated = [event for event in read_events(run.events) if isinstance(event, Evaluation)]
+        losses[str(run.path)] = {event.step: event.eval_loss for event in evaluated if event.eval_loss is not None}
+    rows = [(read_object(run.data / "report.json") or {}).get("eval_report") for run in runs]
+    step = max(set.intersection(*map(set, losses.values())), default=None)
+    if step is None or any(held_out != rows[0] for held_out in rows):
+        return NOT_COMPARED, {}
+    ranked = sorted((by_step[step], name) for name, by_step in losses.items())
+    return COMPARED, {"step": f"{step:,}", "losses": ", ".join(f"{name} {loss:.4f}" for loss, name in ranked)}
 
 
 def result_summary(result: Result, run: RunDirectory, total_steps: int) -> str:

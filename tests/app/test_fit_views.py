@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from app.views import fit, memory_parts
-from app.views.words import in_words, minutes
+from app.views.words import in_words
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import LayerCopies, Plan, Suggestion, verdict_of
 from finetune.recipe import load_recipe
-from finetune.units import GIB, gib
+from finetune.units import GIB
 
 SETTINGS = SimpleNamespace(lora_r=16, max_length=2048, per_device_train_batch_size=1, load_in_4bit=True, load_in_8bit=False,
                            dtype="bfloat16", activation_checkpointing=False, optim="adamw", layer_offloading=False,
@@ -76,10 +76,6 @@ def test_a_change_is_said_without_option_syntax():
     assert in_words("load_in_4bit=true load_in_8bit=false") == "Use 4-bit weights"
     assert in_words("activation_checkpointing=true activation_checkpointing_every_n_layers=3") == "Recompute 1 layer in 3"
     assert in_words("per_device_train_batch_size=2 gradient_accumulation_steps=8") == "2 rows at a time"
-
-
-def test_numbers_have_one_form():
-    assert [gib(22.72 * GIB), gib(0.05 * GIB), minutes(65_700)] == ["22.7 GiB", "51 MiB", "18 h 15 min"]
 
 
 def test_a_number_of_the_planner_is_marked_and_another_can_go_back_to_it():

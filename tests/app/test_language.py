@@ -14,6 +14,7 @@ from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
 from finetune.errors import FinetuneError
 from finetune.planner.plan import VERDICTS
+from finetune.run.best import COMPARED, NOT_COMPARED
 from finetune.run.pace import STEP_TIME
 from finetune.settings.schema import GROUPS
 
@@ -31,7 +32,8 @@ def marked():
                 branches = [argument.body, argument.orelse] if isinstance(argument, ast.IfExp) else [argument]
                 texts |= {branch.value for branch in branches if isinstance(branch, ast.Constant)}
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
-    texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), *(field.row.description for field in recipe_form.fields())}
+    texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
+    texts |= {field.row.description for field in recipe_form.fields()}
     for path in APP.glob("*.js"):
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
     return texts

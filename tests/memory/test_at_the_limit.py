@@ -8,10 +8,10 @@ from tiny_models import config_values, settings
 from finetune.card import find_card
 from finetune.memory import device_peak
 from finetune.memory.device_peak import make_forecast
-from finetune.memory.forecast import AtLimit, RowShape
+from finetune.memory.forecast import RowShape
 from finetune.memory.ledger import dry_run
 from finetune.planner.plan import verdict_of
-from finetune.units import GIB, MIB
+from finetune.units import MIB
 
 #: From nothing that could fit to what surely does.
 ORDER = ["does not fit", "tight", "fits"]
@@ -48,11 +48,6 @@ def test_the_cost_is_what_goes_back_to_the_driver_in_each_step(forecast_of):
     assert not device_peak.expandable_segments() or at_limits[0].returns_per_step > 0
     assert at_limits[-1].returns_per_step == 0 and "if fragmentation grows" in at_limits[-1].summary
     assert all((at_limit.returns_per_step > 0) == (at_limit.returned_bytes_per_step > 0) for at_limit in at_limits)
-
-
-def test_the_words_say_how_often_and_how_much():
-    assert "3 times in a step, 1.50 GiB in all" in AtLimit(20 * GIB, 3, 3 * GIB // 2).summary
-    assert "once in a step" in AtLimit(20 * GIB, 1, GIB).summary
 
 
 def test_rows_of_uneven_length_without_expandable_segments_stay_tight(forecast_of, request):

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.card import find_card
 from finetune.planner.many_cards import needs_of_each_card
-from finetune.planner.plan import CardNeeds, ManyCards, Plan, Verdict
+from finetune.planner.plan import Plan
 from finetune.planner.planner import make_plan
 from finetune.recipe import recipe_from
 from finetune.settings import resolved
@@ -113,18 +113,3 @@ def test_the_planner_chooses_only_what_a_sharded_model_can_do(eight):
     split = [settings for settings in tried if settings.launch.strategy != "ddp"]
     assert {settings.optim for settings in split} == {"adamw_torch_fused"}
     assert not any(settings.load_in_8bit for settings in split)
-
-
-def test_the_terminal_shows_it_on_one_screen_of_80_columns(monkeypatch, capsys):
-    from finetune.cli.plan import _print_many_cards
-
-    monkeypatch.setenv("COLUMNS", "80")
-    long = 123 * GIB + 456 * 2**20
-    names = ("ddp", "fsdp", "fsdp, offload to cpu", "deepspeed zero-3")
-    rows = tuple(CardNeeds(name, "a=1", long, long, long, long, Verdict.NO_FIT) for name in names)
-    _print_many_cards(ManyCards(2, 24 * GIB, rows))
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert "2 cards with 24.0 GiB each are not one card with 48.0 GiB" in lines[0]
-    assert len(lines) <= 11 and max(map(len, lines)) <= 80
-    assert sum(line.rstrip().endswith("does not fit") for line in lines) == 4
-    assert "not measured on several cards" in lines[-1]

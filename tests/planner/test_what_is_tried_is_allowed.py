@@ -82,14 +82,8 @@ def test_a_recipe_that_does_not_fit_is_planned_and_retried_within_its_rules(new_
 
 @pytest.mark.slow
 def test_a_smaller_host_takes_no_inputs_of_layers_that_it_can_not_hold(new_forecaster):
-    recipe = {
-        "model_name_or_path": QWEN_8B,
-        "dataset": "rows.jsonl",
-        "load_in_4bit": True,
-        "max_length": 16384,
-        "packing": False,
-    }
-    recipe |= {"per_device_train_batch_size": 1, "lora_r": 8}
+    recipe = {"model_name_or_path": QWEN_8B, "dataset": "rows.jsonl", "load_in_4bit": True, "max_length": 16384}
+    recipe |= {"packing": False, "per_device_train_batch_size": 1, "lora_r": 8}
 
     def planned(**settings):
         return make_plan(recipe_from(recipe | settings), find_card("rtx-3060"), None, forecaster=new_forecaster())

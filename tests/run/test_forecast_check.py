@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from finetune.card import find_card
-from finetune.events import Step
+from finetune.events import Evaluation, EventWriter, ForecastCheck, Start, Step
 from finetune.planner.plan import read_plan
-from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning
+from finetune.run.accuracy import MARGIN, compare_at_end, compare_with_forecast, excess_warning, outcome
+from finetune.run.best import COMPARED, NOT_COMPARED, compare_held_out
+from finetune.run.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -32,7 +34,7 @@ def test_the_error_is_measured_over_forecast_less_one(plan):
 def test_at_the_end_the_highest_of_all_steps_counts(plan):
     check = compare_at_end(plan, [step(1, 7, 5 * GIB, 3 * GIB), step(2, 9, 4 * GIB, GIB), step(3, 8)])
     assert (check.at, check.step, check.measured_allocated_bytes, check.measured_card_bytes) == ("end", 3, 9, 3 * GIB)
-    assert compare_at_end(plan, []) is None
+    assert compare_at_end(plan, []) is compare_at_end(plan, [step(1, GIB, 3 * GIB)]).measured_card_bytes is None
 
 
 def test_what_was_not_measured_has_no_error(plan):
@@ -40,10 +42,6 @@ def test_what_was_not_measured_has_no_error(plan):
     assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
     assert check.predicted_context_bytes is check.predicted_card_used_bytes is None  # of a run on a CPU
     assert excess_warning(plan, check) is None
-
-
-def test_memory_is_not_called_the_runs_own_where_other_programs_are_unknown(plan):
-    assert compare_with_forecast(plan, [step(1, GIB, used=3 * GIB)], at="end", step=1).measured_card_bytes is None
 
 
 def test_the_context_other_programs_and_the_whole_gpu_are_compared_too(plan):
@@ -55,6 +53,25 @@ def test_the_context_other_programs_and_the_whole_gpu_are_compared_too(plan):
     others = card.total_bytes - 20 * GIB
     assert (check.predicted_other_processes_bytes, check.measured_other_processes_bytes) == (others, 4 * GIB)
     assert (check.predicted_card_used_bytes, check.measured_card_used_bytes) == (check.predicted_peak_bytes + others, 9 * GIB)
+
+
+def test_a_run_ends_with_its_time_its_peak_beside_the_forecast_and_its_losses():
+    sizes = {"predicted_peak_bytes": 20 * GIB, "measured_reserved_bytes": 17 * GIB, "measured_context_bytes": GIB}
+    events = [Start(time_s=1.0), replace(step(1, None), loss=8.5), replace(step(9, None), loss=0.161), ForecastCheck(**sizes)]
+    events += [Evaluation(step=9, eval_loss=0.2), Evaluation(step=12, eval_loss=0.3, time_s=23.0)]
+    assert outcome(events) == "22 s. Peak 18.0 GiB, forecast 20.0 GiB (-10.0%). Loss 8.5 -> 0.161, held out 0.2."
+
+
+def test_losses_are_compared_at_the_last_step_that_every_run_evaluated(tmp_path):
+    runs = [RunDirectory(tmp_path / name) for name in ("long", "short")]
+    for run, last in zip(runs, (250, 90), strict=True):
+        run.path.mkdir()
+        writer = EventWriter(run.events)
+        for number in (50, 80, last):
+            writer.emit(Evaluation(step=number, eval_loss=number / last))
+    template, values = compare_held_out(runs)
+    assert (template, values["step"]) == (COMPARED, "80") and values["losses"].endswith("short 0.8889")
+    assert compare_held_out([*runs, RunDirectory(tmp_path)])[0] == NOT_COMPARED
 
 
 def checked(plan, allocated):
