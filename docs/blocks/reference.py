@@ -134,11 +134,11 @@ def _value(name: str, hint: object) -> str:
 def plan_json() -> str:
     """The types that plan.json is made of."""
     from finetune.card.card import Card
-    from finetune.memory.forecast import AtLimit, Forecast
+    from finetune.memory.forecast import Forecast
     from finetune.planner import plan
 
     parts = (
-        plan.Plan, Forecast, AtLimit, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
+        plan.Plan, Forecast, Card, plan.DataStatistics, plan.DataProblem, plan.Alternative, plan.Suggestion,
         plan.Shortfall, plan.LengthCost, plan.ResourceCheck, plan.ManyCards, plan.CardNeeds,
         plan.LayerCopies, plan.RunTime,
     )  # fmt: skip

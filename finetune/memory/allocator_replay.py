@@ -28,9 +28,7 @@ class Replay:
     """Peaks of a replayed run, bytes. `retries`: how often cached blocks had to be freed to stay within the limit.
 
     `reserved`, `segments` and `allocated`: peaks by phase (load, train, save, eval); `segments` is empty where they are
-    expandable. Allocated are whole blocks: from one of a segment that can't expand torch splits no rest below 1 MiB. The
-    retries of the second step, with two micro-batches where gradients accumulate, and of its last micro-batch, each with the
-    bytes returned to the driver.
+    expandable. Allocated are whole blocks: from one of a segment that can't expand torch splits no rest below 1 MiB.
     """
 
     allocated_bytes: int
@@ -38,10 +36,6 @@ class Replay:
     retries: int
     reserved: dict[str, int] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
-    step_retries: int = 0
-    step_returned_bytes: int = 0
-    micro_batch_retries: int = 0
-    micro_batch_returned_bytes: int = 0
     allocated: dict[str, int] = field(default_factory=dict)
 
 
@@ -64,36 +58,27 @@ def replay(trace: Trace, *, expandable: bool, limit: int | None = None) -> Repla
     run(trace.parts["load"])
     end("load")
     allocator.empty_cache()
-    first, micro_batches, remaining = _steps(trace)
-    for events in first:
-        run(events)
-    end("train")
-    before = micro = (allocator.retries, allocator.returned)
-    for events in micro_batches:
-        micro = (allocator.retries, allocator.returned)
-        run(events)
-    micro_retries, micro_returned = allocator.retries - micro[0], allocator.returned - micro[1]
-    for events in remaining:
-        run(events)
-    step_retries, step_returned = allocator.retries - before[0], allocator.returned - before[1]
-    end("train")
+    for step in _steps(trace):
+        for events in step:
+            run(events)
+        end("train")
     for phase in ("save", "eval"):
         if phase in trace.parts:
             run(trace.parts[phase])
             end(phase)
     return Replay(
         max(allocated.values()), max(reserved.values()), allocator.retries, reserved, {} if expandable else segments,
-        step_retries, step_returned, micro_retries, micro_returned, allocated,
+        allocated,
     )  # fmt: skip
 
 
-def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]], list[list[Event]]]:
-    """Events after loading: the first step, the second one's micro-batches (two where gradients accumulate), its remainder."""
+def _steps(trace: Trace) -> tuple[list[list[Event]], list[list[Event]]]:
+    """Events of the first and of the second step, with two micro-batches where gradients accumulate."""
     parts, accumulating = trace.parts, trace.parts["micro-batch"]
     first = first_of_step(accumulating, trace)
     micro = [first, accumulating] if trace.gradients else [first]
-    remaining = [parts["clipping"], parts["optimizer"]]
-    return [*micro, parts["clipping"], states_of(trace), parts["optimizer"]], micro, remaining
+    clipping, optimizer = parts["clipping"], parts["optimizer"]
+    return [*micro, clipping, states_of(trace), optimizer], [*micro, clipping, optimizer]
 
 
 def first_of_step(events: list[Event], trace: Trace) -> list[Event]:

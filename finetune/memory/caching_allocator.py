@@ -96,13 +96,13 @@ class CachingAllocator:
     """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
 
     `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
-    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed, `returned` the bytes
-    returned to the driver. `segments` is their number, which torch does not count where they are expandable.
+    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed.
+    `segments` is their number, which torch does not count where they are expandable.
     """
 
     def __init__(self, *, expandable: bool, limit: int | None = None, torch_version: str | None = None) -> None:
         self.expandable, self.limit = expandable, limit
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = self.returned = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
         self.pools: dict[tuple[Stream, bool], Pool] = {}
@@ -215,7 +215,6 @@ class CachingAllocator:
 
     def _return(self, size: int) -> None:
         self.reserved -= size
-        self.returned += size
 
     def _merge(self, block: Block) -> None:
         before, after = block.prev, block.next

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.card.host import PROCESS_BYTES
-from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, AtLimit, Forecast
+from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
 from finetune.memory.sharding import shard
@@ -192,36 +192,20 @@ def _growth_note(growth: float, share: float | None, *, expandable: bool, read: 
     return f"{over} {more} than for the longest alone{packing}{end}{unread}"
 
 
-def _at_limit(
-    config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int
-) -> AtLimit | None:
-    """How the run stays within `limit` reserved bytes, if it does even when it allocates more by the dry run's largest error.
+def _at_limit(config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int) -> bool:
+    """Whether the run stays within `limit` reserved bytes even if it allocates more by the dry run's largest error.
 
     `unlimited`: its replay without a limit. A lower limit moves the moments when blocks are returned, which may help or not:
     the run must succeed at every limit of a grid from what it reserves without one, so that more memory is never worse.
 
     Uneven rows without expandable segments are left out by the caller: the replay's one length does not show what they do.
     """
-
-    def steps_below(bytes_: float) -> int:
-        return max(0, math.ceil((1 - bytes_ / unlimited.reserved_bytes) / LIMIT_STEP - 1e-3))  # a byte is no step
-
-    least = steps_below(limit / (1 + DRY_RUN_ERROR))
-    if unlimited.reserved_bytes * (1 - least * LIMIT_STEP) < unlimited.allocated_bytes:
-        return None
-    replays = [unlimited]
-    for step in range(1, least + 1):
-        lower_limit = round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP))
-        replay = _replay_of(config, settings, card, rows, lower_limit)
-        if replay is None:
-            return None
-        replays.append(replay)
-    likely = replays[steps_below(limit)]
-    more = max(0, settings.gradient_accumulation_steps - 2)  # the replayed step has two micro-batches
-    return AtLimit(
-        limit_bytes=limit, returns_per_step=likely.step_retries + more * likely.micro_batch_retries,
-        returned_bytes_per_step=likely.step_returned_bytes + more * likely.micro_batch_returned_bytes,
-    )  # fmt: skip
+    share = 1 - limit / (1 + DRY_RUN_ERROR) / unlimited.reserved_bytes
+    steps = max(0, math.ceil(share / LIMIT_STEP - 1e-3))  # a byte is no step
+    limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
+    if limits[-1] < unlimited.allocated_bytes:
+        return False
+    return all(_replay_of(config, settings, card, rows, lower_limit) is not None for lower_limit in limits[1:])
 
 
 def _replayed(config: dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape) -> Replay | None:

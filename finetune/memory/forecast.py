@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from finetune.settings.vision import Sizes
-from finetune.units import format_bytes
 
 #: The parts of the ledger, in the order in which they are shown.
 PARTS = (
@@ -20,28 +19,6 @@ EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
 #: How the note begins that says why a forecast of compiled layers is not possible.
 UNCOMPILABLE = "what a compiled layer keeps can't be forecast"
-
-
-@dataclass(frozen=True)
-class AtLimit:
-    """What torch does to stay within `limit_bytes` of reserved memory: how often in an optimizer step it gives its cached
-    blocks back to the driver, and their bytes, most of which it takes again. By a replay of its allocator; the time is not
-    measured. None at all: only if more is reserved than the replay shows."""
-
-    limit_bytes: int
-    returns_per_step: int
-    returned_bytes_per_step: int
-
-    @property
-    def summary(self) -> str:
-        """The state and its cost, in a sentence."""
-        if not self.returns_per_step:
-            return "it fits; if fragmentation grows, torch gives cached blocks back to the driver, for which the card waits"
-        times = "once" if self.returns_per_step == 1 else f"{self.returns_per_step} times"
-        return (
-            f"it fits only because torch gives cached blocks back to the driver {times} in a step, "
-            f"{format_bytes(self.returned_bytes_per_step)} in all; each time the card waits, for how long is not measured"
-        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +37,9 @@ class Forecast:
     `parts` are the allocated bytes by part at the training peak; they sum to `allocated_bytes`. `peaks` has the allocated peak
     of each phase: load, train, eval, save. `peak_bytes` is the whole card's: allocated + allocator overhead + CUDA context.
     `reserved_peaks` and `segments` are the peaks of reserved memory and of the number of segments by phase where torch's
-    allocator is replayed; torch counts no expandable segments. `at_limit`: how the run stays within a budget below its upper
-    end. `pinned_bytes`: of `host_bytes` what offloading pins in a step.
+    allocator is replayed; torch counts no expandable segments. `at_limit`: whether the run stays within a budget
+    below its upper end, by a replay of the allocator with that limit. `pinned_bytes`: of `host_bytes` what offloading pins in a
+    step.
     """
 
     allocated_bytes: int
@@ -81,7 +59,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
     reserved_peaks: dict[str, int] = field(default_factory=dict)
     segments: dict[str, int] = field(default_factory=dict)
-    at_limit: AtLimit | None = None
+    at_limit: bool = False
     pinned_bytes: int = 0
 
     @property

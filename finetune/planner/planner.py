@@ -61,6 +61,8 @@ from finetune.settings.methods import METHODS, method_of
 MATTERS, MOST_FASTER = 0.995, 3
 #: Forecasts of compiled layers until one fits: each takes seconds.
 MOST_COMPILED = 3
+#: The note on a plan that is tight by a replay of the allocator.
+AT_LIMIT = "by a replay of its allocator, torch stays within the budget by giving cached blocks back; each time the card waits"
 #: `make_forecast`, or another with its signature.
 MakeForecast = Callable[..., Forecast]
 
@@ -367,8 +369,8 @@ class _Planner:
             )
         if self.history.runs:
             notes.append(self.history.summary(self.card.name))
-        if at_limit := attempt.evaluated.forecast.at_limit:
-            notes.append(at_limit.summary)
+        if attempt.evaluated.forecast.at_limit:
+            notes.append(AT_LIMIT)
         if not attempt.verdict.fits and (note := pinned_inputs_note(strategy, job, self.recipe, self.host_free)):
             notes.append(note)
         if attempt.choices.value("dtype") == "float16" and (risk := float16_risk(self.config)[1]):
@@ -445,7 +447,7 @@ class _Planner:
         """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""
         more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
         high = forecast.peak_high_bytes + more
-        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=None if more else forecast.at_limit)
+        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not more)
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
