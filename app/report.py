@@ -92,8 +92,7 @@ def _one(live: LiveRun) -> str:
     edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
     origin = base_adapter_of(live.run)
     continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
-    forecast = plan.forecast
-    notes = "".join(map(note, (*forecast.notes, f"Forecast by: {forecast.method}."))) if forecast else ""
+    notes = "".join(map(note, plan.forecast.notes if plan.forecast else ()))
     parts = {
         "How it went": _outcome(live) + continued,
         "Curves": run_view.curves(live, 0.8),
@@ -128,7 +127,7 @@ def _outcome(live: LiveRun) -> str:
     cost = cost_of(seconds_spent(every), live.plan().settings.price_per_hour)
     spent = "" if cost is None else note(f"Cost {cost:,.2f}.")
     result = "" if live.run.adapter.is_dir() else note("The run has no result yet.")
-    result = note(f"Finished in {outcome(every)} {state.message}.") if state.state == "finished" else result
+    result = note(f"Finished in {outcome(every)[0]} {state.message}.") if state.state == "finished" else result
     return f"<p>{run_head.pill(state)}</p>{result}{run_head.progress(live, state)}{shown}{spent}"
 
 

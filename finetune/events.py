@@ -184,8 +184,10 @@ class ForecastCheck(Event, kind="forecast"):
     predicted_allocated_bytes: Annotated[WholeOrNone, "forecast peak of allocated memory"] = None
     measured_allocated_bytes: Annotated[WholeOrNone, "measured peak of allocated memory"] = None
     allocated_error: Annotated[float | None, "measured / forecast - 1: 0.1 is 10 % more than forecast"] = None
-    predicted_peak_bytes: Annotated[WholeOrNone, "forecast peak of the whole GPU"] = None
-    measured_card_bytes: Annotated[WholeOrNone, "measured on the whole GPU, without other programs"] = None
+    predicted_peak_bytes: Annotated[WholeOrNone, "forecast peak of the whole GPU, on a CPU of the process"] = None
+    predicted_low_bytes: Annotated[WholeOrNone, "lower end of that forecast"] = None
+    predicted_high_bytes: Annotated[WholeOrNone, "its upper end"] = None
+    measured_card_bytes: Annotated[WholeOrNone, "on the whole GPU, without other programs; on a CPU of the process"] = None
     measured_reserved_bytes: Annotated[WholeOrNone, "measured peak of reserved memory"] = None
     predicted_reserved_bytes: Annotated[
         WholeOrNone, "forecast peak of reserved memory in training, by the replayed allocator"

@@ -22,8 +22,6 @@ _SMOOTHING = 0.8
 _PHASES = {"load": mark("Loading"), "train": mark("Training"), "evaluate": mark("Evaluating"), "save": mark("Saving")}
 #: Parts of the bar of the Fit page that training does not take.
 _NOT_TAKEN = ("spread", "free", "held")
-#: Differences up to this share are as forecast.
-_CLOSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -151,15 +149,14 @@ def _summary(digest: Digest, plan: Plan) -> str:
             "{size} of host memory stay free." if plan.card.is_cpu else "{size} of the GPU stay free.",
             size=gib(budget - measured),
         )
-    if measured > forecast.peak_high_bytes:
-        above = tr("{size} above its range.", size=gib(measured - forecast.peak_high_bytes))
-        return f'<p class="ft-calm warn"><b>{tr("More than forecast.")}</b> {above} {free}</p>'
-    off = abs(measured / forecast.peak_bytes - 1)
-    how = tr("{percent} below it." if measured < forecast.peak_bytes else "{percent} above it.", percent=f"{100 * off:.1f} %")
-    word = tr("As forecast." if off <= _CLOSE else "Within the forecast.")
-    if measured < forecast.peak_low_bytes:
-        word = tr("Less than forecast.")
-    return f'<p class="ft-calm ok"><b>{word}</b> {how} {free}</p>'
+    outside = max(measured - forecast.peak_high_bytes, forecast.peak_low_bytes - measured)
+    if outside > 0:
+        word = tr("More than forecast." if measured > forecast.peak_bytes else "Less than forecast.")
+        beyond = tr("{size} outside its range.", size=gib(outside))
+        return f'<p class="ft-calm warn"><b>{word}</b> {beyond} {free}</p>'
+    off = measured / forecast.peak_bytes - 1
+    how = tr("{percent} below it." if off < 0 else "{percent} above it.", percent=f"{100 * abs(off):.1f} %")
+    return f'<p class="ft-calm ok"><b>{tr("As forecast.")}</b> {how} {free}</p>'
 
 
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:

@@ -18,7 +18,7 @@ from finetune.cli.source import recipe_of, require_dataset
 from finetune.data.pictures.limits import size_problem
 from finetune.errors import CommandError, DataError
 from finetune.planner.choices import AS_SET
-from finetune.planner.plan import ManyCards, Plan, Suggestion, Verdict
+from finetune.planner.plan import Plan, Suggestion, Verdict
 from finetune.recipe.load import NO_DATASET
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
@@ -202,45 +202,28 @@ def _print_details(plan: Plan) -> None:
     """Print memory by part, notes, every reason, and other plans as overrides."""
     if forecast := plan.forecast:
         overhead = forecast.peak_bytes - forecast.allocated_bytes
-        for title, sizes in (
-            ("at the training peak", {**forecast.parts, "allocator and context": overhead, "whole card": forecast.peak_bytes}),
-            ("allocated at most", forecast.peaks),
-        ):
-            shown = table(title, ">bytes")
-            for name, size in sizes.items():
-                if size > 0:
-                    shown.add_row(name, format_bytes(size))
-            out.print(shown)
-        out.print(f"[dim]method: {forecast.method}[/]\n")
+        shown = table("at the training peak", ">bytes")
+        for name, size in {**forecast.parts, "allocator and context": overhead, "whole card": forecast.peak_bytes}.items():
+            if size > 0:
+                shown.add_row(name, format_bytes(size))
+        out.print(shown)
+        peaks = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in forecast.peaks.items())
+        out.print(f"[dim]allocated at most: {peaks}\nmethod: {forecast.method}[/]\n")
         if copies := plan.layer_copies:
             pinned = f"{format_bytes(copies.pinned_bytes)} of host memory are pinned"
             out.print(f"{copies.layers} of {copies.of_layers} layers are offloaded, {pinned}; {copies.summary}")
         for note in forecast.notes:
             out.print(f"note: {escape(note)}")
     entries = {f"{name} = {getattr(plan.settings, name, '')}": reason for name, reason in plan.reasons.items()}
-    others = {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
-    for name, reason in (entries | others).items():
+    entries |= {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
+    for needs in plan.many_cards.rows if plan.many_cards else ():
+        least = f"{format_bytes(needs.peak_high_bytes)} at most on each GPU, {format_bytes(needs.host_bytes)} of host memory"
+        entries[f"{needs.strategy}: {needs.verdict}"] = f"{least}; {needs.override}" if needs.verdict else needs.cost
+    for name, reason in entries.items():
         out.print(f"[bold]{escape(name)}[/]")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))
-    if plan.many_cards:
-        _print_many_cards(plan.many_cards)
     out.print()
 
 
 def _enough(plan: Plan) -> list[Suggestion]:
     return [row for row in plan.suggestions if row.peak_bytes <= plan.usable_bytes]
-
-
-def _print_many_cards(needs: ManyCards) -> None:
-    cards, budget = needs.cards, needs.budget_bytes
-    out.print(f"\n[bold]{cards} cards with {format_bytes(budget)} each are not one card with {format_bytes(cards * budget)}[/]")
-    out.print("Each card keeps its own activations; all but fsdp in 4 bit load the whole model. With this plan's settings:")
-    shown = table("on each card", ">load", ">train", ">at most", ">host", "verdict")
-    for row in needs.rows:
-        sizes = (row.load_bytes, row.train_bytes, row.peak_high_bytes, row.host_bytes)
-        verdict = coloured(row.verdict) if row.verdict else "-"
-        shown.add_row(row.strategy, *(format_bytes(size) if size else "-" for size in sizes), verdict)
-    out.print(shown)
-    for reason in dict.fromkeys(row.cost for row in needs.rows if row.cost):
-        out.print(f"[dim]{escape(reason)}[/]")
-    out.print("[dim]ddp is a dry run, the others are computed by rule; not measured on several cards[/]")

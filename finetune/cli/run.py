@@ -199,7 +199,8 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
     if state.state == "finished":
         name = escape(shell_join([str(run.path)]))
         held_out = "" if (run.data / "eval").is_dir() else " --data FILE"
-        out.print(f"[bold green]Finished in {outcome(events.read_events(run.events))}[/]\n{escape(state.message)}")
+        summary, is_outside = outcome(events.read_events(run.events))
+        out.print(f"[bold {'yellow' if is_outside else 'green'}]Finished in {summary}[/]\n{escape(state.message)}")
         out.print(f"Next: finetune eval {name}{held_out}", f"finetune chat {name}", f"finetune export {name}", sep="\n      ")
         return
     out.print(state_text(state.state, "bold"), "", escape(state.message))

@@ -100,7 +100,7 @@ def _show(source: str, *, as_json: bool) -> None:
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
-    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)}", soft_wrap=True)
+    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)[0]}", soft_wrap=True)
     if step_time:
         out.print(escape(step_time), soft_wrap=True)
     if cost is not None:

@@ -36,7 +36,7 @@ def start_page(*, host: str, port: int, runs: str, allow_host: list[str]) -> int
 def report_run(source: str, *, output: str | None, as_json: bool) -> None:
     """Write the report of a run."""
     run = open_run(source)
-    _write_page([run], Path(output) if output else run.path / "report.html", outcome(read_events(run.events)), as_json)
+    _write_page([run], Path(output) if output else run.path / "report.html", outcome(read_events(run.events))[0], as_json)
 
 
 def compare_runs(sources: list[str], *, output: str | None, as_json: bool) -> None:

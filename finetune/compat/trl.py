@@ -6,13 +6,15 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 from finetune.compat.patch_registry import PrivateName, replace, replaced, wrap, wrapped
 
 _TILES = "trl.kernels.chunked_logprob"
+#: Words of a tile, which takes up to 512 MiB, also of a small vocabulary.
+_CHUNK, _WIDEST = "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 32768
 #: Rows of a tile in one operator: 8 MiB in fp32.
 _SLICE = 64
 
@@ -22,6 +24,7 @@ PRIVATE_NAMES = (
                 "TRL lists the files of every installed package at its import", needs="a process that has not imported TRL"),
     PrivateName("trl.trainer.utils._use_triton", "patch", "on a card the loss is computed on trained positions only",
                 "trl.trainer.utils.add_fused_lm_head", "device"),
+    PrivateName(_CHUNK, "patch", "a CPU's tile of the loss is as wide as the words", "trl.trainer.utils.add_fused_lm_head"),
     PrivateName(f"{_TILES}._use_triton", "patch", "a card without a compiler computes the loss with torch's operators",
                 f"{_TILES}.ChunkedLogProbFunction.forward", "device"),
     PrivateName(f"{_TILES}._forward_tile", "patch", "a Triton kernel that works in place where a CPU makes tensors",
@@ -79,6 +82,11 @@ def cuda_loss() -> Iterator[None]:
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
             stack.enter_context(replaced(f"{_TILES}.{tile}", lambda *_, **__: None))
         yield
+
+
+def narrow_tiles(config: Any, *, on_cpu: bool) -> AbstractContextManager[None]:
+    """Inside, a tile of TRL's loss on a CPU is at most as wide as the vocabulary; the values are the same."""
+    return replaced(_CHUNK, min(config.get_text_config().vocab_size, _WIDEST)) if on_cpu else nullcontext()
 
 
 def compute_loss_without_triton() -> None:

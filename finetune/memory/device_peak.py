@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune.card.allocator import expandable_segments
 from finetune.card.host import PROCESS_BYTES
+from finetune.memory.cache import cached, key_of
 from finetune.memory.forecast import DRY_RUN_ERROR, EXPANDABLE, SEGMENTED, Forecast
 from finetune.memory.ledger import USUAL_CAPABILITY, dry_run, replay_rows, replayed
 from finetune.memory.shard_units import units_of
@@ -30,6 +33,19 @@ PAGES = 40 * MIB
 #: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
+#: What malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695 MiB.
+MALLOC = (0.0, 0.16, 0.25)
+#: What a run loads after the imports below, and the share by which a process differs from another one.
+LOADED_LATER, PROCESS_ERROR = 29 * MIB, 0.05
+#: A run's imports and a small step in a process of its own, which prints its resident bytes.
+_PROCESS = """
+import datasets, psutil, torch
+import finetune.model.quantised_cache, finetune.run.training, finetune.run.worker
+layer = torch.nn.Linear(512, 512)
+layer(torch.ones(64, 512)).sum().backward()
+torch.optim.AdamW(layer.parameters()).step()
+print(psutil.Process().memory_info().rss)
+"""
 #: Growth that is worth a note, and rows so short that half of them show nothing.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
 #: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
@@ -96,7 +112,7 @@ def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, u
     lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
     context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
-        context = PROCESS_BYTES
+        uncertainty = round(PROCESS_ERROR * (context := process_bytes()))
     return Forecast(
         allocated_bytes=run.allocated_bytes,
         reserved_bytes=likely,
@@ -112,6 +128,14 @@ def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, u
         reserved_peaks=replay.reserved if replay else {},
         segments=replay.segments if replay else {},
     )
+
+
+@functools.cache
+def process_bytes() -> int:
+    """Resident bytes of a training process on the CPU without its tensors, measured once for these libraries."""
+    command, key = [sys.executable, "-c", _PROCESS], key_of(process=sys.version)
+    measured = cached(key, lambda: subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return LOADED_LATER + int(measured or PROCESS_BYTES)
 
 
 def _with_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
@@ -226,12 +250,12 @@ def _replay_of(
 
 
 def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:
-    """Least, likely and most reserved bytes; the CPU's allocator keeps no reserve. `even`: all micro-batches are equally long.
+    """Least, likely and most reserved bytes; of a CPU, resident ones. `even`: all micro-batches are equally long.
 
     The least is what is allocated: at the limit torch returns cached blocks. The most is what the replay reserves, with its
     error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
     """
-    shares = (0.0, 0.0, 0.05) if card.is_cpu else EXPANDABLE if expandable_segments() else SEGMENTED
+    shares = MALLOC if card.is_cpu else EXPANDABLE if expandable_segments() else SEGMENTED
     lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
     if replay is None:
         upper += PAGES if shares is EXPANDABLE else 0

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from finetune.compat.bitsandbytes import without_cpu_repacking
 from finetune.compat.torch import backward
 from finetune.compat.transformers import auxiliary_loss, keys_repeated, wrap_checkpoint
+from finetune.compat.trl import narrow_tiles
 from finetune.data.report import first_line
 from finetune.errors import FinetuneError, RecipeError
 from finetune.layers.checkpointing import base_of, decoder_layers
@@ -116,7 +117,8 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
     """Simulate the step on a card of this compute capability; None for a run on the CPU."""
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
-    with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused():
+    tiles = narrow_tiles(config, on_cpu=capability is None)
+    with _quiet(), without_cpu_repacking(), fake_dora_weights(), garbage_collection_paused(), tiles:
         batch = replace(batch, padded=batch.padded and (loads_vision(config) or needs_padding_mask(config)))
         model = attach_adapters(build_base(settings, config, device="cpu", weights=False, offloads=True), settings)
         apply_techniques(model, settings)

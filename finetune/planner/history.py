@@ -24,6 +24,8 @@ KEPT = 20
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Figures of a row as forecast and as measured.
 _COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
+#: Memory whose errors change later plans: on a GPU allocated and reserved, on a CPU the process.
+_ERRORS = ("allocated", "reserved", "process")
 #: Columns of a row that leaves this machine: no name of a model, file or person.
 _SHARED = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
@@ -35,27 +37,29 @@ _SHARED = (
 class History:
     """`speed_factor`: median of measured / modelled step time, None when never measured. `measured_runs`: whole runs.
 
-    `memory_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `reserved_errors`: of reserved bytes.
+    `allocated_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `process_errors`: of a CPU's process;
+    `reserved_errors`: of reserved bytes.
     """
 
     runs: int = 0
     speed_factor: float | None = None
-    memory_errors: tuple[float, ...] = ()
+    allocated_errors: tuple[float, ...] = ()
+    process_errors: tuple[float, ...] = ()
     reserved_errors: tuple[float, ...] = ()
     measured_runs: tuple[MeasuredRun, ...] = ()
 
     @property
     def worst_excess(self) -> float:
         """Largest relative excess of a run over its forecast; 0 when there was none."""
-        return max((*self.memory_errors, 0.0))
+        return max((*self.allocated_errors, 0.0))
 
     def summary(self, card_name: str) -> str:
         """The runs and their errors, for a plan's notes."""
         notes = [f"{self.runs} earlier run{'s' * (self.runs != 1)} on {card_name}"]
         if self.speed_factor is not None:
             notes.append(f"steps took {self.speed_factor:.2f} times the modelled time")
-        for name, errors in (("allocated", self.memory_errors), ("reserved", self.reserved_errors)):
-            if errors:
+        for name in _ERRORS:
+            if errors := getattr(self, f"{name}_errors"):
                 notes.append(f"{name} memory was {min(errors):+.1%} to {max(errors):+.1%} off the forecast")
         return "; ".join(notes)
 
@@ -79,6 +83,8 @@ def record_run(
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
         **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _COMPARED},
         **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _COMPARED},
+        "forecast_process_bytes": check.predicted_peak_bytes if plan.card.is_cpu else None,
+        "measured_process_bytes": check.measured_peak_bytes,
         "workload_s": plan.workload_s, "train_s": train_s, "load_s": load_s, "rates_measured_at": plan.card.rates_measured_at,
     }  # fmt: skip
     rows = _rows()
@@ -98,17 +104,17 @@ def read_history(card_name: str, rates_measured_at: str = "") -> History:
     def ratios(rows: list[dict[str, Any]], measured: str, expected: str) -> list[float]:
         return [row[measured] / row[expected] for row in rows if row.get(measured) and row.get(expected)]
 
-    allocated, reserved = (
-        tuple(ratio - 1 for ratio in ratios(rows, f"measured_{name}_bytes", f"forecast_{name}_bytes"))
-        for name in ("allocated", "reserved")
-    )
+    errors = {
+        f"{name}_errors": tuple(ratio - 1 for ratio in ratios(rows, f"measured_{name}_bytes", f"forecast_{name}_bytes"))
+        for name in _ERRORS
+    }
     factors, runs = ratios(timed, "measured_step_s", "modelled_step_s"), []
     factor = min(max(statistics.median(factors), LEAST_FACTOR), MOST_FACTOR) if factors else None
     for row in timed:
         seconds: list[Any] = [row.get(name) for name in ("workload_s", "train_s", "load_s")]
         if all(isinstance(value, float) and value > 0 for value in seconds):
             runs.append(MeasuredRun(str(row.get("model")), *seconds))
-    return History(len(rows), factor, allocated, reserved, tuple(runs))
+    return History(len(rows), factor, measured_runs=tuple(runs), **errors)
 
 
 def shared_rows() -> list[dict[str, Any]]:

@@ -444,10 +444,16 @@ class _Planner:
         return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
 
     def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
-        """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again."""
+        """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again. On a
+        CPU, the interval with the errors of earlier runs."""
+        if self.card.is_cpu:
+            seen = (round(forecast.peak_bytes * (1 + error)) for error in self.history.process_errors)
+            ends = forecast.peak_low_bytes, forecast.peak_high_bytes, *seen
+            return dataclasses.replace(forecast, peak_low_bytes=min(ends), peak_high_bytes=max(ends))
         more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
-        high = forecast.peak_high_bytes + more
-        return dataclasses.replace(forecast, peak_high_bytes=high, at_limit=forecast.at_limit and not more)
+        return dataclasses.replace(
+            forecast, peak_high_bytes=forecast.peak_high_bytes + more, at_limit=forecast.at_limit and not more
+        )
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
         """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""

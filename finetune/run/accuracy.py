@@ -21,17 +21,21 @@ def compare_with_forecast(plan: Plan, samples: Sequence[Memory], *, at: str, ste
     """Forecast and highest measured bytes and segments, and the relative errors; None for what this machine can't measure."""
     forecast, card = plan.forecast, plan.card
     measured, reserved = _highest(samples, "peak_allocated_bytes"), _highest(samples, "peak_reserved_bytes")
-    predicted, peak = (forecast.allocated_bytes, forecast.peak_bytes) if forecast else (None, None)
-    predicted_reserved = forecast.reserved_peaks.get("train") if forecast else None
+    predicted, peak, least, most, predicted_reserved, segments = [None] * 6 if forecast is None else (
+        forecast.allocated_bytes, forecast.peak_bytes, forecast.peak_low_bytes, forecast.peak_high_bytes,
+        forecast.reserved_peaks.get("train"), forecast.segments.get("train"),
+    )  # fmt: skip
     in_use = None if card.is_cpu else card.total_bytes - card.free_bytes
     # The median: a program that starts between the driver's two answers would count as context.
     contexts = [size for sample in samples if (size := sample.context_bytes) and size > 0]
     return ForecastCheck(
         at=at, step=step, predicted_allocated_bytes=predicted, measured_allocated_bytes=measured,
         allocated_error=_error(measured, predicted), predicted_peak_bytes=peak,
-        measured_card_bytes=_highest(samples, "own_card_bytes"), measured_reserved_bytes=reserved,
-        predicted_reserved_bytes=predicted_reserved, reserved_error=_error(reserved, predicted_reserved),
-        predicted_segments=forecast.segments.get("train") if forecast else None,
+        predicted_low_bytes=least, predicted_high_bytes=most,
+        measured_card_bytes=_highest(samples, "process_peak_rss_bytes" if card.is_cpu else "own_card_bytes"),
+        measured_reserved_bytes=reserved, predicted_reserved_bytes=predicted_reserved,
+        reserved_error=_error(reserved, predicted_reserved),
+        predicted_segments=segments,
         measured_segments=_highest(samples, "peak_segments"),
         predicted_context_bytes=card.context_bytes or None,
         measured_context_bytes=int(statistics.median(contexts)) if contexts else None,
@@ -69,17 +73,20 @@ def compare_at_end(plan: Plan, steps: list[Step]) -> ForecastCheck | None:
     return compare_with_forecast(plan, steps, at="end", step=steps[-1].step) if steps else None
 
 
-def outcome(events: Sequence[Event]) -> str:
-    """Return how long a run took, its peak against the forecast, and its losses, in a line."""
-    check, sentences = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))]
-    if check and check.measured_peak_bytes and (forecast := check.predicted_peak_bytes):
-        off = check.measured_peak_bytes / forecast - 1
-        sentences.append(f"Peak {format_bytes(check.measured_peak_bytes)}, forecast {format_bytes(forecast)} ({off:+.1%})")
+def outcome(events: Sequence[Event]) -> tuple[str, bool]:
+    """Return how long a run took, its peak beside the forecast, and its losses, in a line; and whether the peak was outside
+    its interval."""
+    check, sentences, outside = newest(ForecastCheck, events), [format_seconds(seconds_spent(events))], ""
+    if check and (peak := check.measured_peak_bytes) and (forecast := check.predicted_peak_bytes):
+        least, most = check.predicted_low_bytes or 0, check.predicted_high_bytes or peak
+        if not least <= peak <= most:
+            outside = f", outside its interval, {format_bytes(least)} to {format_bytes(most)}"
+        sentences.append(f"Peak {format_bytes(peak)}, forecast {format_bytes(forecast)} ({peak / forecast - 1:+.1%}{outside})")
     losses = [event.loss for event in events if isinstance(event, Step) and event.loss is not None]
     held_out = [event.eval_loss for event in events if isinstance(event, Evaluation) and event.eval_loss is not None]
     if losses:
         sentences.append(f"Loss {losses[0]:.3g} -> {losses[-1]:.3g}{f', held out {min(held_out):.3g}' if held_out else ''}")
-    return f"{'. '.join(sentences)}."
+    return f"{'. '.join(sentences)}.", bool(outside)
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:

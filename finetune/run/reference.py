@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.compat.trl import narrow_tiles
 from finetune.files import read_json
 from finetune.methods.dpo import REFERENCE_COLUMNS
 from finetune.methods.row_order import row_lengths
@@ -77,7 +78,7 @@ def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
     for start in range(0, len(rows), size):
         indices = order[start : start + size]
         inputs = trainer.on_device([rows[int(index)] for index in indices])
-        with trainer.accelerator.autocast():
+        with trainer.accelerator.autocast(), narrow_tiles(model.config, on_cpu=trainer.plan.card.is_cpu):  # type: ignore[union-attr]
             computed = trainer.method.reference_log_probs(model, inputs if trainer.masked else without_mask(inputs))
         values[indices] = computed.float().reshape(2, -1).T.cpu().numpy()
         os.utime(trainer.events.path)  # a long pass is no hang

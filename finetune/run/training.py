@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
+from finetune.compat.trl import narrow_tiles
 from finetune.data.pictures.columns import sizes_of
 from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full
@@ -96,7 +97,8 @@ class RunTrainer(SFTTrainer):
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """Train, in one process while the model remembers its mode and parameters: FSDP replaces them."""
-        with steady(self.model) if ranks.this_rank().world == 1 else contextlib.nullcontext():
+        as_is = steady(self.model) if ranks.this_rank().world == 1 else contextlib.nullcontext()
+        with as_is, narrow_tiles(self.model.config, on_cpu=self.plan.card.is_cpu):  # type: ignore[union-attr]
             return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:

@@ -15,7 +15,7 @@ from finetune.events import EventWriter, State, Step
 from finetune.files import parse_checked, write_json
 from finetune.run.control import update_settings
 from finetune.run.directory import RunDirectory, open_run, remember, runs_from_here
-from finetune.run.rename_delete import delete_run, rename_run
+from finetune.run.rename_delete import rename_run
 from finetune.run.state import process_record
 
 
@@ -85,13 +85,6 @@ def test_a_wrong_name_is_reported_in_one_sentence(tmp_path, monkeypatch, argumen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 
-def test_a_run_named_twice_is_deleted_once(tmp_path, monkeypatch, finetune):
-    monkeypatch.chdir(tmp_path)
-    run = make_run_directory(tmp_path / "runs" / "a")
-    code, captured = finetune("runs", "rm", "a", "runs/a", "--json")
-    assert code == 0 and len(captured.out.splitlines()) == 1 and not run.path.exists()
-
-
 def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run_directory(tmp_path / "elsewhere" / "mine")
@@ -103,13 +96,14 @@ def test_runs_outside_runs_are_found_from_where_they_were_started(tmp_path, monk
     assert runs_from_here() == []
 
 
-def test_runs_are_renamed_and_deleted(tmp_path, monkeypatch):
+def test_runs_are_renamed_and_deleted_once(tmp_path, monkeypatch, finetune):
     monkeypatch.chdir(tmp_path)
     renamed = rename_run(make_run_directory(tmp_path / "runs" / "a"), "b")
     assert open_run("b").path == Path("runs/b")
     with pytest.raises(RecipeError, match="not a valid"):
         rename_run(renamed, "../b")
-    assert (delete_run(renamed) / "plan.json").is_file() and runs_from_here() == []
+    deleted = json.loads(finetune("runs", "rm", "b", "runs/b", "--json")[1].out)  # one object: deleted once
+    assert (Path(deleted["trash"]) / "plan.json").is_file() and runs_from_here() == []
 
 
 def test_settings_without_a_part_in_what_is_learnt_change_on_resume(planned):

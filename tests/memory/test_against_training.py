@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import config_values, settings
 
+from finetune.compat.trl import narrow_tiles
 from finetune.memory.simulate import Batch, simulate
 from finetune.memory.tracker import StorageTracker
 from finetune.model.adapters import attach_adapters, prepare_for_training
@@ -58,7 +59,7 @@ def trained(recipe, folder):
     for tensor in (*model.parameters(), *model.buffers()):
         tracker.track(tensor)  # those read from a file are not made by an operator
     loaded, tracker.phase = tracker.live_bytes, "train"
-    with tracker:
+    with tracker, narrow_tiles(trainer.model.config, on_cpu=True):
         trainer.train()
     return tracker.peaks[("train", None)].total_bytes - loaded
 

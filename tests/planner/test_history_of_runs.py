@@ -18,22 +18,12 @@ from finetune.units import GIB
 RECIPE = parse_recipe("model_name_or_path: Qwen/Qwen3-8B\ndataset: d\n")
 
 
-def planned(new_forecaster, recipe=RECIPE):
-    return make_plan(recipe, find_card("rtx-4090"), None, forecaster=new_forecaster())
+def planned(new_forecaster, recipe=RECIPE, card="rtx-4090"):
+    return make_plan(recipe, find_card(card), None, forecaster=new_forecaster())
 
 
 def measured(plan, **peaks):
     return compare_with_forecast(plan, [Step(step=1, **peaks)], at="end", step=1)
-
-
-def test_a_card_without_runs_has_no_history():
-    history = read_history("rtx-4090")
-    assert (history.runs, history.speed_factor, history.memory_errors, history.worst_excess) == (0, None, (), 0.0)
-
-
-def test_a_history_that_is_not_utf_8_is_read_as_far_as_it_can_be():
-    (cache_dir() / "history.jsonl").write_bytes(b'{"card": "\xff\xfe"\n{"card": "rtx-4090"}\n')
-    assert read_history("rtx-4090").runs == 1
 
 
 def test_measured_steps_correct_the_next_plans_times(new_forecaster):
@@ -59,6 +49,14 @@ def test_a_run_that_took_more_than_its_forecast_widens_the_next_interval(new_for
     assert row is not None and row.peak_high_bytes > first.forecast.peak_high_bytes
 
 
+def test_a_process_on_the_cpu_that_took_less_than_its_forecast_widens_the_next_interval(new_forecaster):
+    recipe = parse_recipe("model_name_or_path: tiny\ndataset: d\ndtype: float32\n")
+    first = planned(new_forecaster, recipe, "cpu")
+    record_run(first, measured(first, process_peak_rss_bytes=first.forecast.peak_low_bytes // 2), step_s=None)
+    second = planned(new_forecaster, recipe, "cpu")
+    assert second.forecast.peak_low_bytes == pytest.approx(first.forecast.peak_low_bytes / 2, abs=2)
+
+
 def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forecaster):
     first = planned(new_forecaster)
     replayed = replace(first.forecast, reserved_peaks={"train": 20 * GIB}, segments={"train": 100})
@@ -74,15 +72,16 @@ def test_reserved_memory_and_segments_are_recorded_with_their_forecast(new_forec
 def test_another_cards_runs_do_not_count(new_forecaster):
     first = planned(new_forecaster)
     record_run(first, ForecastCheck(), step_s=100.0)
-    assert read_history("rtx-3060").runs == 0
+    history = read_history("rtx-3060")
+    assert (history.runs, history.speed_factor, history.allocated_errors, history.worst_excess) == (0, None, (), 0.0)
 
 
-def test_only_the_newest_runs_are_kept_and_torn_lines_do_no_harm(new_forecaster):
+def test_only_the_newest_runs_are_kept_and_lines_that_are_torn_or_not_utf_8_do_no_harm(new_forecaster):
     first = planned(new_forecaster)
     for number in range(KEPT + 3):
         record_run(first, ForecastCheck(), step_s=first.modelled_step_s * (1 + number / 100))
-    with (cache_dir() / "history.jsonl").open("a") as file:
-        file.write('{"card": "rtx-40')
+    with (cache_dir() / "history.jsonl").open("ab") as file:
+        file.write(b'{"card": "\xff\xfe"\n{"card": "rtx-40')
     assert read_history("rtx-4090").runs == KEPT
 
 

@@ -45,14 +45,10 @@ def test_what_fits_only_sharded_says_so(eight):
     assert planned(launch={"num_processes": 8, "strategy": "fsdp"}, **enough).verdict == "fits"
 
 
-def test_the_row_of_the_recipes_own_strategy_is_the_plans_forecast(eight):
-    row = by_name(eight)["fsdp"]
-    assert row.peak_high_bytes == eight.forecast.peak_high_bytes
-    assert row.train_bytes == eight.forecast.peaks["train"] and row.load_bytes == eight.forecast.peaks["load"]
-
-
-def test_sharding_trains_in_less_memory_and_loads_the_whole_model(eight):
-    needs = by_name(eight)
+def test_sharding_as_planned_trains_in_less_memory_and_loads_the_whole_model(eight):
+    needs, peaks = by_name(eight), eight.forecast.peaks
+    assert (needs["fsdp"].train_bytes, needs["fsdp"].load_bytes) == (peaks["train"], peaks["load"])
+    assert needs["fsdp"].peak_high_bytes == eight.forecast.peak_high_bytes
     assert needs["fsdp, offload to cpu"].train_bytes < needs["fsdp"].train_bytes < needs["ddp"].train_bytes
     assert needs["fsdp"].load_bytes > needs["ddp"].load_bytes >= 2 * 1.2e9
     assert all(row.verdict == "fits" and row.cost == "" for row in needs.values())

@@ -21,25 +21,23 @@ def plan(make_run):
 
 
 def step(number, allocated, used=None, others=None):
-    return Step(step=number, peak_allocated_bytes=allocated, card_used_bytes=used, other_processes_bytes=others)
+    gpu = Step(step=number, peak_allocated_bytes=allocated, card_used_bytes=used, other_processes_bytes=others)
+    return replace(gpu, process_peak_rss_bytes=others and used - others)
 
 
-def test_the_error_is_measured_over_forecast_less_one(plan):
+def test_at_the_end_the_highest_of_all_steps_counts_over_the_forecast_less_one(plan):
     forecast = plan.forecast.allocated_bytes
-    check = compare_with_forecast(plan, [step(1, round(1.25 * forecast), 5 * GIB, 2 * GIB)], at="first steps", step=1)
-    assert check.allocated_error == pytest.approx(0.25) and check.predicted_allocated_bytes == forecast
-    assert (check.measured_card_bytes, check.at, check.step) == (3 * GIB, "first steps", 1)
-
-
-def test_at_the_end_the_highest_of_all_steps_counts(plan):
-    check = compare_at_end(plan, [step(1, 7, 5 * GIB, 3 * GIB), step(2, 9, 4 * GIB, GIB), step(3, 8)])
-    assert (check.at, check.step, check.measured_allocated_bytes, check.measured_card_bytes) == ("end", 3, 9, 3 * GIB)
-    assert compare_at_end(plan, []) is compare_at_end(plan, [step(1, GIB, 3 * GIB)]).measured_card_bytes is None
+    steps = [step(1, 7, 5 * GIB, 3 * GIB), step(2, round(1.25 * forecast), 4 * GIB, GIB), step(3, 8)]
+    check = compare_at_end(plan, steps)
+    assert (check.at, check.step, check.predicted_allocated_bytes, check.measured_card_bytes) == ("end", 3, forecast, 3 * GIB)
+    assert check.allocated_error == pytest.approx(0.25)
 
 
 def test_what_was_not_measured_has_no_error(plan):
-    check = compare_at_end(plan, [step(1, None)])
-    assert check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
+    check = compare_at_end(plan, [step(1, None, 3 * GIB)])
+    assert (
+        compare_at_end(plan, []) is check.allocated_error is check.measured_allocated_bytes is check.measured_card_bytes is None
+    )
     assert check.predicted_context_bytes is check.predicted_card_used_bytes is None  # of a run on a CPU
     assert excess_warning(plan, check) is None
 
@@ -56,10 +54,13 @@ def test_the_context_other_programs_and_the_whole_gpu_are_compared_too(plan):
 
 
 def test_a_run_ends_with_its_time_its_peak_beside_the_forecast_and_its_losses():
-    sizes = {"predicted_peak_bytes": 20 * GIB, "measured_reserved_bytes": 17 * GIB, "measured_context_bytes": GIB}
-    events = [Start(time_s=1.0), replace(step(1, None), loss=8.5), replace(step(9, None), loss=0.161), ForecastCheck(**sizes)]
+    check = ForecastCheck(predicted_peak_bytes=20 * GIB, measured_reserved_bytes=17 * GIB, measured_context_bytes=GIB)
+    events = [Start(time_s=1.0), replace(step(1, None), loss=8.5), replace(step(9, None), loss=0.161), check]
     events += [Evaluation(step=9, eval_loss=0.2), Evaluation(step=12, eval_loss=0.3, time_s=23.0)]
-    assert outcome(events) == "22 s. Peak 18.0 GiB, forecast 20.0 GiB (-10.0%). Loss 8.5 -> 0.161, held out 0.2."
+    assert outcome(events) == ("22 s. Peak 18.0 GiB, forecast 20.0 GiB (-10.0%). Loss 8.5 -> 0.161, held out 0.2.", False)
+    events[3] = replace(check, predicted_low_bytes=19 * GIB, predicted_high_bytes=21 * GIB)
+    text, is_outside = outcome(events)
+    assert is_outside and "(-10.0%, outside its interval, 19.0 GiB to 21.0 GiB)" in text
 
 
 def test_losses_are_compared_at_the_last_step_that_every_run_evaluated(tmp_path):
