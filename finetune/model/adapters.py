@@ -16,9 +16,9 @@ from finetune.compat.peft import leave_casts_to_autocast
 from finetune.compat.torch import fake_tensor_mode
 from finetune.errors import RecipeError
 from finetune.layers.experts import name_experts_for_trl, split_targets
+from finetune.model.hybrid import without_adapters
 from finetune.model.language_model import outside_language_model, text_config, untrained_vision
 from finetune.model.new_tokens import check_wrapped, grow_vocabulary, token_indices
-from finetune.model.quantisation import without_adapters
 from finetune.settings import Settings
 
 #: PEFT refuses adapters on two layers of these, with kernels or without.
@@ -89,7 +89,7 @@ def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
     their product."""
     patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
     odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})
-    odd += without_adapters(model.config)
+    odd += without_adapters(text_config(model.config).model_type)
     if model.config.model_type in _MAMBA:
         odd += ["out_proj", "conv1d"]
     patterns += [rf"(.*\.)?({'|'.join(map(re.escape, odd))})"] if odd else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
@@ -31,6 +32,15 @@ _FLA_TYPES = "bailing_hybrid glm5_next kimi_linear lara_mini olmo_hybrid qwen3_5
 _MAMBA_TYPES = "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2"
 #: Model type, without `_text` -> the package that its file names in transformers' use_kernel_func_from_hub_with_fallback.
 PACKAGES = {**dict.fromkeys(_FLA_TYPES.split(), FLA), **dict.fromkeys(_MAMBA_TYPES.split(), MAMBA)}
+#: Linear layers whose weights other modules read or change, by type of the language model: they stay 16-bit.
+_MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code reads the second, its kernels all three
+_READ_OUTSIDE = {
+    "mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS, "gemma3n_text": ("prediction_coefs", "correction_coefs"),
+}  # fmt: skip
+#: Layers whose weights transformers reads past an adapter in training; and those that a kernel of mamba-ssm reads.
+_NO_ADAPTER = {**dict.fromkeys(("mamba", "falcon_mamba", "jamba"), ("dt_proj",)), "gemma3n_text": ("correction_coefs",)}
+_FUSED: dict[str, tuple[str, ...]] = {"mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS}
+_FUSED |= dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2"), ("out_proj",))
 
 
 @cache
@@ -58,3 +68,17 @@ def reference_notes(model_type: str, capability: tuple[int, int] | None) -> tupl
     package = PACKAGES.get(model_type.removesuffix("_text"))
     problem = kernel_problem(package, capability) if package and capability else None
     return ("reference kernels, as {0}: {2}; {1}".format(*problem, package.costs).rstrip("; "),) if package and problem else ()
+
+
+def read_outside(model_type: str) -> tuple[str, ...]:
+    """Names of layers that are not quantised because other modules or kernels read or change their weights."""
+    return _READ_OUTSIDE.get(model_type) or _read_by_kernel(model_type)
+
+
+def without_adapters(model_type: str) -> tuple[str, ...]:
+    """Names of layers whose adapters would get no gradient."""
+    return _NO_ADAPTER.get(model_type, ()) + _read_by_kernel(model_type)
+
+
+def _read_by_kernel(model_type: str) -> tuple[str, ...]:
+    return _FUSED.get(model_type, ()) if find_spec("mamba_ssm") else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,35 +9,12 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from finetune.errors import RecipeError
 from finetune.layers.experts import MOST_ELEMENTS, experts_quantiser, fused_experts, has_experts
+from finetune.model.hybrid import read_outside
 from finetune.model.language_model import text_config
 from finetune.model.prequantised import BITSANDBYTES, DEQUANTISED, original_of, stored_format, stored_quantisation
 from finetune.settings import Settings
 from finetune.settings.base_formats import INT8, NF4, base_format_of, requested_formats
 from finetune.settings.compatibility import shards_weights
-
-#: Linear layers whose weights other modules read or change, by type of the language model: they stay 16-bit.
-_MAMBA_LAYERS = ("x_proj", "dt_proj", "out_proj")  # transformers' own code reads the second, its kernels all three
-_READ_OUTSIDE = {
-    "mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS, "gemma3n_text": ("prediction_coefs", "correction_coefs"),
-}  # fmt: skip
-#: Layers whose weights transformers reads past an adapter in training; and those that a kernel of mamba-ssm reads.
-_NO_ADAPTER = {**dict.fromkeys(("mamba", "falcon_mamba", "jamba"), ("dt_proj",)), "gemma3n_text": ("correction_coefs",)}
-_FUSED: dict[str, tuple[str, ...]] = {"mamba": _MAMBA_LAYERS, "falcon_mamba": _MAMBA_LAYERS}
-_FUSED |= dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2"), ("out_proj",))
-
-
-def read_outside(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of layers that are not quantised because other modules or kernels read or change their weights."""
-    return _READ_OUTSIDE.get(text_config(config).model_type) or _read_by_kernel(config)
-
-
-def without_adapters(config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of layers whose adapters would get no gradient."""
-    return _NO_ADAPTER.get(text_config(config).model_type, ()) + _read_by_kernel(config)
-
-
-def _read_by_kernel(config: PretrainedConfig) -> tuple[str, ...]:
-    return _FUSED.get(text_config(config).model_type, ()) if find_spec("mamba_ssm") else ()
 
 
 def model_dtype(settings: Settings) -> torch.dtype:
@@ -55,7 +31,7 @@ def quantization_config(settings: Settings, config: PretrainedConfig) -> Any:
         return _own_quantization(settings, own, fused_experts=has_experts(text_config(config)))
     loader = _CONFIGURATIONS.get(base_format_of(settings))
     quantization = loader(settings) if loader else None
-    if quantization is not None and (names := read_outside(config)):
+    if quantization is not None and (names := read_outside(text_config(config).model_type)):
         quantization.llm_int8_skip_modules = [*names, "lm_head"]  # of 4 bits, too
     return quantization
 
