@@ -16,7 +16,7 @@ class FinetuneError(Exception):
     """A problem the user can act on; printed without a traceback.
 
     `problems`: all of them, one line each. `fix`: what to type. `exit_code`: the process's exit status; `cause`: what that
-    means. `run_state`: of a run that it ends; `paused` is for a full disk.
+    means. `run_state`: of a run that it ends.
     """
 
     exit_code = FAILED

@@ -26,7 +26,7 @@ from finetune.system import one_writer_at_a_time
 #: Version of events.jsonl, raised when a reader of this version would misunderstand the lines; new keys don't raise it.
 VERSION = 1
 #: States of a run's last event, from which it needs a new attempt to go on.
-ENDED_STATES = ("paused", "finished", "stopped", "diverged", "failed")
+ENDED_STATES = ("paused", "finished", "diverged", "failed", "stopped")  # the last is an older version's `paused`
 #: Larger numbers are damage, and too large for a float.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 WholeOrNone = Whole | None
@@ -81,7 +81,7 @@ class Memory:
 class State(Event, kind="state", durable=True):
     """The run's state has changed."""
 
-    state: Annotated[str, "queued, starting, running, stopping, paused, finished, stopped, diverged or failed"]
+    state: Annotated[str, "queued, starting, running, pausing, paused, finished, diverged or failed"]
     attempt: Annotated[WholeOrNone, "number of the starting attempt, from 1"] = None
     message: Annotated[str, "why, and what to type next"] = ""
     exit_code: Annotated[WholeOrNone, "exit status of a run that ended"] = None

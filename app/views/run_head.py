@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
+from finetune.errors import DiskFull
 from finetune.events import Checkpoint, OutOfMemory, Result, State
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
@@ -24,7 +25,7 @@ TABS = {
 #: Name of a state, and how it looks.
 STATES = {
     "queued": (mark("In the queue"), "plain"), "starting": (mark("Starting"), "plain"), "running": (mark("Running"), "ok"),
-    "stopping": (mark("Pausing"), "warn"), "stopped": (mark("Paused"), "warn"), "paused": (mark("Paused, disk full"), "warn"),
+    "pausing": (mark("Pausing"), "warn"), "paused": (mark("Paused"), "warn"),
     "finished": (mark("Finished"), "ok"), "diverged": (mark("Diverged"), "bad"), "failed": (mark("Failed"), "bad"),
     "lost": (mark("Process lost"), "bad"),
 }  # fmt: skip
@@ -45,7 +46,9 @@ _OUT_OF_MEMORY = {
 def pill(state: RunState) -> str:
     """The state as a coloured word."""
     name, css = STATES.get(state.state, (state.state.capitalize(), "plain"))
-    live = " live" if state.state in ("running", "starting", "stopping") else ""
+    if state.exit_code == DiskFull.exit_code:
+        name = mark("Paused, disk full")
+    live = " live" if state.state in ("running", "starting", "pausing") else ""
     return f'<span class="ft-pill {css}{live}" data-state="{inert(state.state)}"><i></i>{inert(tr(name))}</span>'
 
 
@@ -56,10 +59,10 @@ def title(live: LiveRun, state: RunState) -> str:
     if state.state in ("running", "starting"):
         buttons += _button(tr("Pause"), "pause", hint=tr("Stops after this step with a checkpoint, and frees the GPU."))
         if not live.run.finish_request.exists():
-            buttons += _button(tr("Stop"), "finish", hint=tr("Ends the run after this step; its best step is the result."))
-    elif state.state == "stopping":
+            buttons += _button(tr("Finish"), "finish", hint=tr("Ends the run after this step; its best step is the result."))
+    elif state.state == "pausing":
         buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
-    elif state.state in ("stopped", "paused"):
+    elif state.state == "paused":
         buttons += _button(_resume_label(live), "resume", "primary")
     meta = "".join(f"<span>{inert(text)}</span>" for text in _meta(live))
     return (
@@ -136,7 +139,7 @@ def _left(digest: Digest, state: RunState) -> str:
     if state.ended:
         last = digest.newest.get(State.kind)
         return tr("ended {time}", time=_clock(last.time_s)) if last is not None and last.time_s else ""
-    if state.state == "stopping":
+    if state.state == "pausing":
         return tr("a checkpoint is being written")
     left_s = digest.pace.left_s
     if left_s is None or not digest.step:
@@ -165,10 +168,10 @@ def tabs(name: str, n_samples: int, current: str) -> str:
 
 def next_steps(live: LiveRun, state: RunState) -> str:
     """After the end: what there is, and what to do with it."""
-    if state.state in ("stopped", "paused"):
-        why = tr("The disk is full: free some space first." if state.state == "paused" else "The GPU is free.")
-        if live.plan().card.is_cpu and state.state == "stopped":
-            why = ""
+    if state.state == "paused":
+        is_full = state.exit_code == DiskFull.exit_code
+        why = tr("The disk is full: free some space first." if is_full else "The GPU is free.")
+        why = why if is_full or not live.plan().card.is_cpu else ""
         step = checkpoint_step(live)
         where = tr("There is no checkpoint yet: it would begin anew.")
         if step:

@@ -96,7 +96,7 @@ def exits() -> str:
         if isinstance(kind, type) and "exit_code" in vars(kind) and kind is not errors.FinetuneError:
             meanings[kind.exit_code] = f"{meanings.get(kind.exit_code, '')} {(kind.__doc__ or '').strip()}".strip()
     rows = [(0, "Done, or the plan fits."), (1, "An internal error, or a process that was killed."), *sorted(meanings.items())]
-    return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Stopped by Ctrl-C or a stop signal, with a checkpoint.")])
+    return markdown((">exit code", "meaning"), [*rows, ("130, 143", "Paused by Ctrl-C or a stop signal, with a checkpoint.")])
 
 
 def events() -> str:

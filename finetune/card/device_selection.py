@@ -42,8 +42,9 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         driver = nvidia.driver_versions()
     except DriverError as error:
         fix = f"{nvidia.CONTAINER_FIX} {_NO_CARD}" if in_container() else _NO_CARD
+        wanted_gpu = f"this recipe is for {_with_article(name)}; " if name else f"gpu: {gpu}, but "
         raise NoCard(
-            f"gpu: {gpu}, but this machine has no NVIDIA card that can be used ({driver_message(error)})",
+            f"{wanted_gpu}this machine has no NVIDIA GPU that can be used ({driver_message(error)})",
             f"The driver was updated: restart the machine. {_NO_CARD}" if error.was_updated else fix,
         ) from None
     allowed = visible(devices)
@@ -64,8 +65,10 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
             fix = "Set gpu=auto, or the number of one of these cards."
             raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
         hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
-        setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
-        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}.")
+        raise NoCard(
+            f"gpu: {gpu}, but {nvidia.VISIBLE_VARIABLE}={visible_devices()!r} hides {hidden_cards}",
+            f"This machine's cards: {machine_cards}.",
+        )
     least_free = SIMILAR * max(device.free_bytes for device in candidates)
     emptiest = [device for device in candidates if device.free_bytes >= least_free]
     fastest = max(device.speed for device in emptiest)

@@ -54,8 +54,13 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
                 named = _entries()[card.name]["device"]
                 choice = choose_device(card.name, lambda device: _entry_of(device) == card.name, processes, named)
             except RecipeError as error:
-                plan = f"To plan for it without training: finetune plan RECIPE --gpu {card.name}"
-                raise NoCard(error.problems, f"Add gpu=auto to train on what is here. {plan}") from None
+                if error.fix:
+                    raise
+                raise NoCard(
+                    error.problems,
+                    "Add gpu=auto to train on what is here. "
+                    f"To plan for it without training: finetune plan RECIPE --gpu {card.name}",
+                ) from None
             card = _measured_card(choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)

@@ -14,7 +14,7 @@ cli = typer.Typer(
     name="finetune", no_args_is_help=True, add_completion=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Fine-tune language models with LoRA on your own card: forecast what fits, train, resume, chat, export.",
     epilog="Start here:  finetune run tiny-cpu\n\nExit codes: 0 done, 1 internal error, "
-    f"{', '.join(f'{code} {cause}' for code, cause in exit_code_causes().items())}, 130 or 143 stopped",
+    f"{', '.join(f'{code} {cause}' for code, cause in exit_code_causes().items())}, 130 or 143 paused",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ out = SafeConsole(highlight=False)
 err = SafeConsole(stderr=True, highlight=False)
 _MOST_ROWS = 15
 _STATE_COLOURS = {
-    "finished": "green", "running": "cyan", "starting": "cyan", "stopping": "yellow", "stopped": "yellow", "paused": "yellow",
+    "finished": "green", "running": "cyan", "starting": "cyan", "pausing": "yellow", "paused": "yellow",
     "failed": "red", "diverged": "red", "lost": "red",
 }  # fmt: skip
 #: Of a verdict by its level, and the most lines of a plan's notes.

@@ -18,7 +18,7 @@ from finetune.card.visible import hide_gpus
 from finetune.cli.output import print_json
 from finetune.cli.render import err, out, print_summary, show_progress, state_text, step_line
 from finetune.cli.source import recipe_of, require_dataset, with_model_and_data
-from finetune.errors import FAILED, FINISHED, CommandError, DiskFull, Diverged
+from finetune.errors import FAILED, FINISHED, CommandError, Diverged
 from finetune.printable import printable
 from finetune.run import control
 from finetune.run.accuracy import outcome
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Seconds that an ended run's processes get to exit, and so to free the GPU, before a command returns that followed it.
 _EXIT_DEADLINE_S = 60
-_EXIT_OF = {"finished": FINISHED, **{error.run_state: error.exit_code for error in (Diverged, DiskFull)}}
+_EXIT_OF = {"finished": FINISHED, Diverged.run_state: Diverged.exit_code}
 
 
 def run_recipe(
@@ -104,7 +104,7 @@ def pause_run(source: str, *, now: bool = False, every: bool = False, as_json: b
     for run in asked:
         control.wait(run, deadline_s=300)
         state = read_state(run)
-        if now or state.state != "stopped" or as_json:
+        if now or state.state != "paused" or as_json:
             _print_state(run, state, as_json)
         else:
             at = f"step {state.step:,} of {state.total_steps:,}" if state.step and state.total_steps else "its start"
@@ -204,7 +204,7 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
         out.print(f"Next: finetune eval {name}{held_out}", f"finetune chat {name}", f"finetune export {name}", sep="\n      ")
         return
     out.print(state_text(state.state, "bold"), "", escape(state.message))
-    if state.state in ("stopped", "paused") and "finetune resume" not in state.message:
+    if state.state == "paused" and "finetune resume" not in state.message:
         out.print(f"Resume:      finetune resume {escape(shell_join([str(run.path)]))}")
     elif state.state == "failed":
         out.print(f"Log: {escape(str(run.log))}")

@@ -226,7 +226,7 @@ def _print_state(sweep: Sweep, as_json: bool) -> int:
     if as_json:
         print_json(sweep.as_json())
     else:
-        state = "running" if sweep.is_running else "stopped"
+        state = "running" if sweep.is_running else "paused"
         out.print(f"{state}: {escape(sweep.sentence())}")
         out.print(f"Go on with it, or follow it:  finetune sweep {escape(str(sweep.path))}", soft_wrap=True)
     return 0

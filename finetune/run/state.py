@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finetune.run.directory import RunDirectory
 
 
-#: queued starting running stopping paused finished stopped diverged failed lost
+#: queued starting running pausing paused finished diverged failed lost
 ENDED = (*ENDED_STATES, "lost")
 _TAIL_BYTES = 256 * 1024
 
@@ -52,7 +52,7 @@ def read_state(run: RunDirectory, events: Sequence[Event] | None = None) -> RunS
         with contextlib.suppress(FileNotFoundError):  # the end of the file: long runs take no longer to read
             events = EventReader(run.events, max(0, run.events.stat().st_size - _TAIL_BYTES)).new()
     last, step, start = newest(State, events), newest(Step, events), newest(Start, events)
-    state, message = (last.state, last.message) if last else ("starting", "")
+    state, message = (last.state.replace("stopped", "paused"), last.message) if last else ("starting", "")
     values: dict[str, Any] = {
         "step": step.step if step else None,
         "total_steps": next((event.total_steps for event in (step, start) if event and event.total_steps), None),

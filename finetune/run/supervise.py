@@ -136,7 +136,7 @@ class Supervisor:
                 if handled > 1 or not self._has_started():  # the second signal, or nothing to save yet
                     ended = True
                 else:
-                    self._emit(State(state="stopping"))
+                    self._emit(State(state="pausing"))
                     if launcher is not None:
                         launcher.send(worker, self.signals[0])
                     elif not (self.requests or WINDOWS):  # the worker reads the run's file itself; Windows can't signal it
@@ -215,7 +215,7 @@ class Supervisor:
         resume = f"resume {where} with: finetune resume {self.run.path}"
         if self.signals:
             code = 128 + self.signals[0]
-            self._end("stopped", code, f"killed without a new checkpoint; {resume}" if sealed else f"killed; {resume}")
+            self._end("paused", code, f"killed without a new checkpoint; {resume}" if sealed else f"killed; {resume}")
         elif code == errors.DiskFull.exit_code:
             self._end("paused", code, f"the disk is full; free some space, then {resume}")
         elif code == -9:  # SIGKILL, a name that Windows lacks

@@ -131,9 +131,9 @@ class Worker:
             raise Diverged(callback.diverged, self._after_divergence(trainer.model, callback.collapsed_steps))
         step = trainer.state.global_step
         if self.stop.signal is not None and step < trainer.state.max_steps and not callback.stopped_early:
-            message = f"stopped at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
+            message = f"paused at step {step} with a checkpoint; resume with: finetune resume {self.run.path}"
             code = 128 + self.stop.signal
-            self.events.emit(events.State(state="stopped", message=message, exit_code=code))
+            self.events.emit(events.State(state="paused", message=message, exit_code=code))
             return code
         self.phase = "save"
         message = self._save_result(trainer, callback.stopped_early)

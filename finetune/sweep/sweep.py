@@ -111,7 +111,7 @@ def _result(arm: FrozenTrial, run: RunDirectory, curve: list[RowLosses], winner:
         behind = difference(winner.losses, best.losses, winner.tokens)
     return ArmResult(
         name=run.path.name, run=str(run.path), values=arm.params, step=state.step, dropped_at=dropped_at,
-        state=waits if state.state in ("stopped", "queued") else state.state,
+        state=waits if state.state in ("paused", "queued") else state.state,
         loss=best.mean if best else None, loss_step=best.step if best else None,
         behind=behind, curve=[(losses.step, losses.mean) for losses in curve],
     )  # fmt: skip

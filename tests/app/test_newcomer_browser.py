@@ -89,4 +89,4 @@ def test_the_demo_is_one_click(served, visit):
     page.wait_for_url("**/run?run=*")
     page.wait_for_selector("#run-head [data-state=running]")
     page.click("[data-key=act-pause]")
-    page.wait_for_selector("#run-head [data-state=stopped]")
+    page.wait_for_selector("#run-head [data-state=paused]")

@@ -103,12 +103,12 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
     page.close()
     second_tab = visit(address)
     second_tab.click("[data-key=act-pause]")
-    second_tab.wait_for_selector("#run-head [data-state=stopped]")
+    second_tab.wait_for_selector("#run-head [data-state=paused]")
     second_tab.click("[data-key=act-resume]")
     second_tab.wait_for_selector("#run-body li >> text=resume")
     second_tab.wait_for_selector("#run-head [data-state=running]")
     second_tab.click("[data-key=act-pause]")
-    second_tab.wait_for_selector("#run-head [data-state=stopped]")
+    second_tab.wait_for_selector("#run-head [data-state=paused]")
     write_recipe(served)
 
 

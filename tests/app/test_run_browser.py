@@ -142,12 +142,12 @@ def test_zoom_forced_colours_and_print_leave_nothing_out(served, visit):
 
 
 def test_each_state_is_said_in_the_head_and_in_the_tabs_title(served, visit):
-    for state in ("running", "failed", "diverged", "lost", "stopped", "finished"):
+    for state in ("running", "failed", "diverged", "lost", "paused", "finished"):
         filled(served[1], f"is {state}", state)
     make_run(served[1], "is queued", [])
     page = visit("run?run=is%20queued")
     titles = {
-        "queued": "In the queue", "running": "Running", "stopped": "Paused", "failed": "Failed", "diverged": "Diverged",
+        "queued": "In the queue", "running": "Running", "paused": "Paused", "failed": "Failed", "diverged": "Diverged",
         "lost": "Process lost", "finished": "Finished",
     }  # fmt: skip
     for state, title in titles.items():

@@ -59,7 +59,7 @@ def test_out_of_memory_names_what_held_the_memory(follow):
 
 
 def test_the_head_says_what_to_do_in_each_state(follow):
-    live = follow(*steps(1, 40), State(state="stopped", message="stopped at step 40", exit_code=143))
+    live = follow(*steps(1, 40), State(state="paused", message="paused at step 40", exit_code=143))
     assert "Paused at step 40." in next_steps(live, live.state()) and "act-resume" in title(live, live.state())
     append(live.run, [Result(step=30, eval_loss=0.4512), State(state="finished", exit_code=0)])
     live.wait()

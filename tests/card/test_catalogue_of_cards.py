@@ -158,15 +158,15 @@ def test_this_machines_card_agrees_with_the_driver_or_says_why_there_is_none():
     try:
         card = find_card("auto")
     except RecipeError as error:
-        assert "no NVIDIA card" in str(error) and "--gpu" in error.fix
+        assert "no NVIDIA GPU" in str(error) and "--gpu" in error.fix
     else:
         assert card.source == "measured" and 0 < card.free_bytes <= card.total_bytes and card.capability >= (5, 0)
 
 
 def test_training_on_a_named_card_needs_that_card_in_this_machine():
-    with pytest.raises(RecipeError, match="gpu: rtx-2070, but") as error:
+    with pytest.raises(RecipeError, match="this recipe is for an RTX 2070; this machine has") as error:
         find_card("rtx-2070", here=True)
-    assert "--gpu rtx-2070" in error.value.fix or "gpu=auto" in error.value.fix
+    assert "--gpu rtx-" in error.value.fix or "gpu=auto" in error.value.fix
     assert find_card("cpu", here=True).is_cpu
 
 

@@ -33,14 +33,14 @@ def test_they_are_listed_with_their_states(both, answer):
     code, [rows] = answer("runs")
     shown = {row["path"]: (row["state"], row["step"], row["total_steps"]) for row in rows}
     assert code == 0
-    assert shown == {"runs/finished": ("finished", 6, 6), "runs/stopped": ("stopped", 2, 6)}
+    assert shown == {"runs/finished": ("finished", 6, 6), "runs/stopped": ("paused", 2, 6)}
     assert all(isinstance(row["loss"], float) for row in rows)
 
 
 @pytest.mark.parametrize(("name", "exit_code", "steps"), [("finished", 0, 6), ("stopped", 130, 2)])
 def test_watching_shows_what_happened(both, answer, name, exit_code, steps):
     code, [*events, end] = answer("watch", name)
-    assert (code, end["state"], end["exit_code"]) == (exit_code, name, exit_code)
+    assert (code, end["state"], end["exit_code"]) == (exit_code, name.replace("stopped", "paused"), exit_code)
     assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, steps + 1))
     assert len([event for event in events if event["kind"] == "checkpoint"]) >= steps // 2
 

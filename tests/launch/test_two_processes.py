@@ -96,7 +96,7 @@ def test_a_killed_process_ends_all_in_time_is_named_and_the_run_resumes_and_stop
     resumed.process.send_signal(signal.SIGTERM)
     assert resumed.wait() == 143
     state, last = last_state(run), steps(run)[-1].step  # both stopped after the same step
-    assert state.state == "stopped" and f"stopped at step {last}" in state.message
+    assert state.state == "paused" and f"paused at step {last}" in state.message
     assert (run.checkpoints / f"checkpoint-{last}" / "MANIFEST.json").is_file()
 
 

@@ -22,7 +22,7 @@ def test_runs_of_the_same_model_count_if_there_are_any():
 
 
 def test_a_run_costs_its_attempts_and_not_the_time_between():
-    events = [State(state="starting"), Step(step=1), State(state="stopped"), State(state="starting"), Start(), Step(step=2)]
+    events = [State(state="starting"), Step(step=1), State(state="paused"), State(state="starting"), Start(), Step(step=2)]
     times = (0.0, 10.0, 20.0, 1000.0, 1005.0, 1030.0)
     for event, time_s in zip(events, times, strict=True):
         object.__setattr__(event, "time_s", time_s)

@@ -101,11 +101,11 @@ def test_a_second_request_by_signal_or_file_ends_a_run_that_does_not_stop(make_r
     process = supervise(run, "step5:hang", FINETUNE_STOP_DEADLINE_S="100000")
     wait_for_step(process, run, 4)
     process.send_signal(signal.SIGTERM)
-    while not any(getattr(event, "state", None) == "stopping" for event in read_events(run.events)):
+    while not any(getattr(event, "state", None) == "pausing" for event in read_events(run.events)):
         time.sleep(0.05)
     run.stop_requests.write_text("15\n15\n")
     assert process.wait() == 143
-    assert read_state(run).state == "stopped" and not is_alive(run)
+    assert read_state(run).state == "paused" and not is_alive(run)
 
 
 def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
@@ -116,7 +116,7 @@ def test_a_supervisor_killed_leaves_no_hidden_orphan(make_run):
     process.wait()
     assert read_state(run).state == "running"  # the worker continues, and every command sees it
     assert control.stop(run) and control.wait(run, 900)
-    assert read_state(run).state == "stopped"
+    assert read_state(run).state == "paused"
 
 
 def test_no_second_training_process_starts_beside_one_that_outlived_its_supervisor(make_run, warm_python):

@@ -103,7 +103,7 @@ def test_a_stop_signal_saves_after_the_step_and_resuming_is_exact(unbroken, twin
     os.kill(pid, signal.SIGTERM)
     (tmp_path / "asked").touch()
     assert train.wait(pid) == 143
-    assert read_state(twin).state == "stopped"
+    assert read_state(twin).state == "paused"
     assert train(twin) == 0
     assert adapter_hash(twin) == adapter_hash(unbroken)
     assert losses(twin) == losses(unbroken)

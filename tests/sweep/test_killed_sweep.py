@@ -102,7 +102,7 @@ def test_an_arm_that_falls_behind_is_stopped_with_a_checkpoint(tmp_path, train, 
     log = []
     drive(open_sweep(sweep.path), log.append)
     state = read_state(sweep.run_of(last))
-    assert state.state == "stopped" and 30 <= state.step < 60 and "dropped at step 30" in log[-1]
+    assert state.state == "paused" and 30 <= state.step < 60 and "dropped at step 30" in log[-1]
     assert open_sweep(sweep.path).results()[-1].dropped_at == 30
 
 

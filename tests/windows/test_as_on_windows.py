@@ -89,7 +89,7 @@ def test_our_modules_lack_what_windows_lacks_and_others_have_it(line, tmp_path):
 
 def test_a_stop_ends_the_run_after_its_step_with_a_checkpoint(stopped):
     run, outcome = stopped
-    assert outcome["state"] == "stopped" and outcome["exit_code"] == 143
+    assert outcome["state"] == "paused" and outcome["exit_code"] == 143
     assert newest_verified(run.checkpoints)[0].step == steps(run)[-1] < LAST_STEP
 
 
