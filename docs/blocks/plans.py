@@ -60,7 +60,7 @@ def plan_of(recipe: str) -> str:
 def many_cards() -> str:
     """The part of a plan's output, for a recipe that does not fit, that says what each of two cards would need."""
     lines = plan_of("7b-4090 gpu=rtx-4060 max_length=36864 layer_offloading=false --why").splitlines(keepends=True)
-    begin = next(number for number, line in enumerate(lines) if line.startswith("2 cards with"))
+    begin = next(number for number, line in enumerate(lines) if line.startswith("ddp: "))
     end = lines.index("\n", begin)
     return "".join([*lines[:2], "...\n", *lines[begin:end], "...\n", *lines[-2:]])
 
