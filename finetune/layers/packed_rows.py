@@ -33,7 +33,7 @@ def require_isolated_rows(model: PeftModel, collate: Callable[[Any], Any]) -> No
         changes = changes_with_other_row(base, collate)
     shared = has_experts(base.config.get_text_config(decoder=True)) or getattr(base, "is_loaded_in_8bit", False)
     change, most = (changes[:_TOKENS].median(), MOST_SHARED_CHANGE) if shared else (changes.max(), MOST_CHANGE)
-    if not change <= most:
+    if not change.item() <= most:
         raise RecipeError(
             f"packing: a packed row sees the row before it in this {model.config.model_type} model "
             f"(its hidden states change by {change:.2g} of their size with that row)",
