@@ -245,7 +245,7 @@ def test_refused_rows_block_run_with_a_button_that_leaves_them_out(view, tmp_pat
 
 def test_a_card_that_is_not_here_blocks_run(view):
     blocker = blocker_of(*plan_of(gpu="rtx-3060"), Path.cwd())
-    assert blocker is not None and blocker.elsewhere and "rtx-3060" in blocker.problems[0]
+    assert blocker is not None and blocker.elsewhere and "RTX 3060" in blocker.problems[0]
     assert "Planned for another machine" in plan_view.blocker_note(blocker)
     assert blocker_of(*plan_of(), Path.cwd()) is None
 

@@ -47,7 +47,7 @@ def test_a_paused_run_leaves_the_card_within_a_step_and_continues_bit_exactly(ma
     assert steps_of(paused) == list(range(1, 9))
     assert adapter_hash(paused) == adapter_hash(whole)
     code, output = finetune("pause", str(paused.path))
-    assert code == 0 and "finished" in output
+    assert code == 0 and "Finished" in output
     assert finetune("pause", "nothing")[0] == 2
 
 
