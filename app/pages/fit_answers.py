@@ -54,8 +54,7 @@ class _Question:
     @property
     def is_old(self) -> bool:
         """Whether to ask again: free memory changes, and an error may have gone."""
-        old_s = time.monotonic() - self.asked_s
-        return self.complete.done() and (old_s > _PLAN_GOOD_S or self.complete.exception() is not None)
+        return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _PLAN_GOOD_S)
 
     def ask(self, planner: Worker) -> None:
         """Ask the planner, which ends its work on an earlier question, and wait."""

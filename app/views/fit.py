@@ -87,10 +87,9 @@ def memory(plan: Plan) -> str:
         f"{tr(PHASES[phase][0])}</button>"
         for phase in phases
     )
-    method = tr("Forecast: the training step itself, run without data.")
     head = (
         f'<div class="ft-barhead"><h2>{title}</h2><div class="ft-seg" role="group" aria-label="{tr("Phase")}">{buttons}</div>'
-        f'<span class="ft-method">{inert(method)}</span></div>'
+        f'<span class="ft-method">{tr("Forecast: the training step itself, run without data.")}</span></div>'
     )
     panels = "".join(_phase(plan, phase) for phase in phases)
     notes = "".join(note(as_on_page(text)) for text in forecast.notes)

@@ -58,17 +58,15 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
         described = [f"{device.index} ({device.name}, {format_bytes(device.total_bytes)})" for device in devices]
         machine_cards = ", ".join([*described, *(f"{card.index}, which can't be used ({card.why})" for card in lost_cards)])
         hidden = [device for device in devices if wanted and wanted(device)]
-        if allowed and not hidden and name:
-            present = ", ".join(f"{_with_article(device.name)} ({format_bytes(device.total_bytes)})" for device in allowed)
-            raise NoCard(f"this recipe is for {_with_article(name)}; this machine has {present}", "")
         if allowed and not hidden:
+            if name:
+                present = ", ".join(f"{_with_article(card.name)} ({format_bytes(card.total_bytes)})" for card in allowed)
+                raise NoCard(f"this recipe is for {_with_article(name)}; this machine has {present}", "")
             fix = "Set gpu=auto, or the number of one of these cards."
             raise NoCard(f"gpu: {gpu}, but this machine has {machine_cards}", fix)
         hidden_cards = f"card {hidden[0].index}" if hidden else "every card"
-        raise NoCard(
-            f"gpu: {gpu}, but {nvidia.VISIBLE_VARIABLE}={visible_devices()!r} hides {hidden_cards}",
-            f"This machine's cards: {machine_cards}.",
-        )
+        setting = f"{nvidia.VISIBLE_VARIABLE}={visible_devices()!r}"
+        raise NoCard(f"gpu: {gpu}, but {setting} hides {hidden_cards}", f"This machine's cards: {machine_cards}.")
     least_free = SIMILAR * max(device.free_bytes for device in candidates)
     emptiest = [device for device in candidates if device.free_bytes >= least_free]
     fastest = max(device.speed for device in emptiest)

@@ -56,11 +56,8 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
             except RecipeError as error:
                 if error.fix:
                     raise
-                raise NoCard(
-                    error.problems,
-                    "Add gpu=auto to train on what is here. "
-                    f"To plan for it without training: finetune plan RECIPE --gpu {card.name}",
-                ) from None
+                fix = f"Add gpu=auto to train on what is here. To plan without training: finetune plan RECIPE --gpu {card.name}"
+                raise NoCard(error.problems, fix) from None
             card = _measured_card(choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)

@@ -60,8 +60,11 @@ def show_memory(source: str, *, as_json: bool) -> None:
             shown.add_row("  forecast", *sizes, "" if expected.segments is None else f"{expected.segments:,}")
     out.print(shown)
     for check in checks.values():
-        predicted, measured = format_bytes(check.predicted_peak_bytes), format_bytes(check.measured_peak_bytes)
-        out.print(f"{check.at}: forecast {predicted} for the process at its peak, measured {measured}")
+        what, predicted, measured = "allocated", check.predicted_allocated_bytes, check.measured_allocated_bytes
+        if measured is None:  # on a CPU
+            what, predicted, measured = "for the process", check.predicted_peak_bytes, check.measured_peak_bytes
+        error = f" ({measured / predicted - 1:+.1%})" if predicted and measured else ""
+        out.print(f"{check.at}: forecast {format_bytes(predicted)} {what}, measured {format_bytes(measured)}{error}")
     if failure:
         out.print(f"out of memory: {escape(explanation(failure))}")
     for moment, history in histories.items():

@@ -218,7 +218,8 @@ def _print_details(plan: Plan) -> None:
     entries |= {f"{row.plan}: {row.verdict}": "chosen" if row.chosen else row.differs for row in plan.alternatives}
     for needs in plan.many_cards.rows if plan.many_cards else ():
         least = f"{format_bytes(needs.peak_high_bytes)} at most on each GPU, {format_bytes(needs.host_bytes)} of host memory"
-        entries[f"{needs.strategy}: {needs.verdict}"] = f"{least}; {needs.override}" if needs.verdict else needs.cost
+        fits = {f"{needs.strategy}: {needs.verdict}": f"{least}; {needs.override}"}
+        entries |= fits if needs.verdict else {needs.strategy: needs.cost}
     for name, reason in entries.items():
         out.print(f"[bold]{escape(name)}[/]")
         out.print(Padding(f"[dim]{escape(reason)}[/]", (0, 0, 0, 4)))

@@ -132,6 +132,8 @@ def state_text(state: str, style: str = "") -> Text:
 
 def print_summary(plan: Plan) -> int:
     """Print whether the plan fits, its memory and its time. Returns the number of lines."""
+    from finetune.memory.forecast import LEAN  # here: an error of a recipe is printed without it
+
     card, forecast = plan.card, plan.forecast
     where = f"on {escape(card.name)}, {format_bytes(card.free_bytes)} free"
     template, values = plan.verdict_sentence()
@@ -146,7 +148,7 @@ def print_summary(plan: Plan) -> int:
         body += [] if plan.verdict.level == "bad" else wrap(_time(plan, forecast), out.width)
         notes: list[str] = []
         for note in reversed(forecast.notes):  # the last ones are about the rows
-            wrapped = [] if note.startswith("lean layers: ") else wrap(note, out.width)
+            wrapped = [] if note.startswith(LEAN) else wrap(note, out.width)
             notes = [*wrapped, *notes] if len(wrapped) + len(notes) <= _NOTE_LINES else notes
         body += notes
     out.print("\n".join([*head, *map(escape, body)]), soft_wrap=True)

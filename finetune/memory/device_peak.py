@@ -134,8 +134,10 @@ def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, u
 def process_bytes() -> int:
     """Resident bytes of a training process on the CPU without its tensors, measured once for these libraries."""
     command, key = [sys.executable, "-c", _PROCESS], key_of(process=sys.version)
-    measured = cached(key, lambda: subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return LOADED_LATER + int(measured or PROCESS_BYTES)
+    try:
+        return LOADED_LATER + int(cached(key, lambda: subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)))
+    except (OSError, subprocess.CalledProcessError):  # such as out of memory; it is measured by the next plan
+        return LOADED_LATER + PROCESS_BYTES
 
 
 def _with_whole_blocks(run: DryRun, replay: Replay) -> DryRun:

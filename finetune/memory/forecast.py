@@ -19,6 +19,8 @@ EXPANDABLE, SEGMENTED = (0.0, 0.03, 0.05), (0.0, 0.08, 0.14)
 
 #: How the note begins that says why a forecast of compiled layers is not possible.
 UNCOMPILABLE = "what a compiled layer keeps can't be forecast"
+#: How the note begins that counts the layers with less saved activations.
+LEAN = "lean layers: "
 
 
 @dataclass(frozen=True)

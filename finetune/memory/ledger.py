@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.memory import cache
 from finetune.memory.allocator_replay import MicroBatchEvents, Replay, micro_batch_widths, replay, replay_widths
 from finetune.memory.caching_allocator import OutOfMemory
-from finetune.memory.forecast import PARTS
+from finetune.memory.forecast import LEAN, PARTS
 from finetune.memory.trace import NotRepeated
 from finetune.settings import resolved
 from finetune.settings.compatibility import is_zero3, padding_multiple
@@ -249,7 +249,7 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
         sizes = [peak.total_bytes for (name, _), peak in simulation.peaks.items() if name == phase]
         peaks[phase] = max(sizes) + workspace if sizes else 0
     kinds = Counter(simulation.lean)
-    lean = "lean layers: " + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
+    lean = LEAN + "; ".join(f"{count} of {kinds.total()} with {summary}" for summary, count in kinds.items())
     offloaded = [size for (part, _), size in simulation.host.by_tag.items() if part == OFFLOADED]
     return DryRun(
         parts=dict(parts), peaks=peaks, per_layer_bytes={

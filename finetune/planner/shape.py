@@ -166,7 +166,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
         "head": head.weight.numel() if head is not None else 0,
         "linear_width": sum(sum(part.weight.shape) for part in linears),
         "table": table.weight.numel() if table is not None else 0,
-        **_layer_kinds(text, values.get("text_config") or values),
+        **_layer_kinds(text),
         **_mixers(model),
     }
     plain = bare(recipe)
@@ -188,10 +188,9 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     )  # fmt: skip
 
 
-def _layer_kinds(text: Any, values: dict[str, Any]) -> dict[str, int]:
+def _layer_kinds(text: Any) -> dict[str, int]:
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
-    # Mistral's class has a window that only a null in config.json takes away, which the catalogue doesn't store
-    every_layer = "sliding_attention" if values.get("sliding_window") else "full_attention"
+    every_layer = "sliding_attention" if window else "full_attention"
     kinds = getattr(text, "layer_types", None) or [every_layer] * text.num_hidden_layers
     sets = {"unattended": _WITHOUT_ATTENTION, "windowed": _WINDOWED, "stateful": _WITH_STATE}
     return {"window": window, **{name: sum(kind in named for kind in kinds) for name, named in sets.items()}}
