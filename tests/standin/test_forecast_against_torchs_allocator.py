@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 #: Largest differences: a share, or bytes where that is more; a page of an expandable segment has 20 MiB.
 ALLOCATED, RESERVED = (0.001, 2.5 * MIB), (0.01, 40 * MIB)
-#: Share of allocated bytes while fla's kernels are tuned, in the first run.
+#: Share of allocated bytes where delta nets are recomputed, in a run that tunes fla's kernels first.
 TUNED = 0.005
 #: Share by which a mixture's run of three steps may reserve less than the replay, which has more steps of rows that differ.
 FEWER_STEPS = 0.05
