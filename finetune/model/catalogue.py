@@ -57,7 +57,7 @@ def entries() -> dict[str, Entry]:
         pretrained = values.pop("pretrained", False)
         date = values.pop("date", origin.date if origin else None)
         config = {**(origin.config if origin else {}), **values}
-        config = {key: value for key, value in config.items() if value is not None}
+        config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}  # null: none
         for index, other in enumerate([name, *others]):
             by_name[other] = Entry(config, parameters, origin is None and index == 0, pretrained, source, date)
     return by_name
