@@ -36,7 +36,7 @@ from .views import run_figures, run_head
 from .views.answers import answers
 from .views.compare import comparison
 from .views.markup import Safe, inert, note, table
-from .views.scores import forgetting_table, no_call_note, scores, task_table
+from .views.scores import forgetting_notes, no_call_note, scores, task_table
 
 _ROWS_SHOWN = 5
 #: Memory that is forecast and measured: the end of its fields' names, and how it is called.
@@ -157,7 +157,7 @@ def _evaluations(run: RunDirectory) -> str:
     if not evaluations and not tasks:
         return note(f"Not evaluated yet: finetune eval {run.path.name}")
     shown = "".join(f"<h3>{inert(name)}</h3>{scores(result, 'differ', _ROWS_SHOWN)}" for name, result in evaluations.items())
-    return no_call_note(read_no_call(run)) + shown + tasks + forgetting_table(read_forgetting(run))
+    return no_call_note(read_no_call(run)) + shown + tasks + forgetting_notes(read_forgetting(run))
 
 
 def _paired(runs: list[RunDirectory]) -> str:

@@ -27,7 +27,7 @@ from ..views.binding import BUTTON, QUIET, change_trigger, fingerprint, show
 from ..views.markup import inert, note, table
 from ..views.options import HELD_OUT_BEFORE, SCORES
 from ..views.problems import problem
-from ..views.scores import forgetting_table, no_call_note, rows_of, score_name, scores, task_table
+from ..views.scores import forgetting_notes, no_call_note, rows_of, scores, task_table, title_of
 
 #: Seconds between two looks at what the commands have written.
 TICK_S = 1.0
@@ -66,7 +66,7 @@ def _evaluate_tab(view: _View, name: gr.Textbox) -> tuple[Any, ...]:
     with gr.Column(elem_classes="ft-box"):
         show(_heading("Evaluate", mark("Base and tuned model answer the same rows; the difference counts.")))
         with gr.Row(elem_classes="ft-controls"):
-            score = gr.Dropdown(list(SCORES), value="Exact match", label=mark("Score"), elem_id="result-score", scale=2)
+            score = gr.Dropdown(list(SCORES), label=mark("Score"), elem_id="result-score", scale=2)
             pattern = gr.Textbox(
                 label=mark("Pattern"), info=mark("what it finds in both answers is compared"), max_length=200, visible=False,
                 elem_id="result-pattern", scale=2,
@@ -151,7 +151,7 @@ def evaluation(
 ) -> list[str]:
     """The options of `finetune eval` for what was chosen."""
     kind = SCORES[score]
-    options = ["--score", kind] if kind != "exact" else []  # the command's own choice: calls for rows with tools, else exact
+    options = ["--score", kind] if kind else []
     if kind == "regex" and pattern.strip():
         options.append(f"--pattern={pattern.strip()}")
     if kind == "numeric" and tolerance:
@@ -286,7 +286,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
         return progress + benchmark or note(tr("Not evaluated yet."))
     written = {name: (run.path / "evaluations" / f"scores-{name}.json").stat().st_mtime for name in results}
     first, *others = sorted(results, key=lambda name: -written[name])
-    shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_table(read_forgetting(run))]
+    shown = [f"<h3>{inert(_title(results[first]))}</h3>", scores(results[first], order), forgetting_notes(read_forgetting(run))]
     shown += [
         f"<details><summary>{inert(_title(results[name]))}</summary>{scores(results[name], order)}</details>" for name in others
     ]
@@ -294,7 +294,7 @@ def _evaluations(run: RunDirectory, task: Task, order: str) -> str:
 
 
 def _title(result: dict[str, Any]) -> str:
-    return tr("{score}, {rows}", score=score_name(result), rows=rows_of(result))
+    return tr("{score}, {rows}", score=title_of(result["score"]), rows=rows_of(result))
 
 
 def _reports(run: RunDirectory, report: Task, compare: Task) -> str:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.data.examples import DEFAULT_SHARE
 from finetune.settings import AUTO, Recipe
 from finetune.units import format_count
 
@@ -49,10 +50,12 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
         facts += [tr_n("{n} picture, {size}", "{n} pictures, the largest {size}", pictures["pictures"], size=size)]
     held_out_rows = rows_in_words(eval_counts["rows_used"]) if eval_counts else ""
     title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
+    if split_off := counts.get("rows_held_out"):
+        title = tr("{rows} to train on, {n} held out", rows=rows_in_words(counts["rows_used"]), n=f"{split_off:,}")
     return (
         f'<div class="ft-runs-head"><div><h1 class="ft-title" data-title="{tr("Data")}">{title}</h1>'
         f'<p class="ft-note" role="status">{inert(" · ".join(facts))}</p></div>'
-        f"{_held_out(recipe, held_out_rows)}{_template(recipe)}</div>"
+        f"{_held_out(recipe, held_out_rows, split_off)}{_template(recipe)}</div>"
     )
 
 
@@ -62,13 +65,13 @@ def waiting() -> str:
     return page_title("Data") + text
 
 
-def _held_out(recipe: Recipe, held_out_rows: str) -> str:
+def _held_out(recipe: Recipe, held_out_rows: str, split_off: int) -> str:
     """The share of the rows to hold out; where they come from a file of their own, only how many."""
     dataset = recipe.dataset
-    if dataset.eval_path or dataset.eval_split or (held_out_rows and not dataset.test_split_size):
+    if dataset.eval_path or dataset.eval_split or (held_out_rows and not split_off):
         text = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
         return f'<span class="ft-note">{text}</span>'
-    now = dataset.test_split_size
+    now = (DEFAULT_SHARE if split_off else 0) if dataset.test_split_size is None else dataset.test_split_size
     values = {**_HELD_OUT, **({now: f"{now:g}"} if now not in _HELD_OUT else {})}
     label = tr("Hold out ({rows})", rows=held_out_rows) if held_out_rows else tr("Hold out")
     return _select("hold_out", label, {str(value): tr(text) for value, text in values.items()}, str(now))

@@ -8,9 +8,9 @@ from ..language import mark, tr
 
 #: The page's choices of a score -> the command's.
 SCORES = {
-    mark("Exact match"): "exact", mark("Contains the expected answer"): "contains", mark("Regular expression"): "regex",
-    mark("JSON, field by field"): "json", mark("Last number"): "numeric", mark("Calls of tools"): "calls",
-    mark("Loss only, no answers"): "loss",
+    mark("Chosen by the answers"): "", mark("Exact match"): "exact", mark("Contains the expected answer"): "contains",
+    mark("Regular expression"): "regex", mark("JSON, field by field"): "json", mark("Last number"): "numeric",
+    mark("Calls of tools"): "calls", mark("Token accuracy"): "tokens", mark("Loss only, no answers"): "loss",
 }  # fmt: skip
 HELD_OUT_BEFORE = mark("held-out rows of the run it continued")
 #: Options that a field, a choice or a button of the page stands for -> its label.
@@ -20,11 +20,11 @@ _LABELS = {
     "type": mark("Type"), "to": mark("Base and adapter in two files"), "public": mark("Public, else private"),
     "force": mark("Start anyway"),
 }  # fmt: skip
+_SCORE_LABELS = {value: label for label, value in SCORES.items() if value}
 #: An option and its value: a number, a text in quotes, a score, a type of GGUF, or `FILE`, which stands for one.
 _OPTION = re.compile(
-    rf"(?<![\w-])--({'|'.join(_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(SCORES.values())}|[a-z]+\d\w*)\b)?"
+    rf"(?<![\w-])--({'|'.join(_LABELS)})\b(?!-)(?: (FILE|'[^']*'|\d[\d.]*\d|{'|'.join(_SCORE_LABELS)}|[a-z]+\d\w*)\b)?"
 )
-_SCORE_LABELS = {value: label for label, value in SCORES.items()}
 
 
 def with_labels(text: str) -> str:

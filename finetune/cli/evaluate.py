@@ -16,15 +16,13 @@ from finetune.printable import printable
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.card import restrict_visible_devices
 from finetune.run.directory import open_run
-from finetune.units import format_measured, format_seconds
+from finetune.units import format_seconds
 
 if TYPE_CHECKING:
     from finetune.evaluate.results import NoCall
     from finetune.evaluate.score import Comparison
     from finetune.evaluate.scorers import Scorer
 
-#: How shares and other numbers are written.
-_SHARE, _NUMBER = ".1%", ".4f"
 #: Orders of the shown rows.
 ORDERS = {"differ": "where they differ most", "worst": "the tuned model's worst", "best": "the tuned model's best"}
 
@@ -88,16 +86,14 @@ def show_scores(
         kind = f"{kind}, loss of {sequences} sequences"
     reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
+    if result.score_because:
+        out.print(f"[dim]score: {result.score}, by the expected answers ({result.score_because}); another: --score NAME[/]")
     names = ("before", "now") if result.against_adapter else ("base", "tuned")
     gap = " - ".join(reversed(names))
     _print_warnings(result, no_call, gap, names)
-    _print_table(result, names)
-    _print_differences(result, gap)
-    forgotten = [group.summary() for group in losses] + ([no_call.summary()] if no_call else [])
-    if losses:
-        out.print("\nforgetting:")
-    for line in forgotten:
-        out.print(f"  {escape(line)}")
+    _print_measures(result, names)
+    for summary in [group.summary() for group in losses] + ([no_call.summary()] if no_call else []):
+        out.print(escape(summary))
     _print_rows(result, names, show, examples)
 
 
@@ -158,51 +154,24 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names:
         err.print(f"[yellow]{escape(note)}[/]")
 
 
-def _print_differences(result: Comparison, gap: str) -> None:
-    """Print each difference with its interval. `gap`: the operands, such as "tuned - base"."""
-    from finetune.evaluate.paired import format_difference
-    from finetune.evaluate.scorers import are_json_objects
+def _print_measures(result: Comparison, names: tuple[str, str]) -> None:
+    from finetune.evaluate.results import measures
 
+    shown, gap = table("", *(f">{name}" for name in names)), " - ".join(reversed(names))
+    figures = measures(asdict(result))
+    for figure in figures:
+        shown.add_row(escape(_one_line(figure.title)), *figure.values)
+    out.print(shown)
+    for figure in figures:
+        if figure.difference:
+            out.print(f"{escape(_one_line(figure.title))}: {figure.gap(gap)}")
     if result.tuned.answers:
-        if result.score == "exact" and are_json_objects(result.references):
-            out.print("the expected answers are JSON; to score them field by field:  --score json")
-        if result.score != "exact":
-            out.print(f"{escape(result.score)}: {format_difference(result.score_difference, names=gap)}")
-        out.print(f"exact match: {format_difference(result.exact_match_difference, 100, ' points', gap)}")
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
         better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
         than = "before" if result.against_adapter else "the base's"
         out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
-    if result.tuned.margins:
-        out.print(f"pairs in order: {format_difference(result.pairs_in_order_difference, 100, ' points', gap)}")
-        out.print(f"margin of a pair: {format_difference(result.pair_margin_difference, names=gap)}")
     if result.labels_in_order is not None:
-        out.print(f"good answers gained more than bad ones in {result.labels_in_order:{_SHARE}} of all pairs of these rows")
-    out.print(f"loss: {format_difference(result.loss_difference, names=gap)}")
-    for name, gap_of_field in result.field_differences.items():
-        out.print(f"  {escape(name)}: {format_difference(gap_of_field, 100, ' points', gap)}")
-
-
-def _print_table(result: Comparison, names: tuple[str, str]) -> None:
-    base, tuned = result.base, result.tuned
-    rows: list[tuple[str, str, float | None, float | None]] = []
-    if tuned.answers:
-        rows.append(("exact match", _SHARE, base.exact_match, tuned.exact_match))
-        if result.score != "exact":
-            rows.append((escape(result.score), _NUMBER, base.score, tuned.score))
-    if tuned.valid is not None:
-        rows.append(("valid JSON", _SHARE, base.valid, tuned.valid))
-    rows += [(f"  {escape(_one_line(name))}", _SHARE, base.fields[name], tuned.fields[name]) for name in tuned.fields]
-    if tuned.margins:
-        rows.append(("pairs in order", _SHARE, base.pairs_in_order, tuned.pairs_in_order))
-        rows.append(("margin of a pair, nats", _NUMBER, base.pair_margin, tuned.pair_margin))
-    rows.append(("loss per trained token", _NUMBER, base.loss, tuned.loss))
-    rows.append(("perplexity", _NUMBER, base.perplexity, tuned.perplexity))
-    rows.append(("token accuracy", _SHARE, base.token_accuracy, tuned.token_accuracy))
-    shown = table("", *(f">{name}" for name in names))
-    for label, form, *values in rows:
-        shown.add_row(label, *(format_measured(value, form) for value in values))
-    out.print(shown)
+        out.print(f"good answers gained more than bad ones in {result.labels_in_order:.1%} of all pairs of these rows")
 
 
 def _one_line(text: str) -> str:

@@ -10,7 +10,7 @@ from finetune.cli.memory import show_memory
 from finetune.cli.output import print_json
 from finetune.cli.render import out, print_text, state_text, table
 from finetune.errors import CommandError
-from finetune.evaluate.results import read_evaluations
+from finetune.evaluate.results import measures, read_evaluations
 from finetune.events import Evaluation, EventReader
 from finetune.planner.run_time import cost_of, seconds_spent
 from finetune.run.accuracy import outcome
@@ -21,10 +21,7 @@ from finetune.run.retry import adjusted_plan
 from finetune.run.state import RunState, read_state
 
 _ARGUMENTS = {"list": "takes no RUN", "show": "takes one RUN", "rm": "a RUN is missing", "rename": "takes RUN and NAME"}
-_SCORES = {
-    "exact_match": "exact match", "score": "score", "pairs_in_order": "pairs in order", "loss": "loss per trained token",
-    "token_accuracy": "token accuracy",
-}  # fmt: skip
+_SCORES = ("exact_match", "score", "pairs_in_order", "loss", "token_accuracy")
 
 
 def change_runs(verb: str, names: list[str], *, memory: bool = False, as_json: bool) -> None:
@@ -115,8 +112,6 @@ def _show(source: str, *, as_json: bool) -> None:
 def _print_scores(evaluations: dict[str, dict[str, Any]]) -> None:
     shown = table("evaluation", "score", ">base", ">tuned")
     for name, values in evaluations.items():
-        for key, title in _SCORES.items():
-            base, tuned = values["base"][key], values["tuned"][key]
-            if base is not None and tuned is not None:
-                shown.add_row(f"{name}, {values['rows']} rows", title, f"{base:.4f}", f"{tuned:.4f}")
+        for figure in measures(values):
+            shown.add_row(f"{name}, {values['rows']} rows", escape(figure.title), *figure.values)
     out.print(shown)

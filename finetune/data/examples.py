@@ -25,6 +25,8 @@ from finetune.settings.methods import METHODS
 _MARKS = (True, False, "true", "false", "True", "False")
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
+#: Held out where the recipe names no held-out rows: this share, of at least so many rows.
+DEFAULT_SHARE, LEAST_ROWS = 0.1, 50
 #: A batch ends after so many rows, or so many characters.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 #: A batch of rows with pictures, each of which is decoded.
@@ -47,9 +49,12 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
     return train, bundled_eval(dataset.path) or ([] if names_split else held_out_by_name(dataset.path))
 
 
-def choose_held_out(digests: Sequence[int], size: float, seed: int) -> list[bool]:
+def choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> list[bool]:
     """Which rows `test_split_size` holds out, by the digests of their prompts. Rows with the same prompt stay together, so no
     held-out prompt is trained on. Raises DataError."""
+    is_default, size = size is None, DEFAULT_SHARE * (len(digests) >= LEAST_ROWS) if size is None else size
+    if not size:
+        return [False] * len(digests)
     target_rows = max(1, round(len(digests) * size)) if size < 1 else int(size)
     if target_rows >= len(digests):
         raise DataError(
@@ -65,7 +70,7 @@ def choose_held_out(digests: Sequence[int], size: float, seed: int) -> list[bool
         if held_out_rows + row_counts[digest] <= target_rows:
             held_out_digests.add(digest)
             held_out_rows += row_counts[digest]
-    if not held_out_digests:
+    if not held_out_digests and not is_default:
         raise DataError(
             "dataset.test_split_size: all rows have the same prompt; none can be held out",
             "Give other rows with dataset.eval_path.",
@@ -84,7 +89,7 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
             f"dataset.weights has {len(dataset.weights)} number(s) for {len(paths)} path(s)",
             "Give one for each path, in order.",
         )
-    if size >= 1 and size != int(size):
+    if size is not None and size >= 1 and size != int(size):
         raise RecipeError(f"dataset.test_split_size is {size}; it must be a fraction below 1 or a whole number of rows")
 
 

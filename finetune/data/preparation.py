@@ -237,12 +237,15 @@ def encode(
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
     splits = [DataSplit(train, train.mask(True))]
+    notes = split_notes(dataset, sources, eval_sources)
     if eval_sources:
         splits.append(DataSplit(held_out, held_out.mask(True)))
-    elif dataset.test_split_size:
-        mask = np.array(choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed), dtype=bool)
-        splits = [DataSplit(train, ~mask, held_out=int(mask.sum())), DataSplit(train, mask, split_off=True)]
-    return EncodedRows(encoder, splits, split_notes(dataset, sources, eval_sources))
+    elif count := sum(chosen := choose_held_out(train.prompt_digests.tolist(), dataset.test_split_size, recipe.seed)):
+        mask = np.array(chosen, dtype=bool)
+        splits = [DataSplit(train, ~mask, held_out=count), DataSplit(train, mask, split_off=True)]
+        if dataset.test_split_size is None:
+            notes.append(f"{count:,} of {len(mask):,} rows are held out; to train on all: dataset.test_split_size=0")
+    return EncodedRows(encoder, splits, notes)
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:

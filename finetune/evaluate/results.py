@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.evaluate.paired import Difference, format_difference
 from finetune.files import read_object, remove_left_over, write_json
@@ -65,6 +65,7 @@ class Comparison:
     continued, its method's reference.
     `field_differences`: of the parts of a score of calls, over the rows that have the part.
     `max_new_tokens`: limit of thought and answer. `base_prompt_end`: ends the base model's prompts, to ask without a thought.
+    `score_because`: why, or empty.
     """
 
     rows: int
@@ -89,6 +90,48 @@ class Comparison:
     field_differences: dict[str, Difference] = field(default_factory=dict)
     max_new_tokens: int | None = None
     base_prompt_end: str = ""
+    score_because: str = ""
+
+
+class Measure(NamedTuple):
+    """A figure of both models."""
+
+    title: str
+    is_share: bool
+    base: float | None
+    tuned: float | None
+    difference: Difference | None
+
+    @property
+    def values(self) -> list[str]:
+        return [format_measured(value, ".1%" if self.is_share else ".4f") for value in (self.base, self.tuned)]
+
+    def gap(self, names: str = "tuned - base") -> str:
+        scale, unit = (100.0, " points") if self.is_share else (1.0, "")
+        return format_difference(self.difference, scale, unit, names)
+
+
+#: Title of a figure, its field of `Score`, and whether it is a share.
+_MEASURES = (
+    ("exact match", "exact_match", True), ("", "score", False), ("valid JSON", "valid", True),
+    ("pairs in order", "pairs_in_order", True), ("margin of a pair, nats", "pair_margin", False),
+    ("token accuracy", "token_accuracy", True), ("loss per trained token", "loss", False), ("perplexity", "perplexity", False),
+)  # fmt: skip
+
+
+def measures(result: dict[str, Any]) -> list[Measure]:
+    """The figures of a `Comparison`, given as a dictionary."""
+    base, tuned, score = result["base"], result["tuned"], result["score"]
+    gaps = {**result, **({"token_accuracy_difference": result["score_difference"]} if score == "tokens" else {})}
+    left_out = {"exact": ["score"], "tokens": ["score", "exact_match"]}.get(score, [])
+    rows: list[tuple[str, bool, Any, Any, Any]] = [
+        (title or score, is_share, base.get(name), tuned.get(name), gaps.get(f"{name}_difference"))
+        for title, name, is_share in _MEASURES
+        if name not in left_out and tuned.get(name) is not None
+    ]
+    parts = result.get("field_differences") or {}
+    rows += [(name, True, base["fields"][name], value, parts.get(name)) for name, value in tuned["fields"].items()]
+    return [Measure(*row[:4], Difference(**row[4]) if row[4] else None) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -211,7 +254,6 @@ def _is_consistent(comparison: Comparison) -> bool:
     return same_rows and len(tuned.scores) <= shown and len(tuned.row_losses) == len(tuned.row_tokens)
 
 
-def read_forgetting(run: RunDirectory) -> list[dict[str, Any]]:
+def read_forgetting(run: RunDirectory) -> list[Forgetting]:
     """Forgetting as the last evaluation measured it."""
-    groups = read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []
-    return [asdict(group) for group in groups]
+    return read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []

@@ -30,7 +30,7 @@ from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
-from finetune.evaluate.scorers import RowScore, Scorer, scorer, span_of
+from finetune.evaluate.scorers import RowScore, Scorer, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, require_data
@@ -50,7 +50,7 @@ def compare(
 
     What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
     one. With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
-    Without `score` it is `calls` for rows with tools, else `exact`.
+    Without `score` the expected answers choose it.
     `load`: returns an answerer, loaded on the first call.
 
     Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
@@ -65,7 +65,7 @@ def compare(
     else:
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
         eval_rows = file_rows(data, plan.settings, tokenizer, rows, pictures)
-    chosen_scorer = score or scorer("calls" if eval_rows.calls else "exact")
+    chosen_scorer, why = (score, "") if score else _fitting_scorer(eval_rows)
     max_new_tokens, chat_format = None, chat_format_of(run, tokenizer)
     if chosen_scorer.name != "loss":
         _check(eval_rows, chosen_scorer)
@@ -84,22 +84,30 @@ def compare(
         for journal, rows_of_model, (model, _) in zip(journals, (base_rows, eval_rows), models, strict=True)
     ]
     base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
+    weights = base.row_tokens if chosen_scorer.name == "tokens" else None
     span = span_of(chosen_scorer.name, base.scores, tuned.scores)
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
         time.perf_counter() - started,
         difference(base.exact, tuned.exact, span=1.0), difference(base.row_losses, tuned.row_losses, base.row_tokens),
-        chosen_scorer.name, difference(base.scores, tuned.scores, span=span),
+        chosen_scorer.name, difference(base.scores, tuned.scores, weights, span=span),
         data, sum(of_model.reused for of_model in outputs), sorted({journal.problem for journal in journals} - {""}),
         forgetting, trained_rows(run, eval_rows) if data else 0,
         difference(base.in_order, tuned.in_order, span=1.0), difference(base.margins, tuned.margins),
         _labels_in_order(base, tuned, eval_rows.desirable), against_adapter,
-        _field_differences(*outputs) if chosen_scorer.name == "calls" else {}, max_new_tokens, base_prompt_end,
+        _field_differences(*outputs) if chosen_scorer.name == "calls" else {}, max_new_tokens, base_prompt_end, why,
     )  # fmt: skip
     if not comparison.notes:
         suffixes = ["-last" if last else "", "-forgetting" if forgetting else "", f"-{digest(data)}" if data else ""]
         keep_result(run, f"scores-{chosen_scorer.name}{''.join(suffixes)}.json", asdict(comparison))
     return comparison
+
+
+def _fitting_scorer(rows: EvalRows) -> tuple[Scorer, str]:
+    name, why = ("calls", "they may be calls of tools") if rows.calls else fitting_score(rows.references)
+    if name == "tokens" and len(rows.ids) != len(rows.prompts):
+        return scorer("exact"), "a row of this chat template has several sequences"
+    return scorer(name), why
 
 
 def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float | None:
@@ -128,6 +136,8 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
         if not rows.calls:
             raise DataError("no row has tools or calls", "Use another --score for these rows.")
         return
+    if scorer.name == "tokens" and len(rows.ids) != len(rows.prompts):
+        raise DataError("the model's chat template makes several sequences of a row", "Use --score loss.")
     problems, fix = [], ""
     for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
         try:
@@ -237,19 +247,22 @@ class ModelOutputs:
         if scorer.name == "calls":
             expected_calls = zip(rows.calls, rows.tools, read, strict=False)
             row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]
+        elif scorer.name == "tokens":
+            row_scores = [RowScore(entry["right"] / max(1, entry["tokens"])) for entry in loss_entries]
         else:
             row_scores = [
                 scorer.score_answer(prompt, reference, answer)
                 for prompt, reference, answer in zip(rows.prompts, rows.references, answers, strict=False)
             ]
         self.row_scores = row_scores
+        accuracy = sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None
         exact = [answer.strip() == reference.strip() for answer, reference in zip(answers, rows.references, strict=False)]
         scores = [row_score.score for row_score in row_scores]
         validity = [row_score.valid for row_score in row_scores if row_score.valid is not None]
         return Score(
             _mean(exact), loss, answers,
             math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
-            sum(entry["right"] for entry in loss_entries) / sum(row_tokens) if any(row_tokens) else None, _mean(scores), scores,
+            accuracy, accuracy if scorer.name == "tokens" else _mean(scores), scores,
             _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
             [answer.thought for answer in read], sum(entry["is_cut"] for entry in answer_entries),
         )  # fmt: skip

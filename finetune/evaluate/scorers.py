@@ -22,9 +22,12 @@ SCORES = {
     "json": "share of the expected JSON's fields that the answer has with the same value; others in the answer count as wrong",
     "numeric": "1 where the answer's last number is the expected one within --tolerance",
     "calls": "1 where the answer calls the expected tools with the same arguments, or none where none is expected",
+    "tokens": "share of the expected answer's tokens that the model predicts: token accuracy, for free text",
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+#: Longer answers, and those of several lines, are free text, which no model writes to the letter.
+_LABEL_LENGTH = 60
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
 
 
@@ -74,14 +77,20 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         "json": lambda _, expected, answer: json_score(expected, answer),
         "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
         "calls": lambda *_: RowScore(0.0),  # of rows, not of texts: call_score
+        "tokens": lambda *_: RowScore(0.0),  # of rows, too
         "loss": lambda *_: RowScore(0.0),
     }
     return Scorer(name, functions[name])
 
 
-def are_json_objects(answers: Sequence[str]) -> bool:
-    """Whether there are answers, and each is a JSON object, for which the score `json` says more than exact match."""
-    return bool(answers) and all(isinstance(_parse_json(answer), dict) for answer in answers)
+def fitting_score(answers: Sequence[str]) -> tuple[str, str]:
+    """The score for these expected answers, and what they are."""
+    if not answers:
+        return "loss", "there are none"
+    if all(isinstance(_parse_json(answer), dict) for answer in answers):
+        return "json", "they are JSON objects"
+    texts = sum(len(answer.strip()) > _LABEL_LENGTH or "\n" in answer.strip() for answer in answers)
+    return ("tokens", "they are free text") if 2 * texts > len(answers) else ("exact", "they are short")
 
 
 def json_score(expected: str, answer: str) -> RowScore:

@@ -12,8 +12,13 @@ from typing import Any
 
 from finetune import __version__
 from finetune.errors import SECRET, FinetuneError
-from finetune.evaluate.paired import Difference, format_difference
-from finetune.evaluate.results import answers_without_thoughts, read_evaluations, read_forgetting, unreadable_evaluations
+from finetune.evaluate.results import (
+    answers_without_thoughts,
+    measures,
+    read_evaluations,
+    read_forgetting,
+    unreadable_evaluations,
+)  # fmt: skip
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
 from finetune.hub import REPO_ID
@@ -38,12 +43,6 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.<-])(?:/(?:[\w.+@-]+/)+[\w.+@-]+|[A-Za-z
 _HOME_PATH = re.compile(r"(?:/home|/Users|[A-Za-z]:\\+Users)[/\\]+[^\s\"'/\\]+|/root/[^\s\"']+")
 #: User and host names that identify nobody.
 _COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "localhost", "app", "work", "runner"}
-#: Label, field, format, and the scale and unit of the difference.
-_METRICS = (
-    ("exact match", "exact_match", ".1%", 100.0, " points"), ("", "score", ".4f", 1.0, ""),
-    ("pairs in order", "pairs_in_order", ".1%", 100.0, " points"), ("loss per trained token", "loss", ".4f", 1.0, ""),
-    ("perplexity", "perplexity", ".4f", 1.0, ""), ("token accuracy", "token_accuracy", ".1%", 1.0, ""),
-)  # fmt: skip
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
@@ -148,32 +147,22 @@ def _data(run: RunDirectory) -> str:
 
 def _evaluation(run: RunDirectory) -> str:
     sections = [_scores_table(values) for values in read_evaluations(run).values()]
-    if rows := [
-        f"- {result['rows_of']} ({result['rows']:,} rows): {_gap(result['difference'], names='loss now - before')}"
-        for result in read_forgetting(run)
-    ]:
-        sections.append("\n".join(["Forgetting (loss per trained token):\n", *rows]))
+    if groups := read_forgetting(run):
+        sections.append("\n".join(["Forgetting (loss per trained token):\n", *(f"- {group.summary()}" for group in groups)]))
     if damaged := unreadable_evaluations(run):
         sections.append(f"{damaged}.")
     return "\n\n".join(sections) or "Not evaluated."
 
 
-def _gap(difference: dict[str, Any] | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
-    return format_difference(Difference(**difference) if difference else None, scale, unit, names)
-
-
 def _scores_table(values: dict[str, Any]) -> str:
-    base, tuned, score = values["base"], values["tuned"], values["score"]
     first, second = ("before", "now") if values["forgetting"] or values["against_adapter"] else ("base", "tuned")
     rows_of = f"rows of {last_part(values['data'])}" if values["data"] else "held-out rows"
     rows_of += " of the run that it continued" if values["forgetting"] else ""
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
-    for label, field, form, scale, unit in _METRICS:
-        if tuned[field] is None or base[field] is None or (field == "score" and score in ("exact", "loss")):
-            continue
-        difference = values.get(f"{field}_difference")
-        gap = _gap(difference, scale, unit, f"{second} - {first}") if difference else ""
-        rows.append(f"| {label or score} | {base[field]:{form}} | {tuned[field]:{form}} | {gap} |")
+    rows += [
+        f"| {figure.title} | {' | '.join(figure.values)} | {figure.gap(f'{second} - {first}') if figure.difference else ''} |"
+        for figure in measures(values)
+    ]
     return "\n".join(rows)
 
 

@@ -184,8 +184,8 @@ class DatasetRecipe(_Strict):
     accept_findings: list[Literal["leak", "truncated", "replaced", "one label", "contradictions"]] = _data(
         [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
-    test_split_size: float | int = _data(
-        0, TOKENS | RESULT, "Rows to hold out from the training file: a fraction below 1 or a count; 0 holds none out.", ge=0
+    test_split_size: float | int | None = _data(
+        None, TOKENS | RESULT, "Rows to hold out: a fraction below 1, or a count; null is 0.1 of at least 50 rows.", ge=0
     )
     max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only this many rows, from the first.")
 

@@ -53,7 +53,7 @@ def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(
     page = visit("")
     hand = Hand(page)
     hand.choose("[data-pick=home-upload]", write(tmp_path / "tickets.jsonl", rows_of(60)))
-    page.wait_for_selector("#data-head >> text=60 of 60 rows are ready")
+    page.wait_for_selector("#data-head >> text=54 rows to train on, 6 held out")
     hand.press("text=Next: Fit")
     page.wait_for_selector("#fit-verdict .ft-verdict.ok")
     hand.press("#fit-start:enabled")

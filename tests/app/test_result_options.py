@@ -21,12 +21,12 @@ def parsed(options):
 
 
 def test_every_score_but_a_function_can_be_chosen():
-    assert set(page_options.SCORES.values()) == SCORES.keys()
+    assert set(page_options.SCORES.values()) == {"", *SCORES}
 
 
 @pytest.mark.parametrize(
     ("chosen", "read"),
-    [(("Exact match", "", 0, _HELD_OUT, 0, False), {"score": None, "data": None, "rows": None, "last": False}),
+    [(("Chosen by the answers", "", 0, _HELD_OUT, 0, False), {"score": None, "data": None, "rows": None, "last": False}),
      (("Regular expression", "--json", 0, "-x.jsonl", 20.0, True),
       {"score": "regex", "pattern": "--json", "data": "-x.jsonl", "rows": 20, "last": True, "as_json": False}),
      (("Last number", "ignored", 0.01, _HELD_OUT, None, False), {"score": "numeric", "tolerance": 0.01, "pattern": None})],

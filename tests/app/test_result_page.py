@@ -111,7 +111,7 @@ def test_rows_of_before_can_be_chosen_where_there_are_some(page):
     assert HELD_OUT_BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
     base_adapter.copy_base_adapter(page.run, page.run.adapter)
     assert HELD_OUT_BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
-    page.view.evaluate("finished", "Exact match", "", 0, HELD_OUT_BEFORE, 0, False)
+    page.view.evaluate("finished", "Chosen by the answers", "", 0, HELD_OUT_BEFORE, 0, False)
     assert page.started == [["eval", "--forgetting"]]
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.data.examples import SourceReader, sources_of
 from finetune.data.preparation import encode
 from finetune.recipe import recipe_from
+from finetune.settings import DatasetRecipe
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -60,25 +61,7 @@ def build_tokenizer(template: str | None = CHATML, *, extra: tuple[str, ...] = (
 
 def recipe(path, **settings):
     """A recipe for `path`; settings of the dataset are those the dataset has."""
-    dataset = {"path": path}
-    for name in (
-        "eval_path",
-        "format",
-        "columns",
-        "ignore_columns",
-        "json_columns",
-        "image_folder",
-        "on_bad_rows",
-        "accept_findings",
-        "weights",
-        "test_split_size",
-        "max_rows",
-        "split",
-        "eval_split",
-        "name",
-    ):
-        if name in settings:
-            dataset[name] = settings.pop(name)
+    dataset = {"path": path, **{name: settings.pop(name) for name in DatasetRecipe.model_fields if name in settings}}
     return recipe_from({"model_name_or_path": "tiny", "dataset": dataset, **settings})
 
 

@@ -119,6 +119,18 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer
     assert len(split(4, 1)[2]) == 4
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "held_out"),
+    [(rows_of(*[1] * 50), {}, 5), (rows_of(*[1] * 49), {}, 0), (rows_of(*[1] * 50), {"test_split_size": 0}, 0),
+     ([talk("one prompt for all", f"answer {index}") for index in range(60)], {}, 0)],
+)  # fmt: skip
+def test_a_tenth_of_fifty_rows_is_held_out_unless_the_recipe_says_otherwise(write, tokenizer, rows, settings, held_out):
+    report = prepare(recipe(write("rows.jsonl", rows), **settings), tokenizer, max_length=None).report
+    assert report.rows_held_out == held_out
+    said = "5 of 50 rows are held out; to train on all: dataset.test_split_size=0" in str(report.warnings)
+    assert said == bool(held_out)
+
+
 def test_holding_out_every_row_or_in_two_ways_is_an_error(write, tokenizer):
     path = write("rows.jsonl", rows_of(1, 2))
     with pytest.raises(DataError, match="holds out 2 of 2 usable rows"):

@@ -80,7 +80,7 @@ def test_answers_in_several_languages_are_found_by_their_script(write):
 def test_more_than_a_hundredth_of_cut_rows_is_found(write, long_rows, reported):
     rows = [talk(f"{n}?", f"{n}") for n in range(100 - long_rows)] + [talk("?", "long " * 80)] * long_rows
     path = write("rows.jsonl", rows)
-    report = prepare(recipe(path, excess_length="truncate"), build_tokenizer(), max_length=64).report
+    report = prepare(recipe(path, excess_length="truncate", test_split_size=0), build_tokenizer(), max_length=64).report
     assert ("truncated" in [finding.kind for finding in report.findings]) == reported
     assert report.rows_truncated == long_rows
 

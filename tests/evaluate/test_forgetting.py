@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from finetune.bundled import PROBE
 from finetune.evaluate.forgetting import Forgetting, measure_forgetting
 from finetune.evaluate.paired import Difference
 from finetune.evaluate.score import compare
@@ -14,15 +13,13 @@ from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
 
 
-def test_the_general_questions_are_short_and_different():
-    rows = [json.loads(line) for line in PROBE.read_text().splitlines()]
-    assert len(rows) == 60 == len({row["prompt"] for row in rows})
-    assert all(row["completion"].strip() and len(row["prompt"]) + len(row["completion"]) < 160 for row in rows)
-
-
 @pytest.mark.parametrize(
     ("interval", "verdict"),
-    [((0.5, 0.2, 0.8, None), "lost in part"), ((-0.5, -0.8, -0.2, None), "nothing lost"), ((0.1, -0.2, 0.4, 90), "can't tell")],
+    [
+        ((0.5, 0.2, 0.8, None), "lost in part"),
+        ((-0.5, -0.8, -0.2, None), "nothing lost"),
+        ((0.1, -0.2, 0.4, 9), "too few rows"),
+    ],
 )
 def test_a_significant_rise_of_the_loss_is_distinguished_from_an_uncertain_one(interval, verdict):
     forgetting = Forgetting("general questions", 60, 2.0, 2.5, Difference(*interval))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import DataError, RecipeError
-from finetune.evaluate.scorers import SCORES, are_json_objects, json_score, number_score, scorer
+from finetune.evaluate.scorers import SCORES, fitting_score, json_score, number_score, scorer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
@@ -107,7 +107,9 @@ def test_no_score_fails_on_odd_answers():
 
 
 @pytest.mark.parametrize(
-    "answers, are_objects", [(['{"a": 1}', "{}"], True), (['{"a": 1}', "7"], False), (["no"], False), ([], False)]
-)
-def test_the_score_for_json_is_pointed_to_where_all_answers_are_objects(answers, are_objects):
-    assert are_json_objects(answers) is are_objects
+    ("answers", "score"),
+    [(['{"a": 1}', "{}"], "json"), (['{"a": 1}', "7"], "exact"), ([], "loss"),
+     (["Thank you. " * 9, "Yes.", "first line\nsecond line"], "tokens")],
+)  # fmt: skip
+def test_the_score_is_chosen_by_the_expected_answers(answers, score):
+    assert fitting_score(answers)[0] == score
