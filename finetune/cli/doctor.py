@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from finetune import __version__
 from finetune.cli.output import print_json
-from finetune.cli.render import out, show_progress
+from finetune.cli.render import out, show_progress, table
 from finetune.cli.source import recipe_of
 from finetune.errors import FinetuneError
 
@@ -46,11 +46,13 @@ def show_doctor(
     if as_json:
         print_json({"finetune": __version__, "state": state, "took_s": took_s, "findings": shown})
         return 1 if state == "fail" else 0
+    rows = table("", "")
+    rows.show_header = False
     for finding, values in zip(findings, shown, strict=True):
-        colour = _COLOURS[finding.state]
-        out.print(f"[{colour}]{finding.state:4}[/]  [bold]{finding.check}[/]: {escape(values['what'])}", soft_wrap=True)
-        if finding.fix:
-            out.print(f"      [dim]fix:[/] {escape(values['fix'])}", soft_wrap=True)
+        fix = f"\n[dim]fix:[/] {escape(values['fix'])}" if finding.fix else ""
+        state_in_colour = f"[{_COLOURS[finding.state]}]{finding.state}[/]"
+        rows.add_row(state_in_colour, f"[bold]{finding.check}[/]: {escape(values['what'])}{fix}")
+    out.print(rows)
     return 1 if state == "fail" else 0
 
 

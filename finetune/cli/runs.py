@@ -97,21 +97,17 @@ def _show(source: str, *, as_json: bool) -> None:
         })  # fmt: skip
         return
     out.print(f"[bold]{escape(str(run.path))}[/]  {state_text(state.state)}  {escape(state.message)}", soft_wrap=True)
-    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)[0]}", soft_wrap=True)
+    out.print(f"step {state.step or 0:,} of {state.total_steps or '?'}, {outcome(events)[0]}")
     if step_time:
-        out.print(escape(step_time), soft_wrap=True)
+        out.print(escape(step_time))
     if cost is not None:
         out.print(f"cost {cost:,.2f}")
-    if evaluations:
-        _print_scores(evaluations)
-    else:
-        out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
-    print_text(f"\n{recipe}")
-
-
-def _print_scores(evaluations: dict[str, dict[str, Any]]) -> None:
     shown = table("evaluation", "score", ">base", ">tuned")
     for name, values in evaluations.items():
         for figure in measures(values):
             shown.add_row(f"{name}, {values['rows']} rows", escape(figure.title), *figure.values)
-    out.print(shown)
+    if evaluations:
+        out.print(shown)
+    else:
+        out.print(f"not evaluated; to score it: finetune eval {escape(str(run.path))}")
+    print_text(f"\n{recipe}")

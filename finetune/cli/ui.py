@@ -60,4 +60,5 @@ def _write_page(runs: list[RunDirectory], target: Path, summary: str, as_json: b
     if as_json:
         print_json({"report": str(target), "runs": [str(run.path) for run in runs]})
     else:
-        out.print(f"{escape(summary)}\nreport in {escape(str(target))}", soft_wrap=True)
+        out.print(escape(summary))
+        out.print(f"report in {escape(str(target))}", soft_wrap=True)

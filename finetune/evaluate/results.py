@@ -129,8 +129,8 @@ def measures(result: dict[str, Any]) -> list[Measure]:
         for title, name, is_share in _MEASURES
         if name not in left_out and tuned.get(name) is not None
     ]
-    parts = result.get("field_differences") or {}
-    rows += [(name, True, base["fields"][name], value, parts.get(name)) for name, value in tuned["fields"].items()]
+    gaps, fields = result.get("field_differences") or {}, tuned["fields"].items()
+    rows[2:2] = [(f"{score}: {name}", True, base["fields"][name], share, gaps.get(name)) for name, share in fields]
     return [Measure(*row[:4], Difference(**row[4]) if row[4] else None) for row in rows]
 
 

@@ -104,9 +104,9 @@ def compare(
 
 
 def _fitting_scorer(rows: EvalRows) -> tuple[Scorer, str]:
-    name, why = ("calls", "they may be calls of tools") if rows.calls else fitting_score(rows.references)
+    name, why = ("calls", "calls of tools") if rows.calls else fitting_score(rows.references)
     if name == "tokens" and len(rows.ids) != len(rows.prompts):
-        return scorer("exact"), "a row of this chat template has several sequences"
+        return scorer("exact"), f"{why}, but in several sequences a row"
     return scorer(name), why
 
 

@@ -51,7 +51,7 @@ def kernel_problem(package: KernelPackage, capability: tuple[int, int]) -> tuple
     if installed_version(package.name) is None:
         return f"{package.name} is not installed", package.install
     if lacking := triton_needs():
-        return lacking, COMPILER_FIX
+        return lacking, COMPILER_FIX if installed_version("triton") else "pip install triton"
     # fla raises in the backward of a gated delta net (ops/common/chunk_o.py, fla#640)
     if package is FLA and capability[0] == 9 and (triton := installed_version("triton") or "0") in SpecifierSet(">=3.4,<3.7.1"):
         return f"{package.name} stops on Hopper GPUs with Triton {triton}", "pip install 'torch>=2.13'"

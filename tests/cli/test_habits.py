@@ -195,7 +195,7 @@ def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypa
     code, captured = finetune("eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
     printed = " ".join(captured.out.split())
     assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
-    assert "score: json, by the expected answers (why); another: --score NAME" in printed
+    assert "score: json, as the expected answers are why; another: --score NAME" in printed
 
 
 def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, kept_run, finetune):

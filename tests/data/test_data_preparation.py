@@ -127,8 +127,8 @@ def test_rows_are_held_out_by_seed_and_duplicates_stay_together(write, tokenizer
 def test_a_tenth_of_fifty_rows_is_held_out_unless_the_recipe_says_otherwise(write, tokenizer, rows, settings, held_out):
     report = prepare(recipe(write("rows.jsonl", rows), **settings), tokenizer, max_length=None).report
     assert report.rows_held_out == held_out
-    said = "5 of 50 rows are held out; to train on all: dataset.test_split_size=0" in str(report.warnings)
-    assert said == bool(held_out)
+    is_noted = "5 of 50 rows are held out; to train on all: dataset.test_split_size=0" in str(report.warnings)
+    assert is_noted == bool(held_out)
 
 
 def test_holding_out_every_row_or_in_two_ways_is_an_error(write, tokenizer):
