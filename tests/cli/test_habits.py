@@ -42,7 +42,7 @@ def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetun
     values = {"rows": 8, "base": score, "tuned": score, "prompts": [], "references": [], "seconds": 1.0}
     (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps(values))
     code, captured = finetune("runs", "show", str(run.path))
-    assert code == 0 and "step 6 of 6" in captured.out and ", held out " in captured.out
+    assert code == 0 and "step 6 of 6" in captured.out and "Loss" in captured.out
     assert "exact match" in captured.out and "25.0%" in captured.out and "lora_r: 1" in captured.out
     code, captured = finetune("runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
