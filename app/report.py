@@ -179,7 +179,7 @@ def _paired(runs: list[RunDirectory]) -> str:
 
 
 def _gap_text(run_name: str, other_name: str, first: list[float], second: list[float], span: float, weights: Any = None) -> str:
-    return format_difference(difference(first, second, weights, span=span), names=f"{other_name} - {run_name}")
+    return f"{other_name} - {run_name}: {format_difference(difference(first, second, weights, span=span))}"
 
 
 def _data(run: RunDirectory) -> str:

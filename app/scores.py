@@ -13,7 +13,7 @@ from .language import current, mark, tr
 #: Names of scores in a list.
 _SCORES = {
     "exact": "EM", "contains": mark("contains"), "regex": mark("regex"), "json": "JSON", "numeric": mark("number"),
-    "calls": mark("calls"), "tokens": mark("token accuracy"),
+    "calls": mark("calls"), "token accuracy": mark("token accuracy"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ _ROWS_SHOWN = 12
 #: What the figures and scores of an evaluation are called; others, such as a field's, have their own names.
 _TITLES = {
     "exact": mark("exact match"), "contains": mark("contains"), "regex": mark("regular expression"), "json": "JSON",
-    "numeric": mark("number"), "calls": mark("tool calls"), "tokens": mark("token accuracy"), "loss": mark("loss"),
+    "numeric": mark("number"), "calls": mark("tool calls"), "loss": mark("loss"),
     **{title: title for title in (
         mark("exact match"), mark("valid JSON"), mark("loss per trained token"), mark("perplexity"), mark("token accuracy"),
         mark("pairs in order"), mark("margin of a pair, nats"),
@@ -29,9 +29,8 @@ def scores(result: dict[str, Any], order: str, rows_shown: int = _ROWS_SHOWN) ->
     rows = [[title_of(figure.title), *figure.values] for figure in figures]
     names = names_of(result)
     summary = table([rows_of(result), *(f">{name}" for name in names)], rows, tr("Base against tuned"), hidden_caption=True)
-    gaps = " - ".join(reversed(names))
     differences = "".join(
-        note(f"{title_of(figure.title)}: {as_on_page(figure.gap(gaps))}") for figure in figures if figure.difference
+        note(f"{title_of(figure.title)}: {as_on_page(figure.gap)}") for figure in figures if figure.difference
     )
     first = rank_rows(base["scores"], tuned["scores"], order)[:rows_shown]
     answers = [

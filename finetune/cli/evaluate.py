@@ -89,8 +89,7 @@ def show_scores(
     if result.score_because:
         out.print(f"[dim]score: {result.score}, as the expected answers are {result.score_because}; another: --score NAME[/]")
     names = ("before", "now") if result.against_adapter else ("base", "tuned")
-    gap = " - ".join(reversed(names))
-    _print_warnings(result, no_call, gap, names)
+    _print_warnings(result, no_call, names)
     _print_measures(result, names)
     for summary in [group.summary() for group in losses] + ([no_call.summary()] if no_call else []):
         out.print(escape(summary))
@@ -118,17 +117,17 @@ def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: in
     models = dict(zip(names, (result.base, result.tuned), strict=True))
     rows = rank_rows(result.base.scores, result.tuned.scores, order)[:most]
     if rows:
-        out.print(f"\nrows, {ORDERS[order]} first:")
+        out.print(f"\nrows and their {escape(result.score)}, {ORDERS[order]} first:")
     for row in rows:
         out.print(f"\n[dim]{escape(result.prompts[row].strip())}[/]")
         out.print(f"  wanted       {escape(_one_line(result.references[row]))}")
         for name, model in models.items():
             if model.thoughts[row]:
                 out.print(f"  {name:12} [dim]{escape(_one_line(model.thoughts[row]))}[/]")
-            out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row]))}")
+            out.print(f"  {name:6} {model.scores[row]:5.3g} {escape(_one_line(model.answers[row])) or '(empty)'}")
 
 
-def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names: tuple[str, str]) -> None:
+def _print_warnings(result: Comparison, no_call: NoCall | None, names: tuple[str, str]) -> None:
     from finetune.evaluate.call_score import NO_CALL_DUE
     from finetune.evaluate.paired import format_difference
 
@@ -136,7 +135,7 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names:
         out.print(f"[red]worse:[/] {escape(no_call.summary())}")
     restraint = result.field_differences.get(NO_CALL_DUE)
     if restraint and restraint.is_significant and restraint.value < 0:
-        verdict = format_difference(restraint, 100, " points", gap)
+        verdict = format_difference(restraint, 100, " points")
         out.print(f"[red]worse:[/] calls tools in rows where none is due: {verdict}")
     if result.trained_rows:
         share = f"{result.trained_rows:,} of these {len(result.tuned.row_losses):,} sequences"
@@ -157,19 +156,18 @@ def _print_warnings(result: Comparison, no_call: NoCall | None, gap: str, names:
 def _print_measures(result: Comparison, names: tuple[str, str]) -> None:
     from finetune.evaluate.results import measures
 
-    shown, gap = table("", *(f">{name}" for name in names)), " - ".join(reversed(names))
-    figures = measures(asdict(result))
+    shown, figures = table("", *(f">{name}" for name in names)), measures(asdict(result))
     for figure in figures:
         shown.add_row(escape(_one_line(figure.title)), *figure.values)
     out.print(shown)
     for figure in figures:
         if figure.difference:
-            out.print(f"{escape(_one_line(figure.title))}: {figure.gap(gap)}")
+            out.print(f"{escape(_one_line(figure.title))}: {figure.gap}")
     if result.tuned.answers:
         gaps = [tuned - base for base, tuned in zip(result.base.scores, result.tuned.scores, strict=True)]
         better, worse = sum(value > 0 for value in gaps), sum(value < 0 for value in gaps)
-        than = "before" if result.against_adapter else "the base's"
-        out.print(f"rows: {better:,} better than {than}, {worse:,} worse, {len(gaps) - better - worse:,} the same")
+        than, equal = "before" if result.against_adapter else "the base's", len(gaps) - better - worse
+        out.print(f"rows by {escape(result.score)}: {better:,} better than {than}, {worse:,} worse, {equal:,} the same")
     if result.labels_in_order is not None:
         out.print(f"good answers gained more than bad ones in {result.labels_in_order:.1%} of all pairs of these rows")
 

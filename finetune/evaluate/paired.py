@@ -69,17 +69,17 @@ def difference(
     return Difference(mean_difference, lower, upper, more_rows)
 
 
-def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "", names: str = "tuned - base") -> str:
+def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "") -> str:
     """A difference and its interval, and about how many more rows would be enough."""
     if difference is None:
         return "not measured"
     lower, value, upper = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
     if difference.is_significant:
-        return f"{names} {value}{unit} (95 % interval {lower} to {upper})"
+        return f"{value}{unit} (95 % interval {lower} to {upper})"
     doubt = (
         f"too few rows to be sure, about {difference.more_rows:,} more would do" if difference.more_rows else "no change seen"
     )
-    return f"{names} {value}{unit}, {doubt} (95 % interval {lower} to {upper})"
+    return f"{value}{unit}, {doubt} (95 % interval {lower} to {upper})"
 
 
 def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list[int]:

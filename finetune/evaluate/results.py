@@ -106,9 +106,10 @@ class Measure(NamedTuple):
     def values(self) -> list[str]:
         return [format_measured(value, ".1%" if self.is_share else ".4f") for value in (self.base, self.tuned)]
 
-    def gap(self, names: str = "tuned - base") -> str:
+    @property
+    def gap(self) -> str:
         scale, unit = (100.0, " points") if self.is_share else (1.0, "")
-        return format_difference(self.difference, scale, unit, names)
+        return format_difference(self.difference, scale, unit)
 
 
 #: Title of a figure, its field of `Score`, and whether it is a share.
@@ -122,8 +123,8 @@ _MEASURES = (
 def measures(result: dict[str, Any]) -> list[Measure]:
     """The figures of a `Comparison`, given as a dictionary."""
     base, tuned, score = result["base"], result["tuned"], result["score"]
-    gaps = {**result, **({"token_accuracy_difference": result["score_difference"]} if score == "tokens" else {})}
-    left_out = {"exact": ["score"], "tokens": ["score", "exact_match"]}.get(score, [])
+    gaps = {**result, **({"token_accuracy_difference": result["score_difference"]} if score == "token accuracy" else {})}
+    left_out = {"exact": ["score"], "token accuracy": ["score", "exact_match"]}.get(score, [])
     rows: list[tuple[str, bool, Any, Any, Any]] = [
         (title or score, is_share, base.get(name), tuned.get(name), gaps.get(f"{name}_difference"))
         for title, name, is_share in _MEASURES
@@ -154,7 +155,7 @@ class Forgetting:
         if self.difference is not None and self.difference.is_significant:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
         losses = f"loss {format_measured(self.before)} before, {format_measured(self.now)} now"
-        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference, names='now - before')}"
+        return f"{self.rows_of} ({self.rows:,}): {losses}{verdict}; {format_difference(self.difference)}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class NoCall:
 
     def summary(self) -> str:
         shares = f"{self.before or 0:.0%} before, {self.now or 0:.0%} now"
-        shown = format_difference(self.difference, 100, " points", "now - before")
+        shown = format_difference(self.difference, 100, " points")
         return f"questions with tools, none due ({self.rows}): answered without a call {shares}; {shown}"
 
 

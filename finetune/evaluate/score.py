@@ -30,7 +30,7 @@ from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens, run
 from finetune.evaluate.paired import Difference, difference
 from finetune.evaluate.results import Comparison, Score, keep_result
 from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_rows
-from finetune.evaluate.scorers import RowScore, Scorer, fitting_score, scorer, span_of
+from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
 from finetune.run.directory import RunDirectory, require_data
@@ -84,8 +84,9 @@ def compare(
         for journal, rows_of_model, (model, _) in zip(journals, (base_rows, eval_rows), models, strict=True)
     ]
     base, tuned = (of_model.score(chosen_scorer) for of_model in outputs)
-    weights = base.row_tokens if chosen_scorer.name == "tokens" else None
-    span = span_of(chosen_scorer.name, base.scores, tuned.scores)
+    weights, span = None, span_of(chosen_scorer.name, base.scores, tuned.scores)
+    if chosen_scorer.name == TOKEN_ACCURACY:
+        weights, span = base.row_tokens, 0.0  # the mean of many tokens, as the loss is
     comparison = Comparison(
         len(eval_rows.prompts) if base.answers else len(eval_rows.ids), base, tuned, eval_rows.prompts, eval_rows.references,
         time.perf_counter() - started,
@@ -136,7 +137,7 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
         if not rows.calls:
             raise DataError("no row has tools or calls", "Use another --score for these rows.")
         return
-    if scorer.name == "tokens" and len(rows.ids) != len(rows.prompts):
+    if scorer.name == TOKEN_ACCURACY and len(rows.ids) != len(rows.prompts):
         raise DataError("the model's chat template makes several sequences of a row", "Use --score loss.")
     problems, fix = [], ""
     for number, (prompt, reference) in enumerate(zip(rows.prompts, rows.references, strict=True), 1):
@@ -247,7 +248,7 @@ class ModelOutputs:
         if scorer.name == "calls":
             expected_calls = zip(rows.calls, rows.tools, read, strict=False)
             row_scores = [call_score(calls, tools, answer) for calls, tools, answer in expected_calls]
-        elif scorer.name == "tokens":
+        elif scorer.name == TOKEN_ACCURACY:
             row_scores = [RowScore(entry["right"] / max(1, entry["tokens"])) for entry in loss_entries]
         else:
             row_scores = [
@@ -262,7 +263,7 @@ class ModelOutputs:
         return Score(
             _mean(exact), loss, answers,
             math.exp(loss) if loss is not None and loss < _MAX_LOSS else None, exact, row_losses, row_tokens,
-            accuracy, accuracy if scorer.name == "tokens" else _mean(scores), scores,
+            accuracy, accuracy if scorer.name == TOKEN_ACCURACY else _mean(scores), scores,
             _mean(validity), _by_field(row_scores), margins, _mean(margins), _mean([margin > 0 for margin in margins]),
             [answer.thought for answer in read], sum(entry["is_cut"] for entry in answer_entries),
         )  # fmt: skip

@@ -26,6 +26,7 @@ SCORES = {
     "loss": "no answers: loss, perplexity and token accuracy only",
 }
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+TOKEN_ACCURACY = "token accuracy"  # the name of the score `tokens`
 #: Longer answers, and those of several lines, are free text, which no model writes to the letter.
 _LABEL_LENGTH = 60
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
@@ -80,7 +81,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         "tokens": lambda *_: RowScore(0.0),  # of rows, too
         "loss": lambda *_: RowScore(0.0),
     }
-    return Scorer(name, functions[name])
+    return Scorer(TOKEN_ACCURACY if name == "tokens" else name, functions[name])
 
 
 def fitting_score(answers: Sequence[str]) -> tuple[str, str]:

@@ -160,7 +160,7 @@ def _scores_table(values: dict[str, Any]) -> str:
     rows_of += " of the run that it continued" if values["forgetting"] else ""
     rows = [f"| {values['rows']:,} {rows_of} | {first} | {second} | difference |", "|---|---|---|---|"]
     rows += [
-        f"| {figure.title} | {' | '.join(figure.values)} | {figure.gap(f'{second} - {first}') if figure.difference else ''} |"
+        f"| {figure.title} | {' | '.join(figure.values)} | {figure.gap if figure.difference else ''} |"
         for figure in measures(values)
     ]
     return "\n".join(rows)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.run.training import RunTrainer
 
 
-COMPARED = "Held-out loss at step {step}, the last that all of them evaluated, the lowest first: {losses}."
+COMPARED = "Held-out loss at step {step}, the last that all evaluated, lowest first: {losses}."
 NOT_COMPARED = "No step has been evaluated on the same held-out rows by all of them: their losses are not compared."
 
 

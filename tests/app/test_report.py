@@ -66,11 +66,7 @@ def test_a_report_is_one_file_that_fetches_nothing_and_shows_text_as_text(runs):
     assert HOSTILE in tags.text and tags.open == []
     for heading in ("How it went", "Curves", "Forecast against measured", "Scores", "Plan", "Data", "Versions"):
         assert f"<h2>{heading}</h2>" in html
-    assert (
-        "tuned - base +0.5" in tags.text
-        and "24 rows read: 24 used" in tags.text
-        and "polyline" in {tag for tag, _ in tags.found}
-    )
+    assert "+0.5 (95" in tags.text and "24 rows read: 24 used" in tags.text and "polyline" in {tag for tag, _ in tags.found}
 
 
 def test_what_the_driver_does_not_list_is_unknown_in_words_and_not_a_number(runs):
@@ -85,7 +81,7 @@ def test_what_the_driver_does_not_list_is_unknown_in_words_and_not_a_number(runs
 
 def test_runs_are_paired_on_the_rows_that_both_answered(runs):
     text = Tags(page(runs)).text
-    assert "two - one +0.75" in text and "two - one -0.75" in text  # the score, and the loss
+    assert "two - one: +0.75" in text and "two - one: -0.75" in text  # the score, and the loss
     other = runs[1].path / "evaluations" / "scores-json.json"
     other.write_text(other.read_text().replace('"p"', '"q"'))
     assert "not scored on the same rows" in Tags(page(runs)).text

@@ -52,4 +52,4 @@ def test_scores_of_hostile_rows_are_shown_as_text():
               "loss_difference": gap, "data": hostile, "reused": 3}  # fmt: skip
     for order in ("differ", "worst", "best"):
         shown = scores(json.loads(json.dumps(result)), order)
-        assert "<img" not in shown and "tuned - base +0.5" in shown and "3 results" in shown
+        assert "<img" not in shown and "+0.5 (95" in shown and "3 results" in shown
