@@ -7,8 +7,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.data.examples import DEFAULT_SHARE
 from finetune.settings import AUTO, Recipe
+from finetune.settings.schema import DEFAULT_SHARE
 from finetune.units import format_count
 
 from ..language import mark, tr, tr_n

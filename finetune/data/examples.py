@@ -20,13 +20,12 @@ from finetune.data.unused_columns import UnusedColumns, fixes_of
 from finetune.errors import DataError, RecipeError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHODS
+from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
 
 #: Values of a label that marks an answer good or bad; others are classes.
 _MARKS = (True, False, "true", "false", "True", "False")
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
-#: Held out where the recipe names no held-out rows: this share, of at least so many rows.
-DEFAULT_SHARE, LEAST_ROWS = 0.1, 50
 #: A batch ends after so many rows, or so many characters.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
 #: A batch of rows with pictures, each of which is decoded.

@@ -77,9 +77,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
         "regex": _by_pattern(pattern),
         "json": lambda _, expected, answer: json_score(expected, answer),
         "numeric": lambda _, expected, answer: number_score(expected, answer, tolerance),
-        "calls": lambda *_: RowScore(0.0),  # of rows, not of texts: call_score
-        "tokens": lambda *_: RowScore(0.0),  # of rows, too
-        "loss": lambda *_: RowScore(0.0),
+        **dict.fromkeys(("calls", "tokens", "loss"), lambda *_: RowScore(0.0)),  # of rows, not of texts
     }
     return Scorer(TOKEN_ACCURACY if name == "tokens" else name, functions[name])
 

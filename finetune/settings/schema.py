@@ -132,6 +132,8 @@ class Decides(Flag):
 NOTHING = Decides.NOTHING
 TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = list(Decides)
 COST = BYTES | SPEED
+#: Held out where the recipe names no held-out rows: this share, of at least so many rows.
+DEFAULT_SHARE, LEAST_ROWS = 0.1, 50
 #: Titles of the groups of settings, in the order shown.
 GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Several GPUs or machines")
 

@@ -63,7 +63,7 @@ def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(
 
     page.wait_for_selector("#run-head >> text=/Step \\d\\d of 250/")
     page.click("[data-key=act-finish]")  # the rest of the minutes that the demo's recipe takes
-    page.wait_for_selector(".ft-now >> text=is the adapter's")
+    page.wait_for_selector(".ft-now >> text=held-out loss")
     page.click(".ft-now [data-tab=chat]")
     page.fill("#chat-question textarea", "Route this message: my tent is torn")
     page.click("#chat-send")
