@@ -1,33 +1,51 @@
 """Triton's launcher, which a dry run replaces."""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
-from finetune.compat.patch_registry import PrivateName, replace, wrapped
+from finetune.compat.patch_registry import PrivateName, replace, replaced, wrapped
 
 _LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
+_DEVICE, _PROPERTIES = "torch.cuda.device", "torch.cuda.get_device_properties"
+#: An RTX 4090's. mamba-ssm sizes two buffers by it: 16 MiB each in Granite 4 H micro at 2,048 tokens, 10 with a 3090's 82.
+_MULTIPROCESSORS = 128
 _L2_FLUSH = "triton.backends.nvidia.driver.CudaDriver.get_empty_cache_for_benchmark"
 #: Read in triton 3.7.1; torch for the CPU comes without it.
 PRIVATE_NAMES = (
     PrivateName(_LAUNCH, "patch", "a dry run has no GPU to compile for; every launcher inherits it", needs="fla-core"),
     PrivateName(_L2_FLUSH, "patch", "256 MiB more while kernels are tuned", "triton.testing.do_bench", "self", needs="a card"),
-) * (find_spec("triton") is not None)
+) * (find_spec("triton") is not None) + (
+    PrivateName(_DEVICE, "patch", "mamba-ssm makes a fake tensor's device the current one", needs="mamba-ssm"),
+    PrivateName(_PROPERTIES, "patch", "mamba-ssm counts multiprocessors", needs="mamba-ssm"),
+)
 
 
-def fake_launches() -> AbstractContextManager[None]:
+@contextmanager
+def fake_launches() -> Iterator[None]:
     """Inside, launching a Triton kernel with a fake tensor does nothing: Python code before it allocates the outputs."""
-    return wrapped(_LAUNCH, _unless_fake) if "triton.runtime.jit" in sys.modules else nullcontext()
+    with ExitStack() as stack:
+        if "triton.runtime.jit" in sys.modules:
+            stack.enter_context(wrapped(_LAUNCH, _unless_fake))
+        if "mamba_ssm" in sys.modules:
+            stack.enter_context(replaced(_DEVICE, lambda index: nullcontext()))
+            card = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS)
+            stack.enter_context(replaced(_PROPERTIES, lambda device: card))
+        yield
 
 
 def _unless_fake(launcher: Callable[[Any, Any], Any], kernel: Any, grid: Any) -> Callable[..., Any]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     def launch(*inputs: Any, **named: Any) -> Any:
-        is_fake = any(isinstance(value, FakeTensor) for value in (*inputs, *named.values()))
-        return None if is_fake else launcher(kernel, grid)(*inputs, **named)
+        if not any(isinstance(value, FakeTensor) for value in (*inputs, *named.values())):
+            return launcher(kernel, grid)(*inputs, **named)
+        if configs := getattr(kernel, "configs", None):
+            kernel.best_config = configs[0]  # mamba-ssm reads the tile of a kernel that was tuned
+        return None
 
     return launch
 

@@ -3,10 +3,13 @@
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from tiny_models import settings
 
+from finetune.compat.torch import fake_tensor_mode
 from finetune.doctor.packages import architecture_finding
 from finetune.memory import fake_tensors
 from finetune.memory.simulate import Batch, simulate
@@ -100,3 +103,11 @@ def test_every_type_with_such_kernels_is_in_the_table():
         if any(f'"{package}"' in path.read_text(encoding="utf-8") for package in ("fla", "mamba_ssm"))
     }
     assert asking and asking <= hybrid.PACKAGES.keys()
+
+
+def test_a_dry_run_without_a_gpu_has_the_device_that_mamba_ssm_asks_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mamba_ssm", ModuleType("mamba_ssm"))
+    with fake_tensor_mode():
+        device = torch.empty(1).device
+        with torch.cuda.device(device.index):
+            assert torch.cuda.get_device_properties(device).multi_processor_count > 0
