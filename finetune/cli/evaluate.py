@@ -87,7 +87,7 @@ def show_scores(
     reused = f", {result.reused:,} results from an earlier evaluation" if result.reused else ""
     out.print(f"[bold]{escape(str(run.path))}[/]: {result.rows} {escape(kind)}, {format_seconds(result.seconds)}{reused}")
     if result.score_because:
-        out.print(f"[dim]score: {result.score}, as the expected answers are {result.score_because}; another: --score NAME[/]")
+        out.print(f"[dim]score: {result.score}, for {result.score_because}; another: --score NAME[/]")
     names = ("before", "now") if result.against_adapter else ("base", "tuned")
     _print_warnings(result, no_call, names)
     _print_measures(result, names)

@@ -11,8 +11,6 @@ from finetune.compat.patch_registry import PrivateName, replace, replaced, wrapp
 
 _LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
 _DEVICE, _PROPERTIES = "torch.cuda.device", "torch.cuda.get_device_properties"
-#: An RTX 4090's. mamba-ssm sizes two buffers by it: 16 MiB each in Granite 4 H micro at 2,048 tokens, 10 with a 3090's 82.
-_MULTIPROCESSORS = 128
 _L2_FLUSH = "triton.backends.nvidia.driver.CudaDriver.get_empty_cache_for_benchmark"
 #: Read in triton 3.7.1; torch for the CPU comes without it.
 PRIVATE_NAMES = (
@@ -32,7 +30,8 @@ def fake_launches() -> Iterator[None]:
             stack.enter_context(wrapped(_LAUNCH, _unless_fake))
         if "mamba_ssm" in sys.modules:
             stack.enter_context(replaced(_DEVICE, lambda index: nullcontext()))
-            card = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS)
+            # an RTX 4090's: mamba-ssm makes two buffers of 16 MiB each in Granite 4 H micro, 2,048 tokens; of 10 by a 3090's 82
+            card = SimpleNamespace(multi_processor_count=128)
             stack.enter_context(replaced(_PROPERTIES, lambda device: card))
         yield
 

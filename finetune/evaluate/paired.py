@@ -76,9 +76,8 @@ def format_difference(difference: Difference | None, scale: float = 1.0, unit: s
     lower, value, upper = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
     if difference.is_significant:
         return f"{value}{unit} (95 % interval {lower} to {upper})"
-    doubt = (
-        f"too few rows to be sure, about {difference.more_rows:,} more would do" if difference.more_rows else "no change seen"
-    )
+    more = difference.more_rows
+    doubt = f"too few rows to be sure, about {more:,} more would do" if more else "no change seen"
     return f"{value}{unit}, {doubt} (95 % interval {lower} to {upper})"
 
 

@@ -105,9 +105,9 @@ def compare(
 
 
 def _fitting_scorer(rows: EvalRows) -> tuple[Scorer, str]:
-    name, why = ("calls", "calls of tools") if rows.calls else fitting_score(rows.references)
+    name, why = ("calls", "rows with tools") if rows.calls else fitting_score(rows.references)
     if name == "tokens" and len(rows.ids) != len(rows.prompts):
-        return scorer("exact"), f"{why}, but in several sequences a row"
+        return scorer("exact"), f"{why} in several sequences a row"
     return scorer(name), why
 
 

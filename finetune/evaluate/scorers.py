@@ -85,11 +85,11 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
 def fitting_score(answers: Sequence[str]) -> tuple[str, str]:
     """The score for these expected answers, and what they are."""
     if not answers:
-        return "loss", "left out: the rows are plain text"
+        return "loss", "plain text"
     if all(isinstance(_parse_json(answer), dict) for answer in answers):
         return "json", "JSON objects"
     texts = sum(len(answer) > _LABEL_LENGTH or "\n" in answer.strip() for answer in answers)
-    return ("tokens", "free text") if 2 * texts > len(answers) else ("exact", "short")
+    return ("tokens", "free text") if 2 * texts > len(answers) else ("exact", "short answers")
 
 
 def json_score(expected: str, answer: str) -> RowScore:

@@ -187,7 +187,7 @@ class DatasetRecipe(_Strict):
         [], NOTHING, "Findings of the data doctor that stop a run, to train on the rows as they are."
     )
     test_split_size: float | int | None = _data(
-        None, TOKENS | RESULT, "Rows to hold out: a fraction below 1, or a count; null is 0.1 of at least 50 rows.", ge=0
+        None, TOKENS | RESULT, "Rows to hold out: a fraction below 1 or a count; 0 is none, null 0.1 of 50 rows or more.", ge=0
     )
     max_rows: Positive | None = _data(None, TOKENS | RESULT, "Use only this many rows, from the first.")
 
