@@ -26,11 +26,16 @@ def test_the_lockfile_has_hashes_and_names_no_registry():
     assert not re.search(r"registry|https?://(?!github\.com/sponsors)", text)
 
 
-def test_without_npm_one_line_says_so(tmp_path):
+@pytest.fixture
+def script(tmp_path):
     for name in ("package.json", "package-lock.json", ".npmrc", "scripts/browser_files.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
-    command = [sys.executable, "-S", str(tmp_path / "scripts" / "browser_files.py")]
+    return str(tmp_path / "scripts" / "browser_files.py")
+
+
+def test_without_npm_one_line_says_so(script, tmp_path):
+    command = [sys.executable, "-S", script]
     process = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert process.stderr == "Charts will be plain SVG: uPlot could not be fetched (there is no npm).\n"
@@ -38,11 +43,8 @@ def test_without_npm_one_line_says_so(tmp_path):
 
 @pytest.mark.npm
 @pytest.mark.slow
-def test_the_files_are_fetched_with_their_licences(tmp_path):
-    for name in ("package.json", "package-lock.json", ".npmrc", "scripts/browser_files.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    subprocess.run([sys.executable, str(tmp_path / "scripts" / "browser_files.py")], check=True, env=dict(os.environ))
+def test_the_files_are_fetched_with_their_licences(script, tmp_path):
+    subprocess.run([sys.executable, script], check=True, env=dict(os.environ))
     files = {path.name: path for path in (tmp_path / "app" / "fetched").iterdir()}
     assert "MIT" in files["uplot.LICENSE"].read_text() and "SIL OPEN FONT LICENSE" in files["inter.LICENSE"].read_text()
     assert "uPlot" in files["uplot.js"].read_text() and files["inter.woff2"].read_bytes()[:4] == b"wOF2"

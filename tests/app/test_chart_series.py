@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
-from written_runs import plan, step_event
+from written_runs import append, plan, step_event
 
 from app.live import LiveRun, LiveRuns
 from app.views.chart_series import answer, zoomed
@@ -14,7 +14,7 @@ from app.views.run_row import peak_beside_forecast
 from app.web.guard import READ
 from app.web.series import series_of
 from app.workspace import Workspace
-from finetune.events import Checkpoint, Evaluation, EventWriter, Retry, Start, Step
+from finetune.events import Checkpoint, Evaluation, Retry, Start, Step
 from finetune.files import write_json
 from finetune.run.directory import RunDirectory
 from finetune.units import GIB
@@ -46,10 +46,7 @@ def get(run, tmp_path):
 
 
 def write(run, *events):
-    writer = EventWriter(run.events)
-    for event in events:
-        writer.emit(event)
-    writer.close()
+    append(run, events)
 
 
 def losses(first, last, total=3000):

@@ -44,7 +44,7 @@ def test_the_loss_of_each_format_is_shown_with_its_interval(tmp_path):
     assert shown.count("95 % interval") == 2
 
 
-@pytest.mark.parametrize(("setting", "problem"), [("gpu: rtx-4090", "is for an RTX 4090"), ("lora_r: -1", "lora_r")])
+@pytest.mark.parametrize(("setting", "problem"), [("gpu: rtx-4090", "RTX 4090; this machine has"), ("lora_r: -1", "lora_r")])
 def test_a_measurement_that_can_not_be_is_refused_in_words(tmp_path, setting, problem):
     context, task = page_with(tmp_path, f"{RECIPE}{setting}\n")
     press(context, task)

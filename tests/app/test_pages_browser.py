@@ -348,7 +348,7 @@ def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
         page.click("text=List as CSV")
     assert Path(download.value.path()).read_text().splitlines()[1].startswith("typed.jsonl,4,messages[0].role")
     page.click("text=Correct")
-    page.wait_for_selector("#data-head >> text=rows to train on, ")
+    page.wait_for_selector("#data-head >> text=809 rows to train on, 90 held out")
     page.click("text=Leave 1 out")
     page.wait_for_selector("#data-problems >> text=1 is left out")
     page.click("text=Next: Fit")

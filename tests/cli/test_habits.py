@@ -42,7 +42,7 @@ def test_one_run_is_shown_with_its_losses_and_recipe(tmp_path, kept_run, finetun
     values = {"rows": 8, "base": score, "tuned": score, "prompts": [], "references": [], "seconds": 1.0}
     (run.path / "evaluations" / "scores-exact.json").write_text(json.dumps(values))
     code, captured = finetune("runs", "show", str(run.path))
-    assert code == 0 and "step 6 of 6" in captured.out and "Loss" in captured.out
+    assert code == 0 and "step 6 of 6" in captured.out and ", held out " in " ".join(captured.out.split())
     assert "exact match" in captured.out and "25.0%" in captured.out and "lora_r: 1" in captured.out
     code, captured = finetune("runs", "show", str(run.path), "--json")
     assert json.loads(captured.out)["scores"]["exact"]["tuned"]["loss"] == 1.5
@@ -175,6 +175,15 @@ def test_export_names_all_that_is_missing_at_once(tmp_path, monkeypatch, kept_ru
     assert code == 2 and "converter is missing" in captured.err and "llama-cpp-python" in captured.err
 
 
+def test_a_note_on_held_out_rows_says_so():
+    from finetune.cli.run import _data_lines
+    from finetune.data.report import DataReport, Finding
+
+    report = DataReport((), "text", 9, 9, findings=(Finding("near duplicates", "{rows} say the same", 2, (), ""),))
+    assert "held-out" not in "".join(_data_lines("Training", report))
+    assert "held-out data: 2 row(s)" in "".join(_data_lines("Held-out", report))
+
+
 def test_a_file_of_rows_that_is_not_there_brings_up_its_neighbour(tmp_path, monkeypatch, kept_run, finetune):
     run = str(kept_run(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -189,13 +198,22 @@ def test_scores_of_json_on_rows_that_were_trained_on_say_both(tmp_path, monkeypa
 
     scores = Score(1.0, 0.5, answers=['{"n": 1}'], exact=[True], scores=[1.0], row_losses=[0.5], row_tokens=[4], thoughts=[""])
     result = Comparison(
-        1, scores, scores, ["p"], ['{"n": 1}'], 1.0, score="json", data="orders.jsonl", trained_rows=1, score_because="why"
+        1,
+        scores,
+        scores,
+        ["p"],
+        ['{"n": 1}'],
+        1.0,
+        score="json",
+        data="orders.jsonl",
+        trained_rows=1,
+        score_because="JSON objects",
     )
     monkeypatch.setattr(score, "compare", lambda *_, **__: result)
     code, captured = finetune("eval", str(kept_run(tmp_path)), "--data", "orders.jsonl")
     printed = " ".join(captured.out.split())
     assert code == 0 and "the run was trained on 1 of these 1 sequences: what is learnt by heart scores well here" in printed
-    assert "score: json, as the expected answers are why; another: --score NAME" in printed
+    assert "score: json, for JSON objects; another: --score NAME" in printed
 
 
 def test_serve_prints_the_commands_of_servers_that_can_serve_the_run(tmp_path, kept_run, finetune):

@@ -12,7 +12,6 @@ from pathlib import Path
 from registry import ROWS
 
 from finetune.compat import patch_registry
-from finetune.compat.patch_registry import owner_of
 from finetune.memory.forecast import RowShape
 
 hits: Counter[str] = Counter()
@@ -51,7 +50,7 @@ class CountedBook(dict):
 
 def put(owner, attribute, value):
     rows = [row.name for row in ROWS if row.kind == "patch" and row.name.endswith(f".{attribute}")]
-    name = next((name for name in rows if owner_of(name)[0] is owner), None)
+    name = next((name for name in rows if patch_registry.owner_of(name)[0] is owner), None)
     if name is None:
         without_row.append(f"{owner}.{attribute}")
     setattr(owner, attribute, counted(name, value))
@@ -105,9 +104,12 @@ def training(folder):
 
     for row in ROWS:
         if row.kind == "override":
-            method = owner_of(row.name)[1]
-            setattr(RunTrainer, method, counted(row.name, getattr(RunTrainer, method)))
-    short = ["max_steps=2", "save_steps=2", "dataset.max_rows=16", "activation_checkpointing=true", "layer_offloading=cpu"]
+            method = row.name.rpartition(".")[2]
+            setattr(RunTrainer, method, counted(row.name, vars(RunTrainer)[method]))
+    short = [
+        "max_steps=2", "save_steps=2", "eval_steps=2", "dataset.max_rows=16", "effective_batch_size=2", "lora_r=4",
+        "per_device_train_batch_size=1", "activation_checkpointing=true", "layer_offloading=cpu",
+    ]  # fmt: skip
     run = create_run(prepare(load_recipe("tiny-cpu", [*short, f"output_dir={folder / 'run'}"])))
     compute_loss_without_triton()
     assert Worker(run).main() == 0

@@ -7,6 +7,7 @@ import struct
 import zlib
 
 import numpy as np
+import pytest
 from PIL import Image
 
 #: Writes content parts as Qwen's vision templates do.
@@ -47,3 +48,9 @@ class OneTokenEach:
     def expanded(self, rendered, pictures):
         """The text as it is."""
         return rendered
+
+
+@pytest.fixture(autouse=True)
+def pictures_stay_one_token(monkeypatch):
+    """The tiny model has no processor; that of a model is tried in tests/methods/test_pictures_are_trls.py."""
+    monkeypatch.setattr("finetune.data.tokenizer.ModelPictures.__call__", lambda *_: OneTokenEach())

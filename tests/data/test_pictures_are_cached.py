@@ -5,17 +5,11 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
+from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_token  # noqa: F401 - a fixture
 from small_data import build_tokenizer, prepare, recipe
 
 from finetune.data import token_cache, workers
 from finetune.data.pictures import reader, sizes, source
-
-
-@pytest.fixture(autouse=True)
-def pictures_stay_one_token(monkeypatch):
-    """The tiny model has no processor; that of a model is tried in tests/methods/test_pictures_are_trls.py."""
-    monkeypatch.setattr("finetune.data.tokenizer.ModelPictures.__call__", lambda *_: OneTokenEach())
 
 
 @pytest.fixture

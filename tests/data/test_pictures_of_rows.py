@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from picture_data import VISION_CHATML, OneTokenEach, encoded, picture
+from picture_data import VISION_CHATML, encoded, picture, pictures_stay_one_token  # noqa: F401 - a fixture
 from small_data import build_tokenizer, prepare, read_examples, recipe
 
 from app.views.data import marked
@@ -23,12 +23,6 @@ RED = encoded(picture(8, 6, seed=1))
 BASE64 = base64.b64encode(RED).decode()
 URI = f"data:image/png;base64,{BASE64}"
 ANSWER = {"role": "assistant", "content": "A cat."}
-
-
-@pytest.fixture(autouse=True)
-def pictures_stay_one_token(monkeypatch):
-    """The tiny model has no processor; that of a model is tried in tests/methods/test_pictures_are_trls.py."""
-    monkeypatch.setattr("finetune.data.tokenizer.ModelPictures.__call__", lambda *_: OneTokenEach())
 
 
 def _asks(*parts, **columns):

@@ -6,11 +6,18 @@ import time
 
 import pytest
 
+from finetune.bundled import PROBE
 from finetune.evaluate.forgetting import Forgetting, measure_forgetting
 from finetune.evaluate.paired import Difference
 from finetune.evaluate.score import compare
 from finetune.run import base_adapter
 from finetune.run.directory import RunDirectory
+
+
+def test_the_general_questions_are_short_and_different():
+    rows = [json.loads(line) for line in PROBE.read_text().splitlines()]
+    assert len(rows) == 60 == len({row["prompt"] for row in rows})
+    assert all(row["completion"].strip() and len(row["prompt"]) + len(row["completion"]) < 160 for row in rows)
 
 
 @pytest.mark.parametrize(

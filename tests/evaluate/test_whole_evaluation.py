@@ -98,7 +98,10 @@ def test_rows_of_a_file_are_scored_and_errors_are_reported_first(run, home):
     with pytest.raises(DataError, match="row 2: the expected answer has no number"):
         compare(run, data="own.jsonl", score=scorer("numeric"))
     (home / "text.jsonl").write_text('{"text": "Only words."}\n')
-    assert compare(run, data="text.jsonl").score == "loss"
+    with pytest.raises(DataError, match="--score loss|plain text"):
+        compare(run, data="text.jsonl", score=scorer("exact"))
+    of_text = compare(run, data="text.jsonl")
+    assert of_text.score == "loss" and of_text.tuned.loss > 0
     (home / "bad.jsonl").write_text(OWN + '{"prompt": "x", "completion": 7}\n')
     with pytest.raises(DataError, match="row 3"):
         compare(run, data="bad.jsonl")

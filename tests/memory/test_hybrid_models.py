@@ -3,13 +3,14 @@
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import settings
 
 from finetune.compat.torch import fake_tensor_mode
+from finetune.compat.triton import _unless_fake
 from finetune.doctor.packages import architecture_finding
 from finetune.memory import fake_tensors
 from finetune.memory.simulate import Batch, simulate
@@ -111,3 +112,5 @@ def test_a_dry_run_without_a_gpu_has_the_device_that_mamba_ssm_asks_for(monkeypa
         device = torch.empty(1).device
         with torch.cuda.device(device.index):
             assert torch.cuda.get_device_properties(device).multi_processor_count > 0
+        kernel = SimpleNamespace(configs=["a tile"])
+        assert _unless_fake(None, kernel, (1,))(torch.empty(1)) is None and kernel.best_config == "a tile"

@@ -4,12 +4,16 @@ from typing import Any
 
 from finetune.card import Card
 from finetune.memory.forecast import Forecast, RowShape
-from finetune.planner.shape import shape_of
+from finetune.planner.shape import ModelShape, shape_of
 from finetune.settings import Recipe
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.optimizers import OPTIMIZERS
 from finetune.units import GIB, MIB
 
+LLAMA_8B = ModelShape(
+    family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,
+    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096, heads=32,
+)  # fmt: skip
 SAVED_BYTES = 47.6  # eager layers with 16-bit adapters, per hidden element, layer and token
 
 

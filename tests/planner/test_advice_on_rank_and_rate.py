@@ -3,16 +3,11 @@
 import dataclasses
 
 import pytest
+from arithmetic_forecast import LLAMA_8B as SHAPE
 
 from finetune.planner.advice import advise_alpha, advise_learning_rate, advise_rank
 from finetune.planner.plan import DataStatistics
-from finetune.planner.shape import ModelShape
 from finetune.recipe import parse_recipe
-
-SHAPE = ModelShape(
-    family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,
-    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096, heads=32,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from arithmetic_forecast import LLAMA_8B
 
 from finetune.card import find_card
 from finetune.model.catalogue import catalogue
@@ -15,10 +16,6 @@ from finetune.recipe import recipe_from
 from finetune.settings.base_formats import BITS_16, NF4
 from finetune.settings.optimizers import OPTIMIZERS
 
-LLAMA_8B = ModelShape(
-    family="llama", parameters=8_030_261_248, linear=6_979_321_856, expert=0, head=525_336_576, linear_width=2_621_440,
-    adapter_per_rank=2_621_440, adapters=224, layers=32, hidden=4096, attention_width=4096, heads=32,
-)  # fmt: skip
 JOB = Job(LLAMA_8B, find_card("rtx-4090"), Batches(2048, False, None), batch=16, world=1, rank=16)
 QLORA = Strategy(NF4, True, 1, "adamw_torch_fused", 1)
 

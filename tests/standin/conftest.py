@@ -51,3 +51,16 @@ def standin(tmp_path_factory, warm_python):
         return CheckoutMachine(Path(LIBRARIES), tmp_path_factory.mktemp("machine"), text)
 
     return make
+
+
+@pytest.fixture
+def six_layers(tmp_path):
+    """A model of six layers and rows of uneven length, in the test's folder."""
+    from benchmarks.card_cells import write_rows
+    from finetune.bundled import model_path
+    from finetune.model.catalogue import catalogue
+    from standin_gpu.sparse_model import write_sparse_model
+
+    shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}
+    write_sparse_model(tmp_path / "model", shape, model_path("tiny"))
+    write_rows(tmp_path / "rows.jsonl", "uneven")

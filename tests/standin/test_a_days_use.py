@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.card_cells import write_rows
-from finetune.bundled import model_path
-from finetune.model.catalogue import catalogue
-from standin_gpu.sparse_model import write_sparse_model
-
 pytestmark = [pytest.mark.standin, pytest.mark.slow]
 
 #: Another program: takes all memory but so many bytes, and holds it until its input ends.
@@ -63,13 +58,10 @@ def tensor_shapes(path):
 
 
 @pytest.fixture
-def machine(standin, tmp_path):
+def machine(standin, six_layers, tmp_path):
     """A stand-in RTX 4090 with caches of its own, and a recipe for a model of six layers."""
     machine = standin("rtx-4090")
     machine.environment |= {"FINETUNE_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}
-    write_sparse_model(tmp_path / "model", shape, model_path("tiny"))
-    write_rows(tmp_path / "rows.jsonl", "uneven")
     recipe = RECIPE.format(model=tmp_path / "model", rows=tmp_path / "rows.jsonl", run=tmp_path / "run")
     (tmp_path / "recipe.yaml").write_text(recipe)
     return machine

@@ -8,11 +8,6 @@ import os
 
 import pytest
 
-from benchmarks.card_cells import write_rows
-from finetune.bundled import model_path
-from finetune.model.catalogue import catalogue
-from standin_gpu.sparse_model import write_sparse_model
-
 pytestmark = [pytest.mark.standin, pytest.mark.slow]
 
 #: Every rank's memory events, which a run keeps of one rank only.
@@ -35,11 +30,8 @@ FIXED = ["effective_batch_size=4", "max_steps=3", "eval_steps=2", "save_steps=2"
 
 
 @pytest.fixture
-def machine_of(standin, tmp_path):
+def machine_of(standin, six_layers, tmp_path):
     """machine_of(2) -> a machine with two RTX 4090, a model of six layers, and rows of uneven length."""
-    shape = {**catalogue()["Qwen/Qwen2.5-0.5B-Instruct"], "num_hidden_layers": 6, "vocab_size": 32000}
-    write_sparse_model(tmp_path / "model", shape, model_path("tiny"))
-    write_rows(tmp_path / "rows.jsonl", "uneven")
     (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
 
     def make(gpus):
