@@ -62,12 +62,11 @@ def _is_model(source: str) -> bool:
         find_recipe(source)
     except RecipeError as error:
         from finetune.model.configuration import FROM_CONFIG
-        from finetune.model.names import is_known, suggestions
-        from finetune.model.unknown_names import OTHER_MODELS, why_unknown
+        from finetune.model.names import OTHER_MODELS, resolve, suggestions, why_unknown
 
         if path.exists() or path.suffix in (".yaml", ".yml", ".json"):
             raise
-        if is_known(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
+        if resolve(source) or (REPO_ID.fullmatch(source) and not path.parent.exists()):
             return True
         if unknown := why_unknown(source):
             reason, fix = unknown

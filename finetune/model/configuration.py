@@ -13,8 +13,7 @@ from finetune.bundled import model_path
 from finetune.errors import ModelError, RecipeError
 from finetune.files import GGUF_FIX, IS_GGUF, LFS_FIX, expanded, parse_json, read_limited, read_object
 from finetune.model.catalogue import catalogue
-from finetune.model.names import resolve, suggestions
-from finetune.model.unknown_names import why_unknown
+from finetune.model.names import resolve, suggestions, why_unknown
 
 if TYPE_CHECKING:
     from finetune.settings import Recipe

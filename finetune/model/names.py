@@ -1,7 +1,7 @@
-"""From a model's name as people type it to the hub id in the catalogue; never to another model.
+"""Names of models as people type them: the hub id in the catalogue that is meant, similar ids, or why there is none.
 
 A name is known if it is an id, an id without its account, a packed copy (GGUF, AWQ, bnb-4bit) of a model, or in names.json.
-Case, spaces and punctuation do not count, nor how a name says that it is a chat model.
+Case, spaces and punctuation do not count, nor how a name says that it is a chat model. Never another model.
 """
 
 from __future__ import annotations
@@ -9,25 +9,60 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.model.catalogue import entries
-from finetune.model.unknown_names import why_unknown
 
-_PACKED = (
-    r"gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
-    r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16"
+_PACKING = re.compile(
+    r"(?<![a-z0-9])(?:gguf|awq|gptq|exl[23]|mlx|bnb|nf4|fp[48]|nvfp4|mxfp4|hqq|eetq|aqlm|onnx|quantized|dynamic|imatrix|i1|unsloth"
+    r"|w\d+a\d+|i?q\d+(?:_[a-z0-9]+)*|int[48]|[2-8]bits?|[2-8]bpw|bf16|fp16|f16)(?![a-z0-9])"
 )
-_PACKING = re.compile(rf"(?<![a-z0-9])(?:{_PACKED})(?![a-z0-9])")
-_CHAT = re.compile(r"(instruct|instruction|inst|chat|it)$")
+#: What can be done where the named model can't be trained at all.
+OTHER_MODELS = "Open models that are trained here: `finetune recipes`, or a model of the hub by its id."
+_OFFLINE = "is not in the offline catalogue"
+_LARGE = "has more than a hundred billion parameters and is not in the offline catalogue"
+#: Pattern of a name that the catalogue lacks, the reason, and its id on the hub, or what else can be done.
+_OTHERS = (
+    (r"^(openai/)?(gpt-?[345](?!all)|chatgpt|o[134](-(mini|pro))?$)|^(anthropic/)?claude|^(google/)?gemini|^grok-?[3-9]",
+     "has no published weights", OTHER_MODELS),
+    (r"^(.*/)?(distil|ro|de|al|modern)?berta?\b|electra|minilm|\bbge\b|\be5-",
+     "is an encoder, which writes no text", OTHER_MODELS),
+    (r"^(.*/)?(flan-?|m|by)?t5\b|\bm?bart\b|pegasus", "is an encoder with a decoder; finetune trains decoders", OTHER_MODELS),
+    (r"whisper|wav2vec|stable.?diffusion|\bsdxl\b|\bflux\b", "is not a model of text", OTHER_MODELS),
+    (r"^gpt-?2\b", _OFFLINE, "openai-community/gpt2"),
+    (r"llama[- ]?4(?![\d.b])", _OFFLINE, "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+    (r"deepseek[- ]?v[23](?!.*lite)", _OFFLINE, "deepseek-ai/DeepSeek-V3"),
+    (r"\bllava\b", _OFFLINE, "llava-hf/llava-1.5-7b-hf"),
+    (r"nemotron[- ]?3\.5[- ]lightning", _OFFLINE, "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"),
+    (r"kimi[- ]?linear", _OFFLINE, "moonshotai/Kimi-Linear-48B-A3B-Instruct"),
+    (r"olmo[- ]?hybrid", _OFFLINE, "allenai/Olmo-Hybrid-7B"),
+    (r"ernie[- ]?4\.5[- ]21b", _OFFLINE, "baidu/ERNIE-4.5-21B-A3B-PT"),
+    (r"mistral[- ]?small[- ]?4(?![.\d])", _LARGE, "mistralai/Mistral-Small-4-119B-2603"),
+    (r"hunyuan", _OFFLINE, "tencent/Hunyuan-7B-Instruct"),
+    (r"lfm[- ]?3(?![.\d])", _OFFLINE, "LiquidAI/LFM3-1.7B"),
+    (r"qwen[- ]?3\.8[- ]?(max|2\.4t)", _LARGE, "Qwen/Qwen3.8-2.4T-A95B"),
+    (r"qwen[- ]?3(\.5)?[- ](235|397|480)b", _LARGE, "Qwen/Qwen3-235B-A22B"),
+    (r"kimi[- ]?k[23]", _LARGE, "moonshotai/Kimi-K2-Instruct"),
+    (r"deepseek[- ]?v4", _LARGE, "deepseek-ai/DeepSeek-V4-Flash"),
+    (r"minimax[- ]?m[123]", _LARGE, "MiniMaxAI/MiniMax-M2.7"),
+    (r"nemotron[- ]?3[- ](super|ultra)", _LARGE, "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8"),
+    (r"mistral[- ]?large[- ]?3", _LARGE, "mistralai/Mistral-Large-3-675B-Instruct-2512"),
+    (r"glm[- ]?(5(\.[12])?|4\.[67])(?![.\d])(?!.*flash)", _LARGE, "zai-org/GLM-5.2"),
+    (r"glm[- ]?5\.3[- ]?flash",
+     "is a glm5_next model, whose training step takes shapes from the values of tensors: its memory can't be forecast",
+     "A model of its kind that can be: zai-org/GLM-4.7-Flash."),
+    (r"gemma[- ]?3n",
+     "is a gemma3n model, which transformers builds only where the timm library is installed",
+     "pip install timm, and with the hub model_name_or_path=google/gemma-3n-E4B-it; or google/gemma-4-E4B-it without timm."),
+    (r"\bmimo[- ]?7b",
+     "is a mimo model: transformers lacks that type, so it needs code from its repository",
+     "Read that code, then set trust_remote_code=true and model_revision to its full commit."),
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A hub id for a typed name, and how they differ, as a sentence."""
 
     name: str
@@ -35,74 +70,70 @@ class Match:
 
 
 def resolve(typed: str) -> Match | None:
-    """Return the catalogue's id for `typed`; None if no id or several ids match."""
-    names = _named(typed)
-    if len(names) != 1:
+    """Return the catalogue's id for `typed`; None if it is the name of no model."""
+    account, _, name = _cleaned(typed).rpartition("/")
+    hub_id = _by_last_part().get(name)
+    if hub_id is None or account not in ("", hub_id.partition("/")[0].lower()):
+        hub_id = _like(account, name)
+    if hub_id is None:
         return None
-    packing = "-".join(_PACKING.findall(_cleaned(typed).rpartition("/")[2])).upper()
+    packing = "-".join(_PACKING.findall(name)).upper()
     packed = f" ({packing} weights are packed for inference; LoRA trains the original)" if packing else ""
-    return Match(names[0], "" if names[0] == typed else f"{typed} -> {names[0]}{packed}")
-
-
-def is_known(typed: str) -> bool:
-    """Return whether `typed` names a model of the catalogue, or begins the names of several."""
-    return bool(_named(typed) or _begun(typed))
+    return Match(hub_id, "" if hub_id == typed else f"{typed} -> {hub_id}{packed}")
 
 
 def suggestions(typed: str, most: int = 4) -> list[str]:
-    """Return ids with a similar name, best first; none for the name of a model that is known not to be in the catalogue."""
+    """Return ids that begin with the name, or else similar ones; none for a model that is known not to be in the catalogue."""
     if why_unknown(typed):
         return []
-    begun = _begun(typed)
-    if len(begun) > 1:
-        return begun[:most]
-    similar = difflib.get_close_matches(_hyphenated(typed), _last_parts(), n=most)
-    return list(dict.fromkeys([*begun, *(_last_parts()[name] for name in similar)]))[:most]
+    ids = _by_last_part()
+    name = re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
+    begun = [hub_id for last, hub_id in ids.items() if last.startswith(f"{name}-")]
+    similar = [] if len(begun) > 1 else [ids[last] for last in difflib.get_close_matches(name, ids, n=most)]
+    return list(dict.fromkeys([*begun, *similar]))[:most]
 
 
-def _named(typed: str) -> list[str]:
-    if exact := [hub_id for last, hub_id in _last_parts().items() if _cleaned(typed) in (last, hub_id.lower())]:
-        return exact
-    account, _, name = _cleaned(typed).rpartition("/")
-    account = _table()["accounts"].get(account, account)
-    owner, underscore, own_name = name.partition("_")
-    if underscore and owner in {hub_id.partition("/")[0].lower() for hub_id in entries()}:  # bartowski/Qwen_Qwen3-8B-GGUF
-        name = own_name
-    names = _ids().get(_key(name), [])
-    is_copy = not account or account in _table()["copies"]
-    return [name for name in names if is_copy or name.lower().partition("/")[0] == account]
-
-
-def _begun(typed: str) -> list[str]:
-    name = "/" if "/" in typed else _hyphenated(typed)
-    return [hub_id for last, hub_id in _last_parts().items() if last.startswith(f"{name}-")]
-
-
-def _hyphenated(typed: str) -> str:
-    return re.sub(r"[ _:]+", "-", _cleaned(typed).rpartition("/")[2])
-
-
-@cache
-def _last_parts() -> dict[str, str]:
-    return {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
+def why_unknown(typed: str) -> tuple[str, str] | None:
+    """Return what a name that the catalogue lacks stands for, as a predicate, and what can be done; None if nobody knows."""
+    for pattern, reason, fix in _OTHERS:
+        if re.search(pattern, typed.strip().lower()):
+            is_sentence = " " in fix
+            return reason, fix if is_sentence else f"With the hub it is read by its id: model_name_or_path={fix}."
+    return None
 
 
 def _cleaned(typed: str) -> str:
-    text = re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/", "", typed.strip().lower())
-    return re.sub(r"/(tree|blob|resolve)/.*$", "", text).strip("/ ")
+    address = r"^(https?://)?(huggingface\.co|hf\.co)/|/(tree|blob|resolve)/.*$"
+    return re.sub(address, "", typed.strip().lower()).strip("/ ")
 
 
-def _squeezed(name: str) -> str:
-    hyphenated = re.sub(r"[^a-z0-9.]+", "-", name.lower())
-    return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)  # between numbers it stays: gemma-2-2b is not gemma-22b
+def _like(account: str, name: str) -> str | None:
+    """Return the id for a name that is spelt otherwise; a copy's account may stand before it, and the owner's in it."""
+    account = _table()["accounts"].get(account, account)
+    is_copy = not account or account in _table()["copies"]
+    owners = {hub_id.partition("/")[0].lower() for hub_id in entries()}
+    owner, _, own_name = name.partition("_")  # bartowski/Qwen_Qwen3-8B-GGUF
+    hub_id = _by_key().get(_key(own_name if own_name and owner in owners else name))
+    return hub_id if hub_id and (is_copy or hub_id.lower().startswith(f"{account}/")) else None
 
 
 def _key(name: str) -> str:
     """Return the name without packing and punctuation; `+chat` or `+base` in place of a last word that says so."""
+    chat = re.compile(r"(instruct|instruction|inst|chat|it)$")
     family, _, tag = _PACKING.sub("", name).rstrip("-_:. ").partition(":")
     if tag not in ("", "latest"):
-        return f"{_squeezed(family)}:{_CHAT.sub('', _squeezed(tag))}"
-    return re.sub(r"(base|pt)$", "+base", _CHAT.sub("+chat", _squeezed(family).removesuffix("hf")))
+        return f"{_squeezed(family)}:{chat.sub('', _squeezed(tag))}"
+    return re.sub(r"(base|pt)$", "+base", chat.sub("+chat", _squeezed(family).removesuffix("hf")))
+
+
+def _squeezed(name: str) -> str:
+    hyphenated = re.sub(r"[^a-z0-9.]+", "-", name)
+    return re.sub(r"(?<!\d)-|-(?!\d)", "", hyphenated)  # between numbers it stays: gemma-2-2b is not gemma-22b
+
+
+@cache
+def _by_last_part() -> dict[str, str]:
+    return {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in entries()}
 
 
 @cache
@@ -112,18 +143,15 @@ def _table() -> dict[str, Any]:
 
 
 @cache
-def _ids() -> dict[str, list[str]]:
-    ids = defaultdict(list)
-    for name in entries():
-        account, _, last = name.lower().partition("/")
-        if not (account in _table()["copies"] and _PACKING.search(last)):
-            ids[_key(last)].append(name)
+def _by_key() -> dict[str, str]:
+    keys = {_key(short): name for short, name in _table()["names"].items()}
     for family, template in _table()["tags"].items():
-        before, after = template.split("{}")
-        for name in entries():
-            size = name.removeprefix(before).removesuffix(after)
-            if name == f"{before}{size}{after}" and "-" not in size:
-                ids[_key(f"{family}:{size.lower()}")].append(name)
-    for short, name in _table()["names"].items():
-        ids.setdefault(_key(short), [name])
-    return dict(ids)
+        pattern = re.compile(re.escape(template).replace(r"\{\}", "([^-]*)"))
+        keys |= {_key(f"{family}:{match[1].lower()}"): match[0] for name in entries() if (match := pattern.fullmatch(name))}
+    originals = {last: name for last, name in _by_last_part().items() if not _is_packed_copy(name.lower())}
+    return keys | {_key(last): name for last, name in originals.items()}
+
+
+def _is_packed_copy(hub_id: str) -> bool:
+    account, _, last = hub_id.partition("/")
+    return account in _table()["copies"] and _PACKING.search(last) is not None

@@ -9,7 +9,7 @@ from finetune.errors import RecipeError
 from finetune.recipe.load import NO_DATASET
 
 
-@pytest.mark.parametrize("source", ["Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "gemma-3-4b", "someone/their-model"])
+@pytest.mark.parametrize("source", ["Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct", "someone/their-model"])
 def test_a_models_name_is_the_default_recipe_with_it(source):
     recipe = recipe_of(source, ["lora_r=8"])
     assert (recipe.model_name_or_path, recipe.lora_r, recipe.dataset.path) == (source, 8, NO_DATASET)

@@ -10,8 +10,7 @@ from finetune.errors import RecipeError
 from finetune.model import names
 from finetune.model.catalogue import entries
 from finetune.model.configuration import named_model, read_config
-from finetune.model.names import resolve, suggestions
-from finetune.model.unknown_names import why_unknown
+from finetune.model.names import resolve, suggestions, why_unknown
 from finetune.recipe import recipe_from
 
 Q, L, M = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3"

@@ -35,6 +35,7 @@ PLANNED = {
 REFUSED = {
     "kimi linear 48b a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct", "nemotron 3.5 lightning": "is not in the offline",
     "mistral small 4": "has more than a hundred billion parameters",
+    "gemma-3-4b": "google/gemma-3-4b-it or google/gemma-3-4b-pt",
     "qwen3.6": "Qwen/Qwen3.6-35B-A3B or Qwen/Qwen3.6-27B", "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "qwen3.8-max": "has more than a hundred billion parameters", "kimi-k2.5": "has more than a hundred billion parameters",
     "zai-org/GLM-5.2": "has more than a hundred billion parameters", "hunyuan 7b": "tencent/Hunyuan-7B-Instruct",
