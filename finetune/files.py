@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +49,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        content = file.read(min(max_bytes, path.stat().st_size) + 1)  # read() allocates what it is asked for
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes:,} bytes")
     return content
@@ -117,6 +117,25 @@ def read_safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
         if name != "__metadata__" and not _is_tensor(entry):
             raise ValueError(f"its header has no dtype, shape and offsets of {name[:80]!r}")
     return header, 8 + length
+
+
+def write_safetensors(path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int]], read: Callable[[str], Any]) -> None:
+    """Write a safetensors file tensor by tensor: its library writes a whole file from memory.
+
+    `entries`: dtype, shape and bytes of each tensor; `read` returns its bytes. Raises OSError when the disk is full. Format:
+    https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, size) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded_header += b" " * (-len(encoded_header) % 8)
+    with path.open("wb") as output:
+        output.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
+        for name in entries:
+            output.write(read(name))
 
 
 def _is_tensor(entry: Any) -> bool:

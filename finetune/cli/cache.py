@@ -25,7 +25,7 @@ def use_cache(verb: str, *, as_json: bool) -> None:
     rows_bytes, pictures_bytes = (
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in (rows, pictures)
     )
-    quantised, quantised_bytes = len(quantised_files.complete_files()), quantised_files.size_bytes()
+    quantised, quantised_bytes = len(quantised_files.complete_models()), quantised_files.size_bytes()
     clear = verb == "clear"
     if clear:
         try:

@@ -22,12 +22,12 @@ from finetune.evaluate.results import (
 from finetune.events import ForecastCheck, read_events
 from finetune.files import read_object
 from finetune.hub import REPO_ID
+from finetune.manifest import MANIFEST, changes_in
 from finetune.model.configuration import card_value
 from finetune.planner.plan import Plan, read_plan
 from finetune.recipe import parse_recipe, yaml
 from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
-from finetune.run.seal import MANIFEST, changes_in
 from finetune.settings.base_formats import base_format_of
 from finetune.units import format_bytes
 

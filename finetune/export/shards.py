@@ -1,8 +1,4 @@
-"""Merge an adapter into a checkpoint tensor by tensor, and write it: one tensor and its change are in memory, never the model.
-
-Files are written by hand, because the library of safetensors writes whole files from memory; their format:
-https://github.com/huggingface/safetensors#format
-"""
+"""Merge an adapter into a checkpoint tensor by tensor, and write it: the model is never in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +14,8 @@ from typing import Any
 import torch
 
 from finetune.errors import CommandError
-from finetune.files import read_safetensors_header
+from finetune.files import read_safetensors_header, write_safetensors
+from finetune.layers.host_memory import DTYPE_NAMES
 from finetune.model.new_tokens import TRAINED_ROWS
 from finetune.model.weights import ADAPTER_WEIGHTS, INDEX, weight_files
 from finetune.printable import Progress
@@ -26,9 +23,6 @@ from finetune.system import sync_file
 
 #: Dtypes of tensors that can change, by their names in a file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class StoredOtherwiseError(Exception):
@@ -73,7 +67,7 @@ def _read(path: Path, begin: int, size: int) -> bytearray:
 def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
     """The entry of a tensor that goes to the only file, or to one by its size."""
     shape, size = tuple(values.shape), values.nbytes
-    return Tensor(name, _DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: _bytes(values))
+    return Tensor(name, DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: _bytes(values))
 
 
 def _bytes(values: torch.Tensor) -> Any:
@@ -231,7 +225,8 @@ def write_tensors(
         files = split.filename_to_tensors
     for number, (file, names) in enumerate(files.items(), 1):
         progress(f"writing file {number} of {len(files)}")
-        _write(target / file, [by_name[name] for name in names])
+        entries = {name: (by_name[name].dtype, by_name[name].shape, by_name[name].size) for name in names}
+        write_safetensors(target / file, entries, lambda name: by_name[name].read())
         sync_file(target / file)
     if len(files) > 1:
         index = {
@@ -239,17 +234,3 @@ def write_tensors(
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _write(path: Path, tensors: list[Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end, end + tensor.size]}
-        end += tensor.size
-    encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded_header += b" " * (-len(encoded_header) % 8)
-    with path.open("wb") as output:
-        output.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
-        for tensor in tensors:
-            output.write(tensor.read())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,13 +15,16 @@ from finetune.errors import RecipeError
 PAGE = 4096
 #: Each tensor of a layer's bytes begins at a multiple of this, as CUDA kernels read many bytes at a time.
 ALIGN = 256
+#: Dtypes by their names in a safetensors file.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Offset of each tensor of a layer in the layer's bytes, and bytes of the whole, in whole pages.
-
-    The only layout there is: bytes of a quantised file are read as an offloaded layer.
-    """
+    """Offset of each tensor of a layer in the layer's bytes, and bytes of the whole, in whole pages."""
     starts, end = [], 0
     for size in sizes:
         starts.append(round_up(end, ALIGN))
@@ -31,6 +35,12 @@ def tensor_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 def round_up(size: int, unit: int) -> int:
     """The next multiple of `unit`."""
     return -(-size // unit) * unit
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory."""
+    array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def is_forecast(tensor: torch.Tensor) -> bool:

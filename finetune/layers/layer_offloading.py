@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,6 +28,7 @@ from finetune.layers import host_memory
 from finetune.layers.checkpointing import base_of, decoder_layers
 from finetune.layers.offload import InOrder, SideStream
 from finetune.settings.compatibility import BUFFERS
+from finetune.system import read_at
 
 if TYPE_CHECKING:
     from finetune.layers.quantised_store import Store
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Offset of one tensor in a layer's bytes, and the attribute of `owner` that holds it."""
+    """Offset of one tensor in a layer's bytes, and the attribute of `owner` that holds it; `name`: in a file of the layer."""
 
+    name: str
     owner: Any
     attribute: str
     dtype: torch.dtype
@@ -62,16 +64,16 @@ class TensorSlot:
 def tensor_layout(layer: torch.nn.Module) -> list[TensorSlot]:
     """The offloaded tensors of a layer, with their offsets: frozen parameters of two dimensions and more, and the scales of
     4-bit ones. Norms and biases stay. Raises RecipeError for int8 weights."""
-    tensors = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in _frozen(layer)]
-    starts, _ = host_memory.tensor_offsets(tensor.nbytes for _, _, tensor in tensors)
+    tensors = [(name, owner, attribute, getattr(owner, attribute)) for name, owner, attribute in _frozen(layer)]
+    starts, _ = host_memory.tensor_offsets(tensor.nbytes for *_, tensor in tensors)
     return [
-        TensorSlot(owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
-        for (owner, attribute, tensor), start in zip(tensors, starts, strict=True)
+        TensorSlot(name, owner, attribute, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        for (name, owner, attribute, tensor), start in zip(tensors, starts, strict=True)
     ]
 
 
-def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    for parameter in layer.parameters():
+def _frozen(layer: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    for name, parameter in layer.named_parameters():
         if parameter.requires_grad or parameter.dim() < 2:
             continue
         if parameter.dtype == torch.int8:
@@ -79,12 +81,13 @@ def _frozen(layer: torch.nn.Module) -> Iterator[tuple[Any, str]]:
                 "layer_offloading does not work with int8 weights, of which bitsandbytes keeps copies",
                 "Set load_in_8bit=false load_in_4bit=true, or layer_offloading=false.",
             )
-        yield parameter, "data"
+        yield name, parameter, "data"
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None:
-            yield state, "absmax"
+            yield f"{name}:absmax", state, "absmax"
             if state.nested:
-                yield from ((state, "offset"), (state.state2, "absmax"))
+                yield f"{name}:offset", state, "offset"
+                yield f"{name}:nested_absmax", state.state2, "absmax"
 
 
 def layout_bytes(slots: list[TensorSlot]) -> int:
@@ -104,11 +107,10 @@ class HostStorage:
     def __init__(self) -> None:
         self._storage: dict[int, torch.Tensor] = {}
 
-    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Store a layer's bytes, which `fill` writes. `like`: a tensor of the layer, for the device. Raises RecipeError
-        if the memory can't be pinned."""
-        self._storage[index] = host_memory.host_buffer(size, like)
-        fill(self._storage[index])
+    def add(self, index: int, slots: list[TensorSlot]) -> None:
+        """Store a layer's bytes. Raises RecipeError if the memory can't be pinned."""
+        self._storage[index] = host_memory.host_buffer(layout_bytes(slots), slots[0].tensor)
+        _copy_layer(slots, self._storage[index])
 
     def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Any:
         """Start to copy a layer to the card, after all work issued there; returns what `wait` takes."""
@@ -119,40 +121,64 @@ class HostStorage:
         copies.wait(started)
 
 
-class FileStorage:
-    """Layers in a file, which a thread reads into host memory, from where they are copied to the card.
+def _copy_layer(slots: list[TensorSlot], buffer: torch.Tensor) -> None:
+    for tensor_slot in slots:
+        tensor_slot.view(buffer).copy_(tensor_slot.tensor)
 
-    `file` is open for reading and writing. The page cache keeps its pages: with enough free memory, the drive is read once.
+
+class FileSpan(NamedTuple):
+    """Bytes of an open file from `begin` that belong at `start` of a layer's bytes."""
+
+    file: IO[bytes]
+    begin: int
+    start: int
+    size: int
+
+
+class FileStorage:
+    """Layers in a temporary file, which a thread reads into host memory, from where they are copied to the card.
+
+    The page cache keeps the file's pages: with enough free memory, the drive is read once.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._end = file, 0
-        self._spans: dict[int, tuple[int, int]] = {}
+    def __init__(self) -> None:
+        self._end = 0
+        self._spans: dict[int, list[FileSpan]] = {}
+        self._sizes: dict[int, int] = {}
         self._staging: list[torch.Tensor] = []
         self._copied: list[Any] = []  # the last copy from each staging buffer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded layers")
 
-    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
+    @functools.cached_property
+    def _file(self) -> IO[bytes]:
+        folder = cache_dir() / "layers"
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=folder)  # open as long as the model lives
+
+    def add(self, index: int, slots: list[TensorSlot]) -> None:
         """Write a layer. Raises DiskFull."""
-        self._stage(size, like)
+        size = self._stage(index, slots)
         staging = self._staging[0][:size]
-        fill(staging)
+        _copy_layer(slots, staging)
         try:
             self._file.seek(self._end)
-            self._file.write(_bytes_of(staging))
+            self._file.write(host_memory.bytes_of(staging))
             self._file.flush()
         except OSError as error:
             raise DiskFull(
                 f"the offloaded layers can't be written to {cache_dir()}: {error}",
                 "Free some space there or set FINETUNE_CACHE to a folder on another drive, or set layer_offloading=cpu.",
             ) from error
-        self._spans[index] = (self._end, size)
+        self._spans[index] = [FileSpan(self._file, self._end, 0, size)]
         self._end += size
 
-    def _stage(self, size: int, like: torch.Tensor) -> None:
+    def _stage(self, index: int, slots: list[TensorSlot]) -> int:
+        """Return a layer's bytes, after staging buffers of at least that size are allocated."""
+        size = self._sizes[index] = layout_bytes(slots)
         if not self._staging or len(self._staging[0]) < size:
-            self._staging = [host_memory.host_buffer(size, like) for _ in range(BUFFERS)]
+            self._staging = [host_memory.host_buffer(size, slots[0].tensor) for _ in range(BUFFERS)]
             self._copied = [None] * BUFFERS
+        return size
 
     def fetch(self, index: int, into: torch.Tensor, copies: InOrder) -> Future[Any]:
         return self._thread.submit(self._read, index, into, copies, copies.mark())
@@ -162,21 +188,16 @@ class FileStorage:
 
     def _read(self, index: int, into: torch.Tensor, copies: InOrder, free: Any) -> Any:
         self._staging.append(self._staging.pop(0))
-        copied, (start, size) = self._copied.pop(0), self._spans[index]
+        copied, size = self._copied.pop(0), self._sizes[index]
         staging = self._staging[-1][:size]
         if copied is not None:
             copies.finish(copied)
-        self._file.seek(start)
-        read = self._file.readinto(_bytes_of(staging))  # type: ignore[attr-defined]
-        if read < size:
-            raise OSError(f"the file of the offloaded layers ends {size - read:,} bytes too early")
+        for span in self._spans[index]:
+            read = read_at(span.file.fileno(), span.begin, host_memory.bytes_of(staging[span.start : span.start + span.size]))
+            if read < span.size:
+                raise OSError(f"the file of the offloaded layers ends {span.size - read:,} bytes too early")
         self._copied.append(copies.copy(into[:size], staging, after=free))
         return self._copied[-1]
-
-
-def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    array: Any = buffer.numpy()
-    return memoryview(array)
 
 
 class LayerOffloading:
@@ -212,12 +233,7 @@ class LayerOffloading:
 
     def _offload(self, index: int) -> None:
         slots = self._layouts[index] = tensor_layout(self._layers[index])
-
-        def fill(buffer: torch.Tensor) -> None:
-            for tensor_slot in slots:
-                tensor_slot.view(buffer).copy_(tensor_slot.tensor)
-
-        self._storage.add(index, layout_bytes(slots), fill, slots[0].tensor)
+        self._storage.add(index, slots)
         for tensor_slot in slots:
             tensor_slot.set_tensor(tensor_slot.tensor.new_empty(0))
 
@@ -321,16 +337,19 @@ class LayerOffloading:
 
 
 class QuantisedFileStorage(FileStorage):
-    """Layers that are in the file of quantised weights already; nothing is written."""
+    """Layers that are in the files of quantised weights already; nothing is written. `paths`: of the layers in the model."""
 
-    def __init__(self, store: Store, numbers: list[int]) -> None:
-        super().__init__(store.file)
-        self._starts = [store.byte_range(f"layers.{number}")[0] for number in numbers]
+    def __init__(self, store: Store, paths: list[str]) -> None:
+        super().__init__()
+        self._store, self._paths = store, paths
 
-    def add(self, index: int, size: int, fill: Callable[[torch.Tensor], None], like: torch.Tensor) -> None:
-        """Note the layer's offset: its matrices and their tables are the beginning of the layer's part of the file."""
-        self._spans[index] = (self._starts[index], size)
-        self._stage(size, like)
+    def add(self, index: int, slots: list[TensorSlot]) -> None:
+        """Note where the layer's tensors are in its file."""
+        self._stage(index, slots)
+        stored = [self._store.tensors[f"{self._paths[index]}.{slot.name}"] for slot in slots]
+        self._spans[index] = [
+            FileSpan(tensor.file, tensor.begin, slot.start, tensor.size) for tensor, slot in zip(stored, slots, strict=True)
+        ]
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
@@ -342,14 +361,14 @@ def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool,
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"
         raise RecipeError(f"layer_offloading has not been shown to work with {other}", "Set layer_offloading=false.")
+    layers, count = decoder_layers(model), settings.offloaded_layers
     storage: HostStorage | FileStorage = HostStorage()
     if settings.layer_offloading == "nvme" and store is not None:
-        storage = QuantisedFileStorage(store, offloaded_numbers(len(decoder_layers(model)), settings.offloaded_layers))
+        paths = {module: path for path, module in model.named_modules()}
+        storage = QuantisedFileStorage(store, [paths[layers[number]] for number in offloaded_numbers(len(layers), count)])
     elif settings.layer_offloading == "nvme" and weights:
-        folder = cache_dir() / "layers"
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = FileStorage(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - open as long as the model lives
-    return LayerOffloading(decoder_layers(model), storage, count=settings.offloaded_layers)
+        storage = FileStorage()
+    return LayerOffloading(layers, storage, count=count)
 
 
 def offload_loaded(model: Any, count: int | None = None) -> LayerOffloading:

@@ -1,4 +1,4 @@
-"""A base model loaded from a file of its quantised weights, which the first start writes layer by layer.
+"""A base model loaded from a folder of its quantised weights, which the first start writes layer by layer.
 
 Neither holds the whole model in memory: the first start writes each decoder layer when it is complete, and frees it.
 """
@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,26 +24,26 @@ from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
 from finetune.layers.layer_offloading import offload_layers
-from finetune.layers.quantised_files import delete, folder, lock_of, remove_unfinished
+from finetune.layers.quantised_files import SUFFIX, delete, folder, lock_of, unfinished
 from finetune.layers.quantised_store import (
-    BOOKS,
     FORMAT,
     OUTSIDE,
     Damaged,
     LayoutMismatch,
-    Part,
+    Parts,
     Store,
-    StoreWriter,
-    file_bytes,
+    needed_bytes,
     parts_of,
+    write_part,
 )
+from finetune.manifest import MANIFEST, write_manifest
 from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.quantisation import quantization_config
 from finetune.model.weights import weights_fingerprint
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
-from finetune.system import return_freed_memory, take_lock
+from finetune.system import rename, return_freed_memory, sync_folder, take_lock
 from finetune.units import format_bytes
 
 #: Called with messages for the user.
@@ -54,17 +55,16 @@ _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
 def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> Store:
-    """The model's file, with every part verified; written first where there is none, or where it is damaged.
+    """Return the model's folder, with every file verified; written first where there is none, or where it is damaged.
 
-    `device` quantises. One process of a machine writes, others that need the same file wait for it. Raises DiskFull when
-    it can't be written and LayoutMismatch when it can't store this model; then no file is left.
+    `device` quantises. One process of a machine writes, others that need the same folder wait for it. Raises DiskFull when
+    it can't be written and LayoutMismatch when it can't store this model; then no folder is left.
     """
-    shell = build.build_base(settings, config, device="cpu", weights=False)
-    parts = parts_of(shell)
+    parts = parts_of(build.build_base(settings, config, device="cpu", weights=False))
     facts = facts_of(settings, config, torch.device(device).type)
     name = re.sub(r"[^\w.-]+", "-", Path(settings.model_name_or_path).name)[:60]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder() / f"{name}-{key}.safetensors"
+    path = folder() / f"{name}-{key}{SUFFIX}"
     with _locked(path):
         try:
             return _checked(path, parts)
@@ -74,37 +74,52 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
             log(f"{error}; it is made again")
             delete(path)
         began = time.perf_counter()
-        needed, free = file_bytes(parts), free_disk_bytes(path.parent)
+        needed, free = needed_bytes(parts), free_disk_bytes(path.parent)
         if needed > free:
             problem = f"{path} needs {format_bytes(needed)}, {format_bytes(free)} are free there"
             raise DiskFull(problem, f"Free some space: {_FREE_SPACE_HINT}.")
-        with _disk_errors(path), StoreWriter(path, parts) as writer:
-            with quantised_on(torch.device(device)), sequential_loading(_LayerWriter(writer)):
+        with _disk_errors(path), _unfinished(path) as writing:
+            write_layer = _LayerWriter(writing, parts)
+            with quantised_on(torch.device(device)), sequential_loading(write_layer):
                 base = build.build_base(settings, config, device="cpu", weights=True)
-            for part in writer.missing:
-                writer.write(part, {name: value_of(base, name) for name in part.parameters})
-            writer.finish(facts)
+            for part in parts.keys() - write_layer.written:
+                write_part(writing, part, {name: value_of(base, name) for name in parts[part]})
+            write_manifest(writing, {"facts": facts})
+            rename(writing, path)
+            sync_folder(path.parent)
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
-        log(f"the weights were quantised in {took} and are kept for later starts: {path}, {format_bytes(file_bytes(parts))}")
+        size = format_bytes(sum(file.stat().st_size for file in path.iterdir()))
+        log(f"the weights were quantised in {took} and are kept for later starts: {path}, {size}")
         _mark_checked(path)
         return Store(path)
 
 
-def _checked(path: Path, parts: tuple[Part, ...]) -> Store:
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """The folder that is renamed when it is complete; after an error there is none."""
+    writing = unfinished(path, os.getpid())
+    writing.mkdir()
+    try:
+        yield writing
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def _checked(path: Path, parts: Parts) -> Store:
     store = Store(path)
-    if store.parts != parts:
+    if {part: set(names) for part, names in store.parts.items()} != {part: set(values) for part, values in parts.items()}:
         raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
     with contextlib.suppress(OSError):
-        if _checked_path(path).read_text(encoding="utf-8") == _file_identity(path):
+        if _checked_path(path).read_text(encoding="utf-8") == _identity(path):
             return store
     store.verify()
     _mark_checked(path)
     return store
 
 
-def _file_identity(path: Path) -> str:
-    """Identifies the file and the launch that checked it: all processes of a launch on this machine have the same parent."""
-    about = path.stat()
+def _identity(path: Path) -> str:
+    # of the folder and the launch that checked it: all processes of a launch on this machine have the same parent
+    about = (path / MANIFEST).stat()
     return f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
 
 
@@ -115,7 +130,7 @@ def _checked_path(path: Path) -> Path:
 def _mark_checked(path: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            write_text(_checked_path(path), _file_identity(path))
+            write_text(_checked_path(path), _identity(path))
 
 
 def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> dict[str, Any]:
@@ -146,7 +161,8 @@ def _locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         while (lock := take_lock(lock_of(path), 0.5)) is None:
             time.sleep(0.05)
-        remove_unfinished(path)
+        for leftover in path.parent.glob(unfinished(path, "*").name):
+            delete(leftover)
     try:
         yield
     finally:
@@ -168,11 +184,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
 class _LayerWriter:
     """Called for each loaded parameter: writes a layer once it is complete, and frees its memory."""
 
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-        layers = [part for part in writer.parts if part.name != OUTSIDE]
-        self._unloaded = {part.name: set(part.parameters) for part in layers}
-        self._part_of = {name: part for part in layers for name in part.parameters}
+    def __init__(self, writing: Path, parts: Parts) -> None:
+        self._folder, self.written = writing, set[str]()
+        self._unloaded = {part: set(values) for part, values in parts.items() if part != OUTSIDE}
+        self._part_of = {name: part for part, names in self._unloaded.items() for name in names}
         self._paths: dict[torch.nn.Module, str] = {}
 
     def __call__(self, model: torch.nn.Module, module: torch.nn.Module, name: str) -> None:
@@ -181,12 +196,14 @@ class _LayerWriter:
         part = self._part_of.get(full)
         if part is None:
             return
-        self._unloaded[part.name].discard(full)
-        if not self._unloaded[part.name]:
-            with _disk_errors(self._writer.path):
-                self._writer.write(part, {key: value_of(model, key) for key in part.parameters})
-            for key in part.parameters:
-                _release(model, key)
+        self._unloaded[part].discard(full)
+        if not self._unloaded[part]:
+            names = [name for name, own in self._part_of.items() if own == part]
+            with _disk_errors(self._folder):
+                write_part(self._folder, part, {name: value_of(model, name) for name in names})
+            self.written.add(part)
+            for name in names:
+                _release(model, name)
         return_freed_memory()  # a CPU quantises with 14 bytes for each element of a matrix
 
 
@@ -226,12 +243,12 @@ def base_from(store: Store, settings: Settings, config: PretrainedConfig, device
     """The base model on `device` with the weights of its file, as `build_base` would load them, with layers offloaded."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
-    books = code_books(store, device)
-    for part in [store.parts[-1], *store.parts[:-1]]:
-        fill(base, store, part, books, device)
+    uses = parameter_uses(base)
+    for name in [*store.parts[OUTSIDE], *(name for part, names in store.parts.items() if part != OUTSIDE for name in names)]:
+        set_value(base, name, store.rows(name).to(device), store.quant_state(name, device), uses)
         if offloading is not None:
-            for path, _, name in (parameter.rpartition(".") for parameter in part.parameters):
-                offloading.on_parameter_loaded(base.get_submodule(path), name)
+            path, _, attribute = name.rpartition(".")
+            offloading.on_parameter_loaded(base.get_submodule(path), attribute)
     if offloading is not None:
         offloading.finish()
         base.layer_offloading = offloading  # type: ignore[assignment]
@@ -262,27 +279,6 @@ def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
         with build.load_errors(path), contextlib.suppress(OSError):  # there need not be any
             base.generation_config = GenerationConfig.from_pretrained(path, revision=settings.model_revision or "main")
     return base.eval()
-
-
-def code_books(store: Store, device: Device) -> dict[str, torch.Tensor]:
-    """The code books of the file's 4-bit weights; empty where it has none."""
-    outside = store.parts[-1]
-    return {entry.name: store.rows(outside, entry).to(device) for entry in outside.entries if entry.name in BOOKS}
-
-
-def fill(base: torch.nn.Module, store: Store, part: Part, books: Mapping[str, torch.Tensor], device: Device) -> None:
-    """Load the parameters and buffers of a part, which are on meta, onto `device`, at each use in the model."""
-    uses = parameter_uses(base)
-    tables: dict[str, dict[str, torch.Tensor]] = {}
-    for entry in part.entries:
-        if entry.table:
-            tables.setdefault(entry.name, {})[entry.table] = store.rows(part, entry).to(device)
-    for entry in part.entries:
-        if entry.table or entry.name in BOOKS:
-            continue
-        data = store.rows(part, entry).to(device)
-        state = store.quant_state(entry.name, tables[entry.name], books) if entry.name in tables else None
-        set_value(base, entry.name, data, state, uses)
 
 
 #: The modules and names of each parameter: tied ones have several.

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
-from finetune.layers.quantised_store import BOOKS, Entry, LayoutMismatch, Part, Store
+from finetune.layers.quantised_store import LayoutMismatch, Store, StoredTensor
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import Device, Log, as_loaded, code_books, open_store, parameter_uses, set_value
+from finetune.model.quantised_cache import Device, Log, as_loaded, open_store, parameter_uses, set_value
 from finetune.settings import Settings
 
 
@@ -40,10 +40,10 @@ def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, l
 
 @dataclass(frozen=True)
 class _Frozen:
-    """A frozen parameter: its part and entry in the file, its uses in the model."""
+    """A frozen parameter: its name and tensor in the file, its uses in the model."""
 
-    part: Part
-    entry: Entry
+    name: str
+    stored: StoredTensor
     uses: list[tuple[Any, str]]
 
 
@@ -56,62 +56,49 @@ class Shards:
     def __init__(self, base: torch.nn.Module, store: Store, device: Device, *, offload: bool) -> None:
         self._store, self._device, self._home = store, device, "cpu" if offload else device
         self._frozen: list[_Frozen] = []
-        uses, packed = parameter_uses(base), {}
-        for part in store.parts:
-            for entry in part.entries:
-                if entry.table or entry.name in BOOKS:
-                    continue
-                path, _, attribute = entry.name.rpartition(".")
-                old = base.get_submodule(path)._parameters.get(attribute)
-                if old is None:
-                    set_value(base, entry.name, store.rows(part, entry).to(device), None, uses)
-                else:
-                    self._frozen.append(_Frozen(part, entry, uses[id(old)]))
-                    packed[entry.name] = old
-        for frozen in self._frozen:
-            _set(frozen, _placeholder(packed[frozen.entry.name], frozen.entry, device))
+        uses = parameter_uses(base)
+        for name in (name for names in store.parts.values() for name in names):
+            path, _, attribute = name.rpartition(".")
+            old = base.get_submodule(path)._parameters.get(attribute)
+            if old is None:
+                set_value(base, name, store.rows(name).to(device), None, uses)
+            else:
+                frozen = _Frozen(name, store.tensors[name], uses[id(old)])
+                self._frozen.append(frozen)
+                _set(frozen, _placeholder(old, frozen.stored, device))
 
     def prepare(self, shard_default: Callable[[Any, Any], Any], accelerator: Any, model: Any) -> Any:
         """Shard `model` with accelerate's own function while its frozen parameters are on meta, then read this rank's rows."""
         for frozen in self._frozen:
-            entry = frozen.entry
-            empty = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            empty = torch.empty(frozen.stored.shape, dtype=frozen.stored.dtype, device="meta")
             _set(frozen, torch.nn.Parameter(empty, requires_grad=False))
         prepared = shard_default(accelerator, model)
-        books = code_books(self._store, self._device)
         for frozen in self._frozen:
-            self._fill(frozen, books)
+            owner, attribute = frozen.uses[0]
+            _set(frozen, self._rows(frozen, owner._parameters[attribute]))
+            if state := self._store.quant_state(frozen.name, self._device):
+                owner.quant_state = state
         return prepared
-
-    def _fill(self, frozen: _Frozen, books: dict[str, torch.Tensor]) -> None:
-        owner, attribute = frozen.uses[0]
-        _set(frozen, self._rows(frozen, owner._parameters[attribute]))
-        if frozen.entry.name in self._store.states:
-            tables = {
-                entry.table: self._store.rows(frozen.part, entry).to(self._device)
-                for entry in frozen.part.entries if entry.name == frozen.entry.name and entry.table
-            }  # fmt: skip
-            owner.quant_state = self._store.quant_state(frozen.entry.name, tables, books)
 
     def _rows(self, frozen: _Frozen, empty: Any) -> torch.nn.Parameter:
         """This rank's rows of a parameter that is sharded on meta: as many consecutive ones as torch.chunk gives it."""
         from torch.distributed.tensor import DTensor, Shard
 
         if not isinstance(empty, DTensor):
-            return torch.nn.Parameter(self._store.rows(frozen.part, frozen.entry).to(self._device), requires_grad=False)
-        mesh, rows = empty.device_mesh, frozen.entry.shape[0]
+            return torch.nn.Parameter(self._store.rows(frozen.name).to(self._device), requires_grad=False)
+        mesh, rows = empty.device_mesh, frozen.stored.shape[0]
         assert tuple(empty.placements) == (Shard(0),)
         rows_per_rank = -(-rows // mesh.size())
         first = min(rows, mesh.get_local_rank() * rows_per_rank)
-        own = self._store.rows(frozen.part, frozen.entry, first, min(rows - first, rows_per_rank)).to(self._home)
+        own = self._store.rows(frozen.name, first, min(rows - first, rows_per_rank)).to(self._home)
         whole = DTensor.from_local(own, mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride())
         return torch.nn.Parameter(whole, requires_grad=False)
 
 
-def _placeholder(old: Any, entry: Entry, device: Device) -> torch.nn.Parameter:
+def _placeholder(old: Any, stored: StoredTensor, device: Device) -> torch.nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
-    value = torch.empty(1, dtype=getattr(torch, entry.dtype), device=device).expand(entry.shape)
+    value = torch.empty(1, dtype=stored.dtype, device=device).expand(stored.shape)
     if isinstance(old, Params4bit):
         return Params4bit(value, requires_grad=False, **{**vars(old), "bnb_quantized": True})
     return torch.nn.Parameter(value, requires_grad=False)

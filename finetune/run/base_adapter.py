@@ -10,12 +10,12 @@ from typing import Any
 
 from finetune.errors import CommandError, RecipeError
 from finetune.files import read_object, write_json
+from finetune.manifest import MANIFEST, require_unchanged, write_manifest
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS, CONFIG, weights_fingerprint
 from finetune.planner.base_adapter import find_adapter, read_base_adapter
 from finetune.run.directory import RunDirectory, open_run
-from finetune.run.seal import MANIFEST, require_unchanged, write_manifest
 from finetune.settings import Recipe, Settings
 
 #: In RUN/origin: which adapter it is, and the held-out rows of its run.

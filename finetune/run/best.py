@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.distributed import ranks
 from finetune.events import Evaluation, Result, read_events
 from finetune.files import read_object
+from finetune.manifest import changes_in, write_manifest
 from finetune.model.configuration import ADAPTER_CONFIG
 from finetune.model.weights import ADAPTER_WEIGHTS
-from finetune.run.seal import changes_in, verify, write_manifest
+from finetune.run.seal import verify
 from finetune.system import rename, sync_folder
 
 if TYPE_CHECKING:

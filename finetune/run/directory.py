@@ -18,7 +18,7 @@ from typing import Any
 from finetune.checksum import with_checksum
 from finetune.errors import CommandError, DiskFull
 from finetune.files import cache_dir, parse_checked
-from finetune.run.seal import require_unchanged
+from finetune.manifest import require_unchanged
 from finetune.system import is_locked, rename, take_lock
 
 #: Locked while a run directory is created; in a hidden folder where nobody locks it, its process was killed.

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import CommandError, ModelError
 from finetune.files import read_json, read_object, sha256_of, write_json
+from finetune.manifest import MANIFEST, require_unchanged
 from finetune.model.adapter_files import adapter_problems
 from finetune.model.weights import (
     ADAPTER_WEIGHTS,
@@ -19,7 +20,7 @@ from finetune.model.weights import (
 from finetune.planner.plan import Plan, read_plan
 from finetune.run.directory import RunDirectory
 from finetune.run.retry import adjusted_plan
-from finetune.run.seal import MANIFEST, facts_differ, require_unchanged
+from finetune.run.seal import facts_differ
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.settings.schema import Decides, settings_that_decide

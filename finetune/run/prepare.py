@@ -12,6 +12,7 @@ from finetune.card.compiler import COMPILER_FIX, triton_needs
 from finetune.distributed.configuration import machine_problems
 from finetune.errors import CardError, DataError, DiskFull, DoesNotFit, MachineError
 from finetune.files import existing_parent, free_disk_bytes, write_json
+from finetune.manifest import write_manifest
 from finetune.model.configuration import named_model, resolve_model_path
 from finetune.model.weights import check_weights
 from finetune.planner.plan import Verdict
@@ -21,7 +22,6 @@ from finetune.recipe import write_recipe
 from finetune.run.base_adapter import copy_base_adapter, require_usable_adapter, with_adapter_folder
 from finetune.run.directory import create, remember
 from finetune.run.offloading_checks import check_layer_offloading
-from finetune.run.seal import write_manifest
 from finetune.run.trackers import missing_trackers
 from finetune.settings import AUTO, resolved
 from finetune.units import format_bytes

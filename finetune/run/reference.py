@@ -10,10 +10,10 @@ import numpy as np
 
 from finetune.compat.trl import narrow_tiles
 from finetune.files import read_json
+from finetune.manifest import MANIFEST, changes_in, write_manifest
 from finetune.methods.dpo import REFERENCE_COLUMNS
 from finetune.methods.row_order import row_lengths
 from finetune.model.padding import without_mask
-from finetune.run.seal import MANIFEST, changes_in, write_manifest
 from finetune.settings.base_formats import SWITCHES
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from finetune.manifest import write_manifest
 from finetune.recipe import load_recipe
 from finetune.run.prepare import create_run, prepare
-from finetune.run.seal import write_manifest
 
 pytestmark = pytest.mark.slow
 

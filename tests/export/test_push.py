@@ -10,8 +10,8 @@ from hub_stand_in import hub_stand_in
 from finetune.errors import CommandError, FinetuneError, HubError
 from finetune.export.model_card import model_card, without_local_paths
 from finetune.export.push import files_to_send, push
+from finetune.manifest import write_manifest
 from finetune.run.directory import RunDirectory
-from finetune.run.seal import write_manifest
 
 REPO = "alice/support-lora"
 NAMES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",

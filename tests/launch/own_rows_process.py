@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import trainer
 
 from finetune.compat.transformers import keep_fsdp_wrap_policy
-from finetune.layers.quantised_files import complete_files
+from finetune.layers.quantised_files import size_bytes
 from finetune.model.adapters import attach_adapters, prepare_for_training
 from finetune.model.build import build_base
 from finetune.model.sharded_loading import sharded_base
@@ -116,7 +116,7 @@ loss, norm = loss_and_norm(model)
 full_loss, full_norm = loss_and_norm(with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True)))
 values = {
     "loss": loss, "full_loss": full_loss, "norm": norm, "full_norm": full_norm, "peak_bytes": peak.bytes,
-    "model_bytes": complete_files()[0].stat().st_size, "messages": messages, "parameters": len(parameters),
+    "model_bytes": size_bytes(), "messages": messages, "parameters": len(parameters),
     "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
 }  # fmt: skip
 (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""The file of quantised weights: bit-identical to loading, whole or absent, and never another model's."""
+"""The folder of quantised weights: bit-identical to loading, whole or absent, and never another model's."""
 
 import os
 import signal
@@ -10,18 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from finetune.compat.bitsandbytes import disable_cpu_repacking
 from finetune.errors import DiskFull
-from finetune.layers import quantised_store
-from finetune.layers.quantised_files import clear, complete_files, folder, lock_of, size_bytes
-from finetune.layers.quantised_store import (
-    Damaged,
-    Entry,
-    LayoutMismatch,
-    Part,
-    Store,
-    StoreWriter,
-    file_bytes,
-    parts_of,
-)
+from finetune.layers.quantised_files import clear, complete_models, folder, lock_of, size_bytes
+from finetune.layers.quantised_store import Damaged, LayoutMismatch, Store, needed_bytes, parts_of, write_part
+from finetune.manifest import changes_in, write_manifest
 from finetune.model import quantised_cache
 from finetune.model.build import build_base
 from finetune.model.quantised_cache import base_from, open_store
@@ -45,9 +36,8 @@ def settings(name, **more):
     return plainest(recipe_from({**chosen, **more}))
 
 
-def part_bytes(store, part):
-    begin, size = store.byte_range(part)
-    return torch.frombuffer(bytearray(store.path.read_bytes()[begin : begin + size]), dtype=torch.uint8)
+def files_of(store):
+    return {path.name: path.read_bytes() for path in store.path.iterdir()}
 
 
 def saved(folder, config, seed=0):
@@ -125,44 +115,42 @@ def test_what_is_read_is_bit_for_bit_what_loading_quantises(stored, kind, launch
     assert read.config.to_dict() == loaded.config.to_dict() and not read.training
 
 
-def test_a_second_start_reads_the_file_of_the_first(stored, messages):
-    first, *_ = stored()
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_second_start_reads_the_files_of_the_first(stored, messages, kind):
+    first, recipe, config = stored(kind)
     assert len(messages) == 1 and str(first.path) in messages[0]
-    assert stored()[0].path == first.path and len(messages) == 1
-    assert first.path.stat().st_size == file_bytes(first.parts)
+    assert stored(kind)[0].path == first.path and len(messages) == 1
+    needed = needed_bytes(parts_of(build_base(recipe, config, device="cpu", weights=False)))
+    assert 0 <= needed - size_bytes() < 2300 * len(first.tables) + 256 * len(first.tensors) + 4096
 
 
-def test_a_layers_bytes_are_its_tensors_in_order(stored):
+def test_a_layers_file_has_its_tensors(stored):
+    from safetensors import safe_open
+
     store, *_ = stored()
-    for number in range(len(store.parts) - 1):
-        begin, size = store.byte_range(f"layers.{number}")
-        assert begin % 4096 == size % 4096 == 0
-        copied, part = part_bytes(store, f"layers.{number}"), store.parts[number]
-        for entry in part.entries:
-            in_order = copied[entry.start : entry.start + entry.size].view(getattr(torch, entry.dtype)).view(entry.shape)
-            assert torch.equal(in_order, store.rows(part, entry))
-        matrices = [entry.table != "" or len(entry.shape) > 1 for entry in part.entries]
-        assert matrices == sorted(matrices, reverse=True)
+    assert store.parts.keys() == {"layers.0", "layers.1", "layers.2", "outside"}
+    for part, names in store.parts.items():
+        with safe_open(store.path / f"{part}.safetensors", "pt") as file:
+            tables = [f"{name}:{table}" for name in names for table in store.tables.get(name, [])]
+            assert set(file.keys()) == {*names, *tables}
+            assert all(equal(file.get_tensor(name), store.rows(name)) for name in file.keys())  # noqa: SIM118
 
 
 def test_rows_are_in_memory_of_their_own(stored):
     store, *_ = stored()
-    part = store.parts[-1]
-    entry = next(entry for entry in part.entries if entry.name == "lm_head.weight")
-    before = store.rows(part, entry)
-    store.rows(part, entry).zero_()
-    store.rows(part, entry, 3, 2).zero_()
-    assert before.any() and torch.equal(store.rows(part, entry), before)
+    before = store.rows("lm_head.weight")
+    store.rows("lm_head.weight").zero_()
+    store.rows("lm_head.weight", 3, 2).zero_()
+    assert before.any() and torch.equal(store.rows("lm_head.weight"), before)
+    assert torch.equal(store.rows("lm_head.weight", 3, 2), before[3:5])
 
 
 def test_checking_takes_little_memory_however_large_the_parts_are(tmp_path):
     size = 3 * 2**20
-    parts = tuple(Part(f"layers.{number}", (Entry("codes", "", "uint8", (size,), 0),), size) for number in range(4))
-    with StoreWriter(tmp_path / "large.safetensors", parts) as writer:
-        for part in parts:
-            writer.write(part, {"codes": torch.zeros(size, dtype=torch.uint8)})
-        writer.finish({})
-    store = Store(writer.path)
+    for part in ("layers.0", "layers.1", "layers.2", "outside"):
+        write_part(tmp_path, part, {f"{part}.codes": torch.zeros(size, dtype=torch.uint8)})
+    write_manifest(tmp_path, {})
+    store = Store(tmp_path)
     tracemalloc.start()
     try:
         store.verify()
@@ -171,38 +159,31 @@ def test_checking_takes_little_memory_however_large_the_parts_are(tmp_path):
         tracemalloc.stop()
 
 
-def test_safetensors_reads_it(stored):
-    from safetensors import safe_open
-
-    store, *_ = stored()
-    with safe_open(store.path, "pt") as file:
-        assert set(file.keys()) == {"layers.0", "layers.1", "layers.2", "outside"}
-        assert torch.equal(file.get_tensor("layers.1"), part_bytes(store, "layers.1"))
-
-
 @pytest.mark.parametrize("part", ["layers.2", "outside"])
 def test_a_flipped_byte_is_detected_and_the_file_rewritten(stored, messages, part):
     store, *_ = stored()
-    before = store.path.read_bytes()
-    begin, size = store.byte_range(part)
-    with store.path.open("r+b") as file:
-        file.seek(begin + size // 3)
+    before, path = files_of(store), store.path / f"{part}.safetensors"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 3)
         old = file.read(1)[0]
-        file.seek(begin + size // 3)
+        file.seek(path.stat().st_size // 3)
         file.write(bytes([old ^ 1]))
     with pytest.raises(Damaged, match=part):
-        Store(store.path).verify()
+        store.require_unchanged()
     rewritten, *_ = stored()
     assert part in messages[-2] and "made again" in messages[-2]
-    assert rewritten.path.read_bytes() == before
+    assert files_of(rewritten) == before
 
 
-@pytest.mark.parametrize("length", [0, 3000])
-def test_a_truncated_file_is_rewritten(stored, length):
+@pytest.mark.parametrize("length", [0, 300])
+@pytest.mark.parametrize("name", ["layers.2.safetensors", "MANIFEST.json"])
+def test_a_truncated_file_is_rewritten(stored, length, name):
     store, *_ = stored()
-    whole = store.path.read_bytes()
-    store.path.write_bytes(whole[:length])
-    assert stored()[0].path.read_bytes() == whole
+    before = files_of(store)
+    (store.path / name).write_bytes(before[name][:length])
+    with pytest.raises(Damaged):
+        Store(store.path).verify()
+    assert files_of(stored()[0]) == before
 
 
 def test_another_revision_of_the_model_has_another_file(tmp_path, messages):
@@ -232,25 +213,23 @@ def test_a_process_killed_while_writing_leaves_no_half_file(stored, models, mess
 
     child = os.fork()
     if child == 0:
-        write = StoreWriter.write
 
-        def written(self, part, values):
-            write(self, part, values)
-            if moment == "last part" and part.name == "outside":
-                self._file.flush()
+        def written(folder, part, values):
+            write_part(folder, part, values)
+            if moment == "last part" and part == "outside":
                 killed()
 
-        StoreWriter.write = written
+        quantised_cache.write_part = written
         if moment == "rename":
-            quantised_store.replace = killed
+            quantised_cache.rename = killed
         if moment == "whole":
-            quantised_store.sync_folder = killed
+            quantised_cache.sync_folder = killed
         try:
             open_store(recipe, config, "cpu", messages.append)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(complete_files()) == (moment == "whole")
+    assert len(complete_models()) == (moment == "whole")
     assert size_bytes() > 0  # of what the killed process left
     store = open_store(recipe, config, "cpu", messages.append)
     store.verify()
@@ -261,34 +240,33 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(stored,
     monkeypatch.setattr(quantised_cache, "free_disk_bytes", lambda path: 1000)
     with pytest.raises(DiskFull, match=r"needs .* 1000 B are free"):
         stored()
-    assert list(folder().glob("*.safetensors*")) == []
+    assert list(folder().glob("*.quantised*")) == []
 
 
 def test_a_disk_that_fills_up_leaves_nothing(stored, models):
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limit[1]))
     try:
         with pytest.raises(DiskFull, match="can't be written: File too large"):
             stored()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert [path.name for path in folder().iterdir() if "safetensors" in path.name] == []
+    assert [path.name for path in folder().iterdir() if "quantised" in path.name] == []
 
 
 def test_each_layer_leaves_memory_before_the_next_is_read(models, messages, monkeypatch):
     recipe = settings(models("untied"))
     config = load_config(recipe)
     alive = []
-    write = StoreWriter.write
 
-    def written(self, part, values):
-        if part.name != "outside":
+    def written(folder, part, values):
+        if part != "outside":
             alive.append(sorted({name.split(".")[2] for name in values}))
-        write(self, part, values)
+        write_part(folder, part, values)
 
-    monkeypatch.setattr(StoreWriter, "write", written)
+    monkeypatch.setattr(quantised_cache, "write_part", written)
     layer_bytes, write_layer = [], quantised_cache._LayerWriter.__call__
 
     def counted(self, model, module, name):
@@ -298,26 +276,34 @@ def test_each_layer_leaves_memory_before_the_next_is_read(models, messages, monk
     monkeypatch.setattr(quantised_cache._LayerWriter, "__call__", counted)
     store = open_store(recipe, config, "cpu", messages.append)
     assert alive == [["0"], ["1"], ["2"]]
-    assert 0 < max(layer_bytes) <= store.parts[0].size
+    assert 0 < max(layer_bytes) <= (store.path / "layers.0.safetensors").stat().st_size
 
 
 def test_clear_deletes_all_files_but_one_that_is_being_written(stored):
     store, *_ = stored()
-    other = store.path.with_name("other.safetensors")
-    other.write_bytes(b"unused")
+    weight = store.rows("lm_head.weight")
+    (store.path.with_name("other.quantised")).mkdir()
     lock = take_lock(lock_of(store.path))
     clear()
-    assert complete_files() == [store.path]
+    assert complete_models() == [store.path]
     lock.release()
     clear()
-    assert complete_files() == [] and size_bytes() == 0
-    store.verify()  # open files stay readable
+    assert complete_models() == [] and size_bytes() == 0
+    assert torch.equal(store.rows("lm_head.weight"), weight)  # open files stay readable
 
 
-def test_a_model_with_another_layout_than_the_file_is_refused(stored, messages, tmp_path):
-    store, recipe, config = stored()
+def test_a_folder_with_another_layout_than_the_model_is_made_again(stored, messages):
+    store, *_ = stored()
+    before = files_of(store)
+    write_part(store.path, "layers.2", {"model.layers.2.other": torch.zeros(3)})
+    write_manifest(store.path, {})
+    assert changes_in(store.path) == []
+    assert files_of(stored()[0]) == before and "laid out for other versions" in messages[-2]
+
+
+def test_a_weight_that_was_not_quantised_is_refused(stored, tmp_path):
+    _, recipe, config = stored()
     parts = parts_of(build_base(recipe, config, device="cpu", weights=False))
-    values = {name: torch.zeros(3) for name in parts[0].parameters}
-    with StoreWriter(tmp_path / "other.safetensors", parts) as writer, pytest.raises(LayoutMismatch):
-        writer.write(parts[0], values)
+    with pytest.raises(LayoutMismatch, match="was not quantised"):
+        write_part(tmp_path, "layers.0", parts["layers.0"])
     assert list(tmp_path.iterdir()) == []

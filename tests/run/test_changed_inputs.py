@@ -16,13 +16,13 @@ from finetune.errors import ModelError, RecipeError
 from finetune.evaluate.answerer import Answerer
 from finetune.evaluate.score import compare
 from finetune.export.merge import merge
+from finetune.manifest import MANIFEST, changes_in, write_manifest
 from finetune.model.weights import weights_fingerprint
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory, require_data
 from finetune.run.fingerprint import require_own_adapter
-from finetune.run.seal import MANIFEST, changes_in, write_manifest
 from finetune.run.state import read_state
 from finetune.run.worker import Worker
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from finetune.bundled import model_path
 from finetune.errors import RecipeError
 from finetune.events import Evaluation, Result
+from finetune.manifest import MANIFEST, write_manifest
 from finetune.planner.base_adapter import find_adapter, inherit_settings
 from finetune.planner.plan import read_plan
 from finetune.recipe import load_recipe
 from finetune.run.base_adapter import base_adapter_of, require_usable_adapter, with_adapter_folder
 from finetune.run.directory import RunDirectory
-from finetune.run.seal import MANIFEST, write_manifest
 from finetune.run.state import read_state
 
 

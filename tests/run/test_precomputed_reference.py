@@ -9,7 +9,7 @@ import pytest
 from conftest import adapter_hash, events_of, started_to
 
 from finetune.events import RunWarning, Step
-from finetune.run.seal import MANIFEST, write_manifest
+from finetune.manifest import MANIFEST, write_manifest
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ import shutil
 import pytest
 from conftest import flip_one_byte
 
-from finetune.run.seal import MANIFEST, facts_differ, newest_verified, rotate, seal, verify
+from finetune.manifest import MANIFEST
+from finetune.run.seal import facts_differ, newest_verified, rotate, seal, verify
 
 FACTS = {"lora_r": 16, "data": "abc"}
 

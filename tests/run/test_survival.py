@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from finetune.bundled import model_path
 from finetune.events import EventReader, EventWriter, RunWarning, Start, Step, read_events
-from finetune.run.seal import newest_verified, write_manifest
+from finetune.manifest import write_manifest
+from finetune.run.seal import newest_verified
 from finetune.run.state import read_state
 
 pytestmark = pytest.mark.slow

@@ -2,11 +2,13 @@
 
 import pytest
 import tiny_training
+import torch
 from offloaded import RECOMPUTED, Late, built, equal_traces, save_base, trace_of
 from tiny_training import settings_for
 
-from finetune.layers.layer_offloading import QuantisedFileStorage, layout_bytes, offloading_of, tensor_layout
-from finetune.layers.quantised_files import complete_files, folder
+from finetune.layers.layer_offloading import QuantisedFileStorage, offloading_of
+from finetune.layers.quantised_files import complete_models, folder
+from finetune.layers.quantised_store import Store
 from finetune.model import quantised_cache
 from finetune.model.quantised_cache import load_base
 
@@ -34,26 +36,24 @@ def offloaded(settings, storage):
 def test_losses_and_adapters_are_those_of_resident_layers_at_the_first_start_and_the_second(tmp_path, messages, storage):
     settings = nf4(save_base(tmp_path, layers=3))
     resident = trace_of(built(settings), settings)
-    assert messages == [] and complete_files() == []
+    assert messages == [] and complete_models() == []
     for _ in ("first", "second"):
         model = built(offloaded(settings, storage), Late())
         assert equal_traces(trace_of(model, settings), resident)
-    assert len(messages) == len(complete_files()) == 1
+    assert len(messages) == len(complete_models()) == 1
 
 
-def test_with_nvme_a_layer_is_read_from_its_part_of_the_file(tmp_path, messages):
+def test_with_nvme_a_layer_is_read_from_its_file(tmp_path, messages):
     settings = offloaded(nf4(save_base(tmp_path, layers=3), use_dora=True), "nvme")
     model = built(settings)
     offloading = offloading_of(model)
     assert type(offloading._storage) is QuantisedFileStorage
     assert not (folder().parent / "layers").exists()
-    [store] = complete_files()
-    whole = store.read_bytes()
-    for index, layer in enumerate(offloading._layers):
+    store = Store(*complete_models())
+    for index, path in enumerate(offloading._storage._paths):
         offloading.ensure_on_device(index)
-        start, size = offloading._storage._spans[index]
-        assert size == layout_bytes(tensor_layout(layer))
-        assert bytes(offloading.buffers[index][:size].numpy()) == whole[start : start + size]
+        for slot in offloading._layouts[index]:
+            assert torch.equal(slot.view(offloading.buffers[index]), store.rows(f"{path}.{slot.name}"))
 
 
 def test_without_disk_space_for_the_file_layers_come_from_the_checkpoint(tmp_path, messages, monkeypatch):
@@ -61,4 +61,4 @@ def test_without_disk_space_for_the_file_layers_come_from_the_checkpoint(tmp_pat
     resident = trace_of(built(settings), settings)
     monkeypatch.setattr(quantised_cache, "free_disk_bytes", lambda path: 0)
     assert equal_traces(trace_of(built(offloaded(settings, "cpu"), Late()), settings), resident)
-    assert complete_files() == [] and "0 B are free" in messages[0] and "quantised again at every start" in messages[0]
+    assert complete_models() == [] and "0 B are free" in messages[0] and "quantised again at every start" in messages[0]

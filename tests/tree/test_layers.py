@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     "finetune.errors", "finetune.error_kinds", "finetune.units", "finetune.gc_settings", "finetune.privacy",
     "finetune.printable", "finetune.system",
-    "finetune.checksum", "finetune.files",
+    "finetune.checksum", "finetune.files", "finetune.manifest",
     "finetune.serialise", "finetune.compat", "finetune.hub", "finetune.requirements",
     "finetune.events", "finetune.settings", "finetune.layers", "finetune.bundled", "finetune.card", "finetune.data",
     "finetune.model", "finetune.methods", "finetune.memory", "finetune.recipe", "finetune.planner", "finetune.api",

@@ -1,0 +1,81 @@
+"""Manifests: the hash of every file of a folder, so that a change is found before the files are used.
+
+Checkpoints, the prepared data, the finished adapter and quantised weights have one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.files import read_object, sha256_of
+from finetune.system import sync_file, sync_folder
+
+MANIFEST = "MANIFEST.json"
+#: Files that a library would load if they were added to a folder; others (README.md) may be.
+_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".json", ".py"}
+_THREADS = 4
+
+
+def write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    """Hash and sync every file of `folder` and write its manifest, with `values`, last. Raises OSError."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    with ThreadPoolExecutor(1) as disk:  # hash while the disk syncs
+        synced = [disk.submit(sync_file, path) for path in paths]
+        files = {
+            path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in paths
+        }
+        for future in synced:
+            future.result()
+    manifest = {**values, "files": files}
+    manifest["seal"] = _seal_of(manifest)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def changes_in(folder: Path, *, required: bool = True, only: str = "") -> list[str]:
+    """How a folder differs from its manifest, one line for each file; without a manifest empty unless one is `required`.
+
+    `only`: the name of the one file to look at.
+    """
+    if not os.path.exists(folder / MANIFEST):  # noqa: PTH110
+        return [f"its {MANIFEST} is missing"] if required else []
+    manifest = read_object(folder / MANIFEST)
+    if manifest is None or "seal" not in manifest:
+        return ["its manifest can't be read"]
+    if manifest.pop("seal") != _seal_of(manifest):
+        return ["its manifest has changed since it was sealed"]
+    files = {name: expected for name, expected in manifest["files"].items() if only in ("", name)}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        changes = pool.map(lambda name: _change(folder / name, name, files[name]), files)
+        problems = [problem for problem in changes if problem]
+    if only:
+        return problems
+    loaded = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in _LOADED)
+    return problems + [f"{name} is not in its manifest" for name in loaded if name not in files and name != MANIFEST]
+
+
+def require_unchanged(folder: Path, kind: type[FinetuneError], fix: str, *, required: bool = True) -> None:
+    """Raise an error of this kind when a folder differs from its manifest."""
+    if changes := changes_in(folder, required=required):
+        raise kind([f"{folder}: {change}" for change in changes[:5]], fix)
+
+
+def _change(path: Path, name: str, expected: dict[str, Any]) -> str:
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != expected["bytes"]:
+        return f"{name} has {path.stat().st_size:,} bytes, not the {expected['bytes']:,} in the manifest"
+    return f"{name} has changed since it was sealed" if sha256_of(path) != expected["sha256"] else ""
+
+
+def _seal_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
