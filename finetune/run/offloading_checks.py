@@ -47,8 +47,8 @@ def check_host_memory(plan: Plan) -> None:
 
 
 def _with_drive(plan: Plan, copies: LayerCopies, folder: Path, *, force: bool) -> Plan:
-    # counts the file of an earlier run, which is reused or replaced when it is opened
-    available = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.safetensors"))
+    # counts the files of an earlier run, which are reused or replaced when they are opened
+    available = free_disk_bytes(folder) + sum(path.stat().st_size for path in folder.glob("quantised/*.quantised/*"))
     if copies.weight_bytes > available:
         raise DiskFull(
             f"{folder} has {format_bytes(available)} free, the file of {copies.layers} layers needs "

@@ -93,7 +93,7 @@ def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_sa
 
         def overwrite(self, args, state, control, **named):
             if state.global_step == 2:
-                (path,) = (tmp_path / "quantised").glob("*.safetensors")
+                (path,) = (tmp_path / "quantised").glob("*.quantised/layers.0.safetensors")
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size // 2)
                     file.write(b"\xaa" * 1000)
@@ -102,6 +102,6 @@ def test_a_file_of_layers_that_changes_under_a_run_ends_it_before_anything_is_sa
         RunCallback.on_log = overwrite
 
     assert train(run, fault) == 1
-    assert "has changed since it was written, while the run read it" in read_state(run).message
+    assert "has changed since it was sealed, while the run read it" in read_state(run).message
     assert newest_verified(run.checkpoints)[0] is None
     train.whole(run)
