@@ -6,17 +6,58 @@ taken after the error was raised: tensors of the failing operator and of the bac
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.events import OutOfMemory
+from finetune.events import Memory, OutOfMemory
 from finetune.memory.caching_allocator import SMALL_REQUEST
-from finetune.memory.forecast import DRY_RUN_ERROR
+from finetune.memory.forecast import DRY_RUN_ERROR, PhaseForecast
 from finetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from finetune.planner.plan import Plan
 
 #: Holders that are named.
 MOST_HOLDERS = 6
+
+
+def describe(error: BaseException, phase: str, plan: Plan, now: Memory, snapshot: dict[str, Any]) -> OutOfMemory:
+    """Return the event: error text, requested bytes, measured and forecast memory, its holders, and the settings in use."""
+    settings, forecast = plan.settings, plan.forecast.of_phase(phase) if plan.forecast else PhaseForecast()
+    asked = requested_bytes(snapshot) or _asked_bytes(str(error))
+    return OutOfMemory(
+        phase=phase, message=str(error).split("\n")[0][:500], asked_bytes=asked,
+        micro_batch=settings.per_device_train_batch_size, max_length=settings.max_length,
+        forecast_allocated_bytes=forecast.allocated_bytes, forecast_reserved_bytes=forecast.reserved_bytes,
+        holders=holders(snapshot), **_free(snapshot, asked, plan, now), **vars(now),
+    )  # fmt: skip
+
+
+def _free(snapshot: dict[str, Any], asked: int | None, plan: Plan, now: Memory) -> dict[str, Any]:
+    free = free_memory(snapshot, asked)
+    if free is None:
+        return {}
+    total, used = now.card_total_bytes, now.card_used_bytes
+    card_free = None if total is None or used is None else total - used
+    reservable = reservable_bytes(plan.usable_bytes - (plan.card.context_bytes or 0), now.reserved_bytes, card_free)
+    largest = max(free.usable, default=0)
+    enough = asked is not None and sum(free.usable) + (reservable or 0) >= asked
+    return {
+        "room_bytes": reservable, "free_bytes": sum(free.blocks), "free_blocks": len(free.blocks),
+        "largest_free_block_bytes": max(free.blocks, default=0), "largest_usable_block_bytes": largest,
+        "fragmented": None if asked is None else enough and max(largest, reservable or 0) < asked,
+    }  # fmt: skip
+
+
+def _asked_bytes(text: str) -> int | None:
+    match = re.search(r"[Tt]ried to allocate ([0-9.]+) ([KMG]iB)|you tried to allocate (\d+) bytes", text)
+    if not match:
+        return None
+    if match[3]:
+        return int(match[3])
+    return round(float(match[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Sampler
@@ -22,12 +24,14 @@ from finetune.distributed import ranks
 from finetune.error_kinds import is_disk_full
 from finetune.errors import DiskFull
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase
+from finetune.layers.checkpointing import decoder_layers
+from finetune.layers.compiled import compile_problem
 from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
 from finetune.model.padding import without_mask
 from finetune.model.quantised_cache import require_unchanged_file
-from finetune.model.techniques import step_context
+from finetune.model.techniques import apply_techniques, step_context
 from finetune.planner.plan import Plan
 from finetune.run.best import EvaluatedStep, best_of, best_sealed, evaluations, unusable_best_message
 from finetune.run.directory import RunDirectory
@@ -36,6 +40,7 @@ from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
 from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
+from finetune.settings.compatibility import lean_layers_conflict
 
 _PARTIAL = ".partial"
 
@@ -241,6 +246,30 @@ class RunTrainer(SFTTrainer):
                 f"checkpoint of step {step} could not be written: {error}",
                 f"Free some space, then: finetune resume {self.run.path}",
             ) from error
+
+    def compile_or_undo(self, problem: str) -> Plan:
+        """Compile the layers with the longest rows; return the plan, or the plan without compiling where that fails.
+
+        `problem`: why nothing can be compiled on this machine, if that is known.
+        """
+        plan, model, rows = self.plan, cast("Any", self.model), cast("Any", self.train_dataset)
+        if not problem:
+            lengths = row_lengths(rows)
+            longest = max(range(len(lengths)), key=lengths.__getitem__)
+            inputs = self.on_device([rows[longest]] * plan.settings.per_device_train_batch_size)
+            model.train()
+            hooks = step_context(plan.settings, inputs["input_ids"].device)
+            with self.measured_phase("compile"), self.accelerator.autocast(), hooks:
+                problem = compile_problem(decoder_layers(model), lambda: self.compute_loss(model, inputs))
+            self.take_counts()
+            gc.collect()  # compiled code that comes from a cache leaves cycles with the inputs in them
+        if not problem:
+            return plan
+        lean = plan.settings.model_copy(update={"torch_compile": False})
+        lean = lean.model_copy(update={"lean_layers": not lean_layers_conflict(lean)})
+        apply_techniques(model, lean)
+        self.events.warn(f"layers are not compiled: {problem}; lean layers take their place, which are slower")
+        return dataclasses.replace(plan, settings=lean)
 
     def on_device(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The batch of these rows, on the model's device."""

@@ -19,8 +19,8 @@ from finetune import events
 from finetune.card import cuda
 from finetune.compat.triton import tune_without_buffer
 from finetune.distributed import ranks
-from finetune.error_kinds import is_out_of_memory
-from finetune.errors import FINISHED, Diverged, FinetuneError, LossSpike, OutOfMemory
+from finetune.error_kinds import is_disk_full, is_out_of_memory
+from finetune.errors import FINISHED, DiskFull, Diverged, FinetuneError, LossSpike, OutOfMemory
 from finetune.gc_settings import raise_gc_thresholds, restore_gc_thresholds
 from finetune.model.hybrid import reference_notes
 from finetune.planner.plan import plan_was_edited
@@ -29,14 +29,14 @@ from finetune.privacy import keep_private
 from finetune.run.accuracy import compare_at_end, record_measurements, whole_run_s
 from finetune.run.base_adapter import base_adapter_of, load_base_adapter
 from finetune.run.best import result_summary, save_result
-from finetune.run.card import available_bytes, kernel_problem, limit_card, open_card, plain_segments_message
+from finetune.run.card import available_bytes, kernel_problem, limit_card, lost_card, open_card, plain_segments_message
 from finetune.run.directory import RunDirectory, require_data
-from finetune.run.failures import cause_of, describe
 from finetune.run.fingerprint import deciding_facts, seal_facts
 from finetune.run.memory import MemorySampler
+from finetune.run.out_of_memory import describe
 from finetune.run.retry import adjusted_plan, adjusted_since_s, forecast_adjusted, shrink_to_fit
 from finetune.run.seal import facts_differ, newest_verified
-from finetune.run.snapshot import MemoryHistory
+from finetune.run.snapshot import MemoryHistory, allocator_now
 from finetune.run.trackers import Trackers
 from finetune.settings.compatibility import reads_own_rows, shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
@@ -92,11 +92,14 @@ class Worker:
             traceback.print_exc()
             if is_out_of_memory(error):
                 phase = self.trainer.phase if self.trainer is not None and self.phase == "train" else self.phase
-                event = describe(error, phase, self.plan, self.memory)
+                snapshot = allocator_now(not self.plan.card.is_cpu)
+                event = describe(error, phase, self.plan, self.memory.sample(), snapshot)
                 self.history.write("out-of-memory")
                 self.events.emit(event)
                 return OutOfMemory.exit_code
-            return self._failed(cause_of(error, self.plan, self.run.path))
+            if is_disk_full(error):
+                return self._failed(DiskFull(str(error), f"Free some space, then: finetune resume {self.run.path}"))
+            return self._failed(lost_card(self.plan, self.run.path) or FinetuneError(f"{type(error).__name__}: {error}"))
 
     def _failed(self, error: FinetuneError) -> int:
         message = " ".join([*error.problems, error.fix]).strip()
@@ -181,8 +184,7 @@ class Worker:
         self.history.start()
         began = time.perf_counter()
         device = "cpu" if self.plan.card.is_cpu else cuda.device_of(self.rank.local)
-        load = sharded_base if reads_own_rows(settings) else load_base
-        base = load(settings, config, device, self.events.warn)
+        base = (sharded_base if reads_own_rows(settings) else load_base)(settings, config, device, self.events.warn)
         tokenizer = run_tokenizer(self.run.data / "tokenizer", settings)
         model = attach_adapters(base, settings, tokenizer)
         apply_techniques(model, settings)
@@ -204,17 +206,11 @@ class Worker:
         if settings.adapter_name_or_path is not None:
             load_base_adapter(trainer.model, self.run)
             trainer.method.keep_reference(trainer.model)
-        self._compile(trainer)
+        if settings.torch_compile:
+            trainer.plan = self.plan = trainer.compile_or_undo(self._kernel_problem)
         if settings.precompute_ref_log_probs is True:
             self._facts["reference"] = trainer.seal_facts["reference"] = add_reference(trainer)
         return trainer, callback
-
-    def _compile(self, trainer: RunTrainer) -> None:
-        """Compile the layers, where the plan says so; lean layers take over where that fails."""
-        if self.plan.settings.torch_compile:
-            from finetune.run.compiling import compile_or_undo
-
-            trainer.plan = self.plan = compile_or_undo(trainer, self._kernel_problem)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
