@@ -63,24 +63,17 @@ def accelerate_configuration(settings: Settings, deepspeed: Path) -> dict[str, A
     if launch.strategy != "deepspeed":  # DeepSpeed's own file has it
         values["mixed_precision"] = _PRECISION[settings.dtype]
     if launch.strategy == "fsdp":
-        values["fsdp_config"] = fsdp_configuration(settings)
+        # the model does gradient checkpointing, not FSDP; every rank loads the weights: 4-bit ones can't be broadcast
+        values["fsdp_config"] = {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": launch.offload == "cpu", "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
+        }  # fmt: skip
     if launch.strategy == "deepspeed":
         values["deepspeed_config"] = {
             "deepspeed_config_file": str(deepspeed), "zero3_init_flag": False, "deepspeed_multinode_launcher": "standard",
         }  # fmt: skip
     return values
-
-
-def fsdp_configuration(settings: Settings) -> dict[str, Any]:
-    """FSDP2: each decoder layer is all-gathered for its computation and resharded after it.
-
-    Gradient checkpointing is applied to the model, not by FSDP. Every rank loads the weights: 4-bit ones can't be broadcast.
-    """
-    return {
-        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": settings.launch.offload == "cpu", "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": False,
-    }  # fmt: skip
 
 
 def deepspeed_configuration(settings: Settings) -> dict[str, Any]:

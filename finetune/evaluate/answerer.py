@@ -216,7 +216,6 @@ def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer:
 
 @contextlib.contextmanager
 def _adapter_errors(folder: Any) -> Iterator[None]:
-    """Turn PEFT's errors for an adapter that can't be loaded into a CommandError."""
     try:
         yield
     except (SafetensorError, KeyError, ValueError, TypeError, OSError, RuntimeError) as error:

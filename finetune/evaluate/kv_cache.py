@@ -125,7 +125,6 @@ def _free_bytes(device: str, budget_bytes: int | None) -> int:
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in a cache of any class."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and value is not None:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +21,7 @@ from finetune.model.prequantised import stored_quantisation, trainable_formats
 from finetune.planner.plan import Plan, read_plan
 from finetune.planner.quantisation_cost import FormatLoss, QuantisationCost, Rows, chosen_rows, cost_path, held_out_rows
 from finetune.planner.shape import shape_of
+from finetune.printable import Progress
 from finetune.privacy import keep_private
 from finetune.run.card import cards_of, visibility
 from finetune.run.card_queue import card_queue
@@ -30,7 +30,6 @@ from finetune.serialise import read_own, to_json
 from finetune.settings import LaunchRecipe, Recipe, Settings
 from finetune.settings.base_formats import BITS_16, BITS_32, INT8, NF4, base_format_of, switches
 
-Progress = Callable[[str], None]
 #: Weights that take more of the free memory than this leave their layers in host memory.
 _RESIDENT_SHARE = 0.8
 

@@ -248,7 +248,6 @@ def unreadable_evaluations(run: RunDirectory) -> str:
 
 
 def _is_consistent(comparison: Comparison) -> bool:
-    """Whether both models have the same rows, and each row its prompt and answers."""
     base, tuned = comparison.base, comparison.tuned
     shown = min(map(len, (comparison.prompts, comparison.references, base.answers, tuned.answers)))
     same_rows = len(base.scores) == len(tuned.scores) and set(base.fields) >= set(tuned.fields)

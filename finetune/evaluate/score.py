@@ -33,11 +33,11 @@ from finetune.evaluate.rows import EvalRows, file_rows, held_out_rows, trained_r
 from finetune.evaluate.scorers import TOKEN_ACCURACY, RowScore, Scorer, fitting_score, scorer, span_of
 from finetune.model.generate import MoreInputs, inputs_beside
 from finetune.planner.plan import read_plan
+from finetune.printable import Progress
 from finetune.run.directory import RunDirectory, require_data
 from finetune.settings.methods import METHODS
 from finetune.units import format_seconds
 
-Progress = Callable[[str], None]
 _MAX_LOSS = 700.0  # whose exponential is a float
 _PROGRESS_S = 1.0  # between two lines of progress
 
@@ -120,7 +120,6 @@ def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float 
 
 
 def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Difference]:
-    """The difference of each part of the score, over the rows that have it."""
     pairs: dict[str, list[tuple[bool, bool]]] = {}
     for base_row, tuned_row in zip(base.row_scores, tuned.row_scores, strict=True):
         for name, is_right in base_row.fields.items():
@@ -283,7 +282,6 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
-    """Share of the rows with a field in which it is right, in the order of the fields."""
     rights_by_field: dict[str, list[bool]] = {}
     for row_score in row_scores:
         for name, is_right in row_score.fields.items():

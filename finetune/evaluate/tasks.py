@@ -22,10 +22,10 @@ from finetune.evaluate.journal import Journal, digest
 from finetune.evaluate.kv_cache import batch_token_limit, loss_batch_tokens
 from finetune.evaluate.paired import difference
 from finetune.evaluate.results import TASKS_FILE, TaskScore, answers_without_thoughts, keep_result, read_tasks
+from finetune.printable import Progress
 from finetune.requirements import DISTRIBUTION
 from finetune.run.directory import RunDirectory, require_data
 
-Progress = Callable[[str], None]
 #: As the harness's own command: seeds of the examples in a prompt.
 _EXAMPLES_SEED = 1234
 _MAX_BATCH = 64
@@ -59,7 +59,6 @@ def measure_tasks(
 
 
 def _load(tasks: Sequence[str]) -> dict[str, Any]:
-    """The harness's tasks, with its own defaults."""
     from lm_eval.tasks import TaskManager
 
     for name in ("lm_eval", "transformers"):  # they warn of a model that is not a name, and of two limits of an answer
@@ -94,7 +93,6 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
 def _evaluate(
     answerer: Answerer, journal: Journal, tasks: dict[str, Any], rows: int | None, model: str, progress: Progress
 ) -> dict[str, Any]:
-    """The harness's results for the model that is in use, called `model` in messages."""
     from lm_eval.evaluator import evaluate
 
     has_template = not answerer.plain and answerer.tokenizer.chat_template is not None
@@ -167,7 +165,6 @@ def _key(kind: str, arguments: Sequence[Any]) -> str:
 
 
 def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: int) -> int:
-    """How many of the longest requests fit at once."""
     longest = max(requests, key=lambda request: sum(len(part) for part in request.args if isinstance(part, str)))
     text = "".join(part for part in longest.args if isinstance(part, str))
     tokens = min(max_length, len(answerer.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1)
@@ -180,7 +177,6 @@ def _batch_size(answerer: Answerer, kind: str, requests: list[Any], max_length: 
 
 
 def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
-    """Each metric of each task and group, of both models."""
     scores = []
     for task, values in tuned["results"].items():
         for name, value in values.items():

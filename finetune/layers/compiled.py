@@ -119,7 +119,6 @@ def compile_problem(layers: list[torch.nn.Module], run: Callable[[], Any]) -> st
 
 
 def _graph_breaks() -> Counter[str]:
-    """Where Dynamo had to break graphs in this process, by reason."""
     from torch._dynamo.utils import counters
 
     return Counter(counters["graph_break"])

@@ -173,7 +173,6 @@ class FileStorage:
         self._end += size
 
     def _stage(self, index: int, slots: list[TensorSlot]) -> int:
-        """Return a layer's bytes, after staging buffers of at least that size are allocated."""
         size = self._sizes[index] = layout_bytes(slots)
         if not self._staging or len(self._staging[0]) < size:
             self._staging = [host_memory.host_buffer(size, slots[0].tensor) for _ in range(BUFFERS)]

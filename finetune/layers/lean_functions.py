@@ -408,7 +408,6 @@ def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> tor
 
 
 def _split_gate_up(outs: Any, swapped: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up, of two tensors or of the two halves of one."""
     first, second = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
     return (second, first) if swapped else (first, second)
 

@@ -280,7 +280,6 @@ def _eps(module: Any) -> Any:
 
 
 def _plain_values(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The module's settings, which its forward may read."""
     values = vars(module).items()
     plain = {name: str(value) for name, value in values if isinstance(value, (bool, int, float, str)) and name != "training"}
     return tuple(sorted(plain.items()))
@@ -359,7 +358,6 @@ def _computes_mlp(module: torch.nn.Module, parts: GatedParts, act: Any) -> bool:
 
 
 def _activation(act: torch.nn.Module) -> str:
-    """Which known function a module computes; empty for another."""
     key = (type(act), _plain_values(act))
     if key not in _RECOGNISED:
         x = torch.linspace(-12, 12, 97, dtype=torch.float64)

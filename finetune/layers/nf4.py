@@ -116,7 +116,6 @@ def _kernel() -> Callable[..., None] | None:
 
 @functools.cache
 def _levels(device: torch.device) -> torch.Tensor:
-    """The 16 values of NF4."""
     return bitsandbytes.functional.get_4bit_type("nf4", device=device)
 
 

@@ -140,7 +140,6 @@ class Offload:
         self._offloaded.clear()
 
     def _free_copied(self, most_bytes: int) -> None:
-        """Free copied tensors, oldest first, until at most `most_bytes` are left."""
         while self._departing and sum(tensor.nbytes for tensor, _ in self._departing) > most_bytes:
             _, copied = self._departing[0]
             self._copies.wait(copied)

@@ -57,7 +57,6 @@ def parts_of(model: torch.nn.Module) -> Parts:
 
 
 def _buffers_and_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and tensors that are plain attributes, such as rotary embeddings' frequencies."""
     yield from model.named_buffers(remove_duplicate=False)
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,19 @@ from finetune.model import build
 from finetune.model.configuration import resolve_model_path
 from finetune.model.quantisation import quantization_config
 from finetune.model.weights import weights_fingerprint
+from finetune.printable import Progress
 from finetune.settings import Settings
 from finetune.settings.base_formats import base_format_of
 from finetune.system import rename, return_freed_memory, sync_folder, take_lock
 from finetune.units import format_bytes
 
-#: Called with messages for the user.
-Log = Callable[[str], None]
 Device = torch.device | str | int
 _FREE_SPACE_HINT = "`finetune cache clear` deletes the files of other models; FINETUNE_CACHE names a folder on another disk"
 #: Libraries that decide which bytes a weight becomes.
 _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
-def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> Store:
+def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> Store:
     """Return the model's folder, with every file verified; written first where there is none, or where it is damaged.
 
     `device` quantises. One process of a machine writes, others that need the same folder wait for it. Raises DiskFull when
@@ -96,7 +95,6 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """The folder that is renamed when it is complete; after an error there is none."""
     writing = unfinished(path, os.getpid())
     writing.mkdir()
     try:
@@ -110,7 +108,7 @@ def _checked(path: Path, parts: Parts) -> Store:
     if {part: set(names) for part, names in store.parts.items()} != {part: set(values) for part, values in parts.items()}:
         raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
     with contextlib.suppress(OSError):
-        if _checked_path(path).read_text(encoding="utf-8") == _identity(path):
+        if path.with_suffix(".checked").read_text(encoding="utf-8") == _identity(path):
             return store
     store.verify()
     _mark_checked(path)
@@ -123,14 +121,10 @@ def _identity(path: Path) -> str:
     return f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
 
 
-def _checked_path(path: Path) -> Path:
-    return path.with_suffix(".checked")
-
-
 def _mark_checked(path: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            write_text(_checked_path(path), _identity(path))
+            write_text(path.with_suffix(".checked"), _identity(path))
 
 
 def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
     return value
 
 
-def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> PreTrainedModel:
+def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
     """The base model on `device`, with layers offloaded as the recipe has it: of 4-bit weights through the model's file.
 
     Without disk space for the file it is loaded from its checkpoint, and `log` is called.

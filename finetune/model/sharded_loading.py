@@ -19,11 +19,12 @@ from finetune.compat.accelerate import shard_with
 from finetune.errors import DiskFull
 from finetune.layers.quantised_store import LayoutMismatch, Store, StoredTensor
 from finetune.model.build import build_base
-from finetune.model.quantised_cache import Device, Log, as_loaded, open_store, parameter_uses, set_value
+from finetune.model.quantised_cache import Device, as_loaded, open_store, parameter_uses, set_value
+from finetune.printable import Progress
 from finetune.settings import Settings
 
 
-def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, log: Log) -> PreTrainedModel:
+def sharded_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
     """The base model without weights, until accelerate has sharded it: then each rank reads its own.
 
     Where its file of weights can't be written, every rank loads the whole model, and `log` is called.

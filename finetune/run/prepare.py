@@ -95,7 +95,6 @@ class _Rows:
 
 
 def _check_machine(recipe: Recipe, card: Card) -> None:
-    """Raise MachineError or CardError for what this machine lacks: cards, DeepSpeed, trackers; Triton."""
     problems = [*machine_problems(recipe, on_cpu=card.is_cpu), *missing_trackers(recipe.report_to)]
     if recipe.attn_implementation == "flash_attention_2" and find_spec("flash_attn") is None:
         problems.append("attn_implementation flash_attention_2 needs the package flash-attn; leave it out, or install it")

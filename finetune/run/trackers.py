@@ -44,7 +44,11 @@ class Trackers:
 
     def __init__(self, plan: Plan, run: RunDirectory, events: EventWriter) -> None:
         self._plan, self._run, self._events = plan, run, events
-        self._forecast = forecast_numbers(plan)
+        names = ("peak_bytes", "peak_high_bytes", "allocated_bytes") if plan.forecast else ()
+        # in bytes, as constant lines in charts of the measured ones
+        self._forecast: dict[str, float] = {f"forecast/{name}": getattr(plan.forecast, name) for name in names}
+        if plan.budget_bytes is not None:
+            self._forecast["forecast/budget_bytes"] = plan.budget_bytes
         self._open: dict[str, _Tracker] = {}
 
     def on_event(self, event: Event) -> None:
@@ -81,13 +85,6 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - a broken tracker must not end the training
             self._open.pop(name, None)
             self._events.warn(f"{name} is switched off: {type(error).__name__}: {error}; events.jsonl has all numbers")
-
-
-def forecast_numbers(plan: Plan) -> dict[str, float]:
-    """The plan's forecast and budget in bytes, as constant lines in charts of the measured ones; empty without a forecast."""
-    names = ("peak_bytes", "peak_high_bytes", "allocated_bytes") if plan.forecast else ()
-    budget = {} if plan.budget_bytes is None else {"forecast/budget_bytes": plan.budget_bytes}
-    return {f"forecast/{name}": getattr(plan.forecast, name) for name in names} | budget
 
 
 def _renamed(names: dict[str, str], event: Event) -> dict[str, float]:

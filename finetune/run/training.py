@@ -235,7 +235,6 @@ class RunTrainer(SFTTrainer):
 
     @contextlib.contextmanager
     def _removing_partial(self, step: int) -> Iterator[None]:
-        """On an error remove the partial checkpoint; a full disk is raised as DiskFull."""
         try:
             yield
         except Exception as error:

@@ -283,7 +283,6 @@ class Worker:
             tune_without_buffer()
 
     def _end_load(self, took_s: float) -> None:
-        """Emit the load phase, free its cached memory and reset the peak for the first step."""
         self.events.emit(events.Phase(phase="load", phase_s=took_s, **vars(self.memory.sample())))
         gc.collect()
         self.memory.reset_peak()
