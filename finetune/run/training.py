@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,16 +20,22 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune.compat.transformers import without_packing_detection
 from finetune.compat.trl import narrow_tiles
+from finetune.data.call_syntax import Answer
 from finetune.data.pictures.columns import sizes_of
+from finetune.data.pictures.processing import PictureProcessor
+from finetune.data.pictures.tensors import PictureTensors, source_of
+from finetune.data.tokens import Encoder
 from finetune.distributed import ranks
-from finetune.error_kinds import is_disk_full
+from finetune.error_kinds import is_disk_full, is_out_of_memory
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, Evaluation, EventWriter, Phase
+from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Sample
+from finetune.files import read_json
 from finetune.layers.checkpointing import decoder_layers
 from finetune.layers.compiled import compile_problem
 from finetune.methods import method_of
 from finetune.methods.row_order import LongestEarly, row_lengths
 from finetune.methods.trl_arguments import trl_arguments
+from finetune.model.generate import greedy_answers
 from finetune.model.padding import without_mask
 from finetune.model.quantised_cache import require_unchanged_file
 from finetune.model.techniques import apply_techniques, step_context
@@ -38,11 +45,12 @@ from finetune.run.directory import RunDirectory
 from finetune.run.held_out import recorded_row_losses, write_row_losses
 from finetune.run.memory import MemorySampler
 from finetune.run.picture_collator import PictureCollator, picture_processor_of
-from finetune.run.samples import Samples
 from finetune.run.seal import rotate, seal
 from finetune.settings.compatibility import lean_layers_conflict
 
 _PARTIAL = ".partial"
+#: Longer prompts are left out and answers end here: the KV cache of an 8B model stays below 300 MB.
+_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
 
 
 class OneCardConfig(SFTConfig):
@@ -73,6 +81,47 @@ def steady(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.train, model.parameters
+
+
+class Samples:
+    """The first short held-out prompts of a run, as many as its recipe's `sample_answers`."""
+
+    def __init__(self, plan: Plan, run: RunDirectory, tokenizer: Any, processor: PictureProcessor | None = None) -> None:
+        self._tokenizer, self._rows = tokenizer, []
+        self._tensors = PictureTensors(processor) if processor else None
+        settings, path = plan.settings, run.data / "eval_examples.json"
+        if settings.launch.strategy != "ddp" or not path.is_file():  # one rank alone can't generate with sharded weights
+            return
+        rows = read_json(path)
+        self._rows = [row for row in rows if len(row["prompt_ids"]) <= _PROMPT_TOKENS][: settings.sample_answers]
+
+    def emit(self, model: Any, step: int, events: EventWriter) -> None:
+        """Emit a `sample` event per prompt. `model` is in evaluation mode. Out of memory ends sampling, not the run."""
+        if not self._rows:
+            return
+        encoder = Encoder(self._tokenizer, conversations=self._tokenizer.chat_template is not None)
+        questions = [row["prompt_ids"] for row in self._rows]
+        try:
+            more = None
+            if self._tensors:
+                sources = [[source_of(value) for value in row.get("pictures", ())] for row in self._rows]
+                more = partial(self._tensors, rows=sources)
+            answers = greedy_answers(
+                model, self._tokenizer, questions, stops=encoder.stops, max_new_tokens=_ANSWER_TOKENS,
+                with_special_tokens=encoder.template is not None, more_inputs=more,
+            )  # fmt: skip
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._rows = []
+            events.warn("no more sample answers: not enough memory to generate them")
+            return
+        for row, (text, is_cut) in zip(self._rows, answers, strict=True):
+            read = encoder.template.format.read(text, None, is_cut=is_cut) if encoder.template else Answer(text)
+            events.emit(Sample(
+                step=step, prompt=row["prompt"], expected=row["answer"], answer=read.text or read.thought,
+                pictures=tuple(picture["path"] for picture in row.get("pictures", ())),
+            ))  # fmt: skip
 
 
 class RunTrainer(SFTTrainer):
