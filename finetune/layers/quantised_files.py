@@ -1,4 +1,4 @@
-"""Folders of quantised models in the cache: names, leftovers of killed processes, size and deletion. Imports no torch."""
+"""Folders of quantised models in the cache: names, size and deletion. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ def folder() -> Path:
 
 def lock_of(path: Path) -> Path:
     """Return the lock of one model, held while it is verified or written."""
-    return path.with_suffix(".lock")
-
-
-def unfinished(path: Path, process: int | str) -> Path:
-    """Return the name that a process gives a model's folder until it is complete; `*` for the names of all processes."""
-    return path.with_name(f".{path.name}.{process}")
+    return path.with_name(f"{path.name}.lock")
 
 
 def complete_models() -> list[Path]:
     """Return the folders that are complete."""
-    return sorted(path for path in folder().glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    return sorted(folder().glob(f"*{SUFFIX}"))
 
 
 def size_bytes() -> int:
@@ -39,8 +34,8 @@ def size_bytes() -> int:
 def clear() -> None:
     """Delete all models but those that a process is writing now; open files stay readable there. Raises OSError."""
     for path in list(folder().glob("*")):
-        name = path.name.removeprefix(".").partition(SUFFIX)[0] if SUFFIX in path.name else path.stem
-        if not is_locked(lock_of(path.with_name(name + SUFFIX))):
+        model = path.with_name(path.name.partition(SUFFIX)[0] + SUFFIX)
+        if not is_locked(lock_of(model)):
             delete(path)
 
 

@@ -24,7 +24,7 @@ from finetune.compat.transformers import quantised_on, sequential_loading
 from finetune.errors import DiskFull, FinetuneError
 from finetune.files import free_disk_bytes, write_text
 from finetune.layers.layer_offloading import offload_layers
-from finetune.layers.quantised_files import SUFFIX, delete, folder, lock_of, unfinished
+from finetune.layers.quantised_files import SUFFIX, delete, folder, lock_of
 from finetune.layers.quantised_store import (
     FORMAT,
     OUTSIDE,
@@ -66,7 +66,7 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
     path = folder() / f"{name}-{key}{SUFFIX}"
     with _locked(path):
         try:
-            return _checked(path, parts)
+            return _open(path, parts)
         except FileNotFoundError:
             pass
         except LayoutMismatch as error:
@@ -89,13 +89,13 @@ def open_store(settings: Settings, config: PretrainedConfig, device: Device, log
         took = f"{time.perf_counter() - began:,.0f} s on the {'card' if torch.device(device).type == 'cuda' else 'processor'}"
         size = format_bytes(sum(file.stat().st_size for file in path.iterdir()))
         log(f"the weights were quantised in {took} and are kept for later starts: {path}, {size}")
-        _mark_checked(path)
-        return Store(path)
+        return _open(path, parts, is_verified=True)
 
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    writing = unfinished(path, os.getpid())
+    writing = path.with_name(f"{path.name}.partial")
+    delete(writing)  # of a process that was killed
     writing.mkdir()
     try:
         yield writing
@@ -103,28 +103,21 @@ def _unfinished(path: Path) -> Iterator[Path]:
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def _checked(path: Path, parts: Parts) -> Store:
+def _open(path: Path, parts: Parts, *, is_verified: bool = False) -> Store:
     store = Store(path)
     if {part: set(names) for part, names in store.parts.items()} != {part: set(values) for part, values in parts.items()}:
         raise LayoutMismatch(f"{path} is laid out for other versions of the libraries")
+    mark, about = path.with_name(f"{path.name}.checked"), (path / MANIFEST).stat()
+    # all processes of a launch on this machine have the same parent: the first verifies the folder for all
+    launch = f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
     with contextlib.suppress(OSError):
-        if path.with_suffix(".checked").read_text(encoding="utf-8") == _identity(path):
-            return store
-    store.verify()
-    _mark_checked(path)
-    return store
-
-
-def _identity(path: Path) -> str:
-    # of the folder and the launch that checked it: all processes of a launch on this machine have the same parent
-    about = (path / MANIFEST).stat()
-    return f"{os.getppid()} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
-
-
-def _mark_checked(path: Path) -> None:
+        is_verified |= mark.read_text(encoding="utf-8") == launch
+    if not is_verified:
+        store.verify()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            write_text(path.with_suffix(".checked"), _identity(path))
+            write_text(mark, launch)
+    return store
 
 
 def facts_of(settings: Settings, config: PretrainedConfig, device_type: str) -> dict[str, Any]:
@@ -150,13 +143,11 @@ def _fingerprint(settings: Settings) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock the file for this process and remove what a killed one left. Raises DiskFull where the folder can't be used."""
+    """Lock the folder for this process. Raises DiskFull where the cache can't be used."""
     with _disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         while (lock := take_lock(lock_of(path), 0.5)) is None:
             time.sleep(0.05)
-        for leftover in path.parent.glob(unfinished(path, "*").name):
-            delete(leftover)
     try:
         yield
     finally:
