@@ -79,7 +79,7 @@ class Answerer:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside the block use no adapter for `base`, else that of `other_adapters`, else the run's own."""
+        """Inside the block use no adapter for `base`, else the adapter of this name in `other_adapters`, else the run's own."""
         if not isinstance(self.model, PeftModel):
             yield
         elif name == "base":
@@ -100,7 +100,7 @@ class Answerer:
         )  # fmt: skip
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
-        """Makes what the model gets beside a batch's tokens; None for a model of text."""
+        """Return a function that makes the other inputs of a batch; None for a model of text."""
         return functools.partial(self._tensors, rows=pictures) if self._tensors else None
 
     def _stops(self) -> set[int]:
@@ -144,7 +144,7 @@ def chat_format_of(run: RunDirectory, tokenizer: PreTrainedTokenizerBase) -> Cha
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
     """The result's folder, else the newest sealed checkpoint; with `last` the last step's adapter.
 
-    Raises CommandError if there is none and one is `required`, RecipeError if it has changed.
+    Raises CommandError without an adapter if it is `required`, RecipeError for a changed adapter.
     """
     if last and not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")

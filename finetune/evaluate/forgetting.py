@@ -52,7 +52,7 @@ def measure_forgetting(
 def measure_no_call(
     run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> NoCall | None:
-    """Share of the bundled questions with tools, none of which is due, that are answered without a call, before and now.
+    """Share of the bundled questions that need no tool, though they have some, answered without a call, before and now.
 
     None for a run whose held-out rows have no tools, and for a chat template that writes none or refuses the questions.
     """

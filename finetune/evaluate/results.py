@@ -137,7 +137,7 @@ def measures(result: dict[str, Any]) -> list[Measure]:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Loss of a trained token, in nats, on so many rows.
+    """Loss of a trained token, in nats, on `rows` rows.
 
     `before`: of the base model, or of the adapter that the run continued. `difference`: now minus before, with the 95 %
     interval of a paired bootstrap; None for fewer than two rows.
@@ -160,7 +160,7 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class NoCall:
-    """Share of questions with tools of which none is due that are answered without a call, before and after training."""
+    """Share of questions that need none of their tools and are answered without a call, before and after training."""
 
     rows: int
     before: float | None

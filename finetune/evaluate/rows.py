@@ -67,7 +67,7 @@ class EvalRows:
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
     """At most `limit` of the run's held-out rows; with `of_first_run`, of the run whose adapter it continued.
 
-    Raises DataError when there are none.
+    Raises DataError without rows.
     """
     folder = run.base_adapter / HELD_OUT if of_first_run else run.data
     if of_first_run and not folder.is_dir():
@@ -147,7 +147,7 @@ def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
 
 
 def no_call_rows(encoder: Encoder) -> EvalRows:
-    """The bundled questions with tools of which none is due."""
+    """Return the bundled questions with tools that need no call."""
     rows = [parse_json(line) for line in NO_CALL_PROBE.read_text(encoding="utf-8").splitlines()]
     questions = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     tools = [[{"type": "function", "function": tool} for tool in row["tools"]] for row in rows]

@@ -129,7 +129,7 @@ def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Dif
 
 
 def _check(rows: EvalRows, scorer: Scorer) -> None:
-    """Score each expected answer as if it were the model's, to report what can't be scored before anything is loaded."""
+    """Score each expected answer as if it were the model's: rows that can't be scored are reported before loading."""
     if not rows.prompts:
         raise DataError("no row has a prompt and an answer: they are plain text", "Use --score loss.")
     if scorer.name == "calls":
@@ -175,7 +175,7 @@ class ModelOutputs:
         self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
 
     def _run_batches(self, keys: list[str], lengths: list[int], work: Callable[[list[int]], None], verb: str) -> None:
-        """Work on the batches with a row without an entry; the batches are the same as those of a killed evaluation."""
+        """Work on the batches with a row without an entry; the batches of a killed evaluation are the same."""
         entries = self._journal.entries
         if all(key in entries for key in keys):
             self.reused += len(keys)
@@ -269,7 +269,7 @@ class ModelOutputs:
 
 
 def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
-    """What the keys of rows have of their pictures; nothing for rows of text."""
+    """Digests of each row's pictures; empty lists for rows of text."""
     return [[picture["digest"] for picture in its] for its in pictures] or [[]] * len(rows)
 
 

@@ -53,7 +53,7 @@ class Scorer:
 
 
 def span_of(name: str, *scores: Sequence[float]) -> float:
-    """The largest difference of two rows' scores of this name; of a user's function, between those that were seen."""
+    """The largest difference of two rows' scores of this name; of a user's function, the largest seen."""
     all_scores = [score for model_scores in scores for score in model_scores]
     is_share = name.partition("-")[0] in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
     return 1.0 if is_share else max(all_scores) - min(all_scores)
@@ -83,7 +83,7 @@ def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> 
 
 
 def fitting_score(answers: Sequence[str]) -> tuple[str, str]:
-    """The score for these expected answers, and what they are."""
+    """Return the score for these expected answers, and their kind."""
     if not answers:
         return "loss", "plain text"
     if all(isinstance(_parse_json(answer), dict) for answer in answers):

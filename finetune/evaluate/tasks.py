@@ -37,7 +37,7 @@ def measure_tasks(
 ) -> list[TaskScore]:
     """Scores of tasks, groups or YAML files of tasks, for the first `rows` rows of each. They are kept in the run.
 
-    Raises PackagesError without lm-eval, CommandError for an unknown task, DataError for one that can't be loaded or scored.
+    Raises PackagesError without lm-eval, CommandError for an unknown task, DataError for a task that can't be loaded or scored.
     """
     if not importlib.util.find_spec("lm_eval"):
         problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
@@ -129,7 +129,7 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return self._complete("generate_until", requests, super().generate_until)
 
         def _complete(self, kind: str, requests: list[Any], compute: Callable[..., list[Any]]) -> list[Any]:
-            """Results of all requests, in order: those of the journal, and the others computed."""
+            """Return results of all requests, in order, from the journal or computed."""
             keys, batch_size = [_key(kind, request.args) for request in requests], 0
             while remaining := {
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries

@@ -1,1 +1,1 @@
-"""What a model's layers do otherwise: lean, offloaded, recomputed, with routed experts. Nothing here knows a recipe's file."""
+"""Changes to a model's layers: lean, offloaded, recomputed, with routed experts. Nothing here knows a recipe's file."""

@@ -126,7 +126,7 @@ def _graph_breaks() -> Counter[str]:
 
 @dataclass
 class Compilations:
-    """What torch has compiled in this process, so far: graphs, those of them that were compiled again for other inputs, with
+    """Counts of compiling in this process: graphs, those of them that were compiled again for other inputs, with
     the reasons, places where a layer's graph had to be broken, and seconds."""
 
     graphs: int = 0

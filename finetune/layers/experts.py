@@ -71,7 +71,7 @@ def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str]) -> None:
-    """Make each fused weight of a model on meta one that is quantised when it is loaded.
+    """Have each fused weight of a model on meta quantised when it is loaded.
 
     `quantization`: the BitsAndBytesConfig. Modules named in `left_out` stay 16-bit.
     """
@@ -95,7 +95,7 @@ def pack_experts(model: torch.nn.Module, quantization: Any, left_out: list[str])
 
 
 def split_targets(model: torch.nn.Module, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names of `target_modules` that are layers, and those of weights that no linear layer has, of experts and of routers:
+    """Names of `target_modules` that are layers, and names of weights that no linear layer has, of experts and of routers:
     PEFT's target_parameters."""
     named = [(path.rpartition(".")[2], module) for path, module in model.named_modules()]
     routers = {name: f"{name}.weight" for name, module in named if _is_router(module)}

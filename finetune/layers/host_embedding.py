@@ -1,4 +1,4 @@
-"""The input embedding's table in host memory: a micro-batch's rows of it are looked up there and copied to the device."""
+"""The input embedding's table in host memory: a micro-batch's rows are looked up there and copied to the device."""
 
 from __future__ import annotations
 

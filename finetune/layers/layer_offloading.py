@@ -3,7 +3,7 @@
 The frozen matrices of an offloaded layer, and the tables of 4-bit ones, form one block of bytes. On the card are `BUFFERS`
 buffers, and the parameters of the i-th offloaded layer are always views of buffer i mod BUFFERS: only the buffer's content
 changes. A weight that autograd saves is a view of the buffer, which holds the layer again during its backward. That needs
-every offloaded layer to be recomputed; one that is not is refused when it runs.
+every offloaded layer to be recomputed; any other layer is refused when it runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorSlot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor as it is now."""
+        """The current tensor."""
         return getattr(self.owner, self.attribute)
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ def layout_bytes(slots: list[TensorSlot]) -> int:
 
 
 def offloaded_numbers(layers: int, count: int) -> list[int]:
-    """Which layers are offloaded, when `count` of them are: spread evenly, so that the others' time hides copies, too."""
+    """Return which of the layers are offloaded: spread evenly, so that the time of resident layers hides copies, too."""
     count = min(count, layers)
     return [number for number in range(layers) if (number + 1) * count // layers > number * count // layers]
 
@@ -259,8 +259,8 @@ class LayerOffloading:
             wrap_checkpoint(layer, functools.partial(functools.partial, self._checkpointed, index))
 
     def fetch_and_prefetch(self, index: int, step: int = 1) -> None:
-        """Before an offloaded layer runs: fetch its weights for the work issued next, and start to fetch those of the layer
-        `step` further."""
+        """Before an offloaded layer runs: fetch its weights for the work issued next, and start to fetch the weights of the
+        layer `step` further."""
         self.ensure_on_device(index)
         following = index + step
         if step > 0 and not torch.is_grad_enabled():  # evaluation and answers begin with the first layer again
@@ -352,10 +352,10 @@ class QuantisedFileStorage(FileStorage):
 
 
 def offload_layers(model: torch.nn.Module, settings: Settings, *, weights: bool, store: Store | None = None) -> LayerOffloading:
-    """What `settings` offload of a model whose weights are not loaded yet. Raises RecipeError for what it does not work with.
+    """What `settings` offload of a model whose weights are not loaded yet. Raises RecipeError for settings that exclude it.
 
-    Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference. `store`: the file
-    that the weights come from, where offloaded layers stay with `nvme`.
+    Without `weights`, in a forecast, layers are always in host memory: on the card there is no difference. `store`: the folder
+    of the weights, where offloaded layers stay with `nvme`.
     """
     if settings.torch_compile or settings.launch.strategy != "ddp":
         other = "torch_compile" if settings.torch_compile else f"launch.strategy {settings.launch.strategy}"

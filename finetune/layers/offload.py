@@ -1,4 +1,4 @@
-"""Moves tensors to host memory and back, on CUDA by a stream of its own that overlaps with the computation.
+"""Moves tensors to host memory and back, on CUDA by a second stream that overlaps with the computation.
 
 Forward: the copy of a tensor starts when the tensor is complete, and the tensor stays on the card until the computation has
 waited for its copy. Backward: while one tensor is in use, those needed next are prefetched. `WINDOW` limits how far the copies
@@ -22,7 +22,7 @@ WINDOW = 2
 
 
 class InOrder:
-    """Copies in order with the computation: on its stream, or at once on a CPU and in a forecast."""
+    """Copies in order with the computation: on its stream, or directly on a CPU and in a forecast."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
         """Copy after all computation issued so far, or before the mark `after`; returns what `wait` takes."""
@@ -39,7 +39,7 @@ class InOrder:
 
 
 class SideStream(InOrder):
-    """Copies on a CUDA stream of their own, which overlap with computation on the current stream. `cuda` is torch.cuda."""
+    """Copies on a second CUDA stream, which overlap with computation on the current stream. `cuda` is torch.cuda."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda, self._stream = device, cuda, cuda.Stream(device)

@@ -12,7 +12,7 @@ SUFFIX = ".quantised"
 
 
 def folder() -> Path:
-    """Return the folder that holds those of models."""
+    """Return the folder of all models."""
     return cache_dir() / "quantised"
 
 
@@ -32,7 +32,7 @@ def size_bytes() -> int:
 
 
 def clear() -> None:
-    """Delete all models but those that a process is writing now; open files stay readable there. Raises OSError."""
+    """Delete all models except models being written now; open files stay readable. Raises OSError."""
     for path in list(folder().glob("*")):
         model = path.with_name(path.name.partition(SUFFIX)[0] + SUFFIX)
         if not is_locked(lock_of(model)):

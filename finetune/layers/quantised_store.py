@@ -1,7 +1,7 @@
-"""A base model as it is trained, with its 4-bit weights: a sealed folder with a safetensors file for each decoder layer.
+"""A base model with its 4-bit weights: a sealed folder with a safetensors file for each decoder layer.
 
 A file has parameters by their names, and a 4-bit weight's tables, as bitsandbytes packs them, as `WEIGHT:absmax` and so on.
-`outside.safetensors` has all that is in no layer. The manifest has each file's SHA-256.
+`outside.safetensors` has the rest. The manifest has each file's SHA-256.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Parts = dict[str, dict[str, torch.Tensor]]
 
 
 class LayoutMismatch(Exception):
-    """The layout of a folder, or of what was loaded, is not that of the model that is built."""
+    """The layout of a folder or of loaded weights differs from the model."""
 
 
 class Damaged(LayoutMismatch):
-    """A folder is incomplete, or a part of it has changed."""
+    """A folder is incomplete, or a file has changed."""
 
 
 def parts_of(model: torch.nn.Module) -> Parts:
-    """Return the parts of a base model: its decoder layers in order, then what is outside them; tied weights once."""
+    """Return the parts of a base model: its decoder layers in order, then the rest; tied weights once."""
     paths = {module: path for path, module in model.named_modules()}
     taken: set[int] = set()
 
@@ -161,7 +161,7 @@ class Store:
         return [(stat.st_size, stat.st_mtime_ns) for stat in about]
 
     def rows(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Read rows of a tensor into memory of their own; all rows without `count`. Nothing else of the file is read."""
+        """Read `count` rows of a tensor, or all, into new memory. Nothing else of the file is read."""
         tensor = self.tensors[name]
         rows = torch.empty(tensor.shape if count is None else (count, *tensor.shape[1:]), dtype=tensor.dtype)
         if rows.numel():

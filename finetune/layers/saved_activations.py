@@ -84,7 +84,7 @@ class _Handle:
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
     """Context manager around forward and backward. `offload` moves every saved tensor to host memory, exactly; `int8`
-    quantises those that are compressible. With both, the int8 values are moved.
+    quantises compressible tensors. With both, the int8 values are moved.
 
     Parameters, quantised weights and casts of them are untouched. A storage that several operations save (the input of q, k
     and v) is stored once.

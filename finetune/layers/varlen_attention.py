@@ -26,7 +26,7 @@ NAME = "torch_varlen"
 
 
 def register() -> None:
-    """Register the attention with transformers, before a model is built with it; may be called again."""
+    """Register the attention with transformers, before a model is built; may be called again."""
     AttentionInterface.register(NAME, varlen_attention)
     AttentionMaskInterface.register(NAME, varlen_mask)
 
@@ -52,7 +52,7 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each row. query, key, value (batch, heads, tokens, head_dim) -> (batch, tokens, heads, head_dim).
 
-    Raises RecipeError for what the kernel does not support: dropout, soft caps, attention sinks.
+    Raises RecipeError for settings that the kernel does not support: dropout, soft caps, attention sinks.
     """
     _refuse_unsupported(dropout, arguments)
     batch, _, tokens, _ = query.shape

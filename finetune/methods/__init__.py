@@ -1,4 +1,4 @@
-"""What a training method computes: its batches, the loss that the worker and the dry run call, and its metrics.
+"""A training method: its batches, the loss that the worker and the dry run call, and its metrics.
 
 finetune/settings/methods.py has the table, with what data, forecast and planner must know of each.
 """

@@ -84,7 +84,7 @@ class TrainingMethod(ABC):
     ) -> MicroBatchLoss:
         """Forward passes and loss. `model` is a PeftModel with the fused head (`add_loss`), perhaps inside DDP.
 
-        `items`: trained tokens of the whole step; None: those of the micro-batch. `routed`: ask for a mixture's auxiliary loss;
+        `items`: trained tokens of the whole step; None: of the micro-batch. `routed`: ask for a mixture's auxiliary loss;
         None: as the model is configured.
         """
 
@@ -123,7 +123,7 @@ def _set_data(parameters: list[Any], values: list[torch.Tensor]) -> None:
 
 
 def forward(model: Any, inputs: dict[str, Any], *, routed: bool | None) -> Any:
-    """Log-probabilities of the labels, without logits. `routed`: with a mixture's auxiliary loss; None: as it is configured."""
+    """Log-probabilities of the labels, without logits. `routed`: with a mixture's auxiliary loss; None: as configured."""
     is_mixture = hasattr(getattr(model, "module", model).config.get_text_config(), "output_router_logits")
     router = {"output_router_logits": routed} if is_mixture and routed is not None else {}
     return model(**inputs, **router, use_cache=False, fused_lm_head=True)

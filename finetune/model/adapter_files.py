@@ -16,7 +16,7 @@ _DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def adapter_problems(folder: Path) -> list[str]:
-    """What is wrong with an adapter, one line each. Weights are read from safetensors only: other formats run code."""
+    """Return the problems of an adapter, one line each. Weights are read from safetensors only: other formats run code."""
     try:
         config = read_json(folder / ADAPTER_CONFIG, dict)
     except (OSError, ValueError) as error:

@@ -126,7 +126,7 @@ def prepare_for_training(model: torch.nn.Module, settings: Settings) -> None:
 
 
 def cast_adapters(model: torch.nn.Module, settings: Settings) -> None:
-    """Cast trainable parameters to `adapter_dtype`, usually fp32: TRL casts those of a quantised model to bf16."""
+    """Cast trainable parameters to `adapter_dtype`, usually fp32: TRL casts adapters of a quantised model to bf16."""
     cast_trainable(model, getattr(torch, settings.adapter_dtype))
 
 

@@ -33,7 +33,7 @@ def catalogue() -> dict[str, dict[str, Any]]:
 
 
 def sources() -> dict[str, str]:
-    """Key of a source -> what it is, with its commit or version."""
+    """Return each source with its commit or version, by key."""
     return dict(_file()["sources"])
 
 

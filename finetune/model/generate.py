@@ -1,4 +1,4 @@
-"""Answers of a loaded model: greedy ones to a batch of prompts, and one that is streamed, sampled, and can be stopped."""
+"""Answers of a loaded model: greedy answers to a batch of prompts, and a sampled answer that is streamed and can be stopped."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def streamed_answer(
 
 
 def inputs_beside(ids: torch.Tensor, more_inputs: MoreInputs | None) -> dict[str, Any]:
-    """What a model gets beside a batch's tokens, on their device."""
+    """Return the inputs beside a batch's tokens, on their device."""
     inputs = more_inputs(ids.cpu()) if more_inputs else {}
     return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 

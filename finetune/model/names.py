@@ -1,4 +1,4 @@
-"""Names of models as people type them: the hub id in the catalogue that is meant, similar ids, or why there is none.
+"""Names of models as people type them: the hub id in the catalogue, similar ids, or the reason why a model is not there.
 
 A name is known if it is an id, an id without its account, a packed copy (GGUF, AWQ, bnb-4bit) of a model, or in names.json.
 Case, spaces and punctuation do not count, nor how a name says that it is a chat model. Never another model.
@@ -94,7 +94,7 @@ def suggestions(typed: str, most: int = 4) -> list[str]:
 
 
 def why_unknown(typed: str) -> tuple[str, str] | None:
-    """Return what a name that the catalogue lacks stands for, as a predicate, and what can be done; None if nobody knows."""
+    """Return a predicate on a model that the catalogue lacks, and the fix; None for an unknown model."""
     for pattern, reason, fix in _OTHERS:
         if re.search(pattern, typed.strip().lower()):
             is_sentence = " " in fix

@@ -67,7 +67,7 @@ def _sources(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> dict[int
 def _grown(
     weight: torch.nn.Parameter, *, first: int, end: int, added: int, sources: dict[int, list[int]]
 ) -> torch.nn.Parameter:
-    """A copy of a table with rows up to `end`, of which those from `first` on are trained.
+    """A copy of a table with rows up to `end`, trained from `first` on.
 
     New values have the rows that it lacks, and the last `added` ones, which may have been padding. A mean is computed in fp32.
     """

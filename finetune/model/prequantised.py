@@ -21,7 +21,7 @@ DEQUANTISED = ("mxfp4", "fp8")
 def stored_quantisation(values: dict[str, Any], name: str) -> dict[str, Any]:
     """The `quantization_config` in a config.json's content, with its `quant_method`; empty for a 16-bit model.
 
-    bitsandbytes' first versions wrote no method. Raises RecipeError for one that is no object.
+    bitsandbytes' first versions wrote no method. Raises RecipeError for another type.
     """
     own = values.get("quantization_config")
     if own is None or own == {}:
@@ -44,7 +44,7 @@ def stored_format(own: dict[str, Any]) -> BaseFormat:
 
 
 def stored_notes(own: dict[str, Any]) -> tuple[str, ...]:
-    """What is to be known of weights that bitsandbytes stored: FP4, its default, is loaded and trained as it is."""
+    """Return notes on weights that bitsandbytes stored: its default, FP4, is trained without conversion."""
     if own.get("quant_method") != BITSANDBYTES or stored_format(own) is not NF4 or own.get("bnb_4bit_quant_type") == "nf4":
         return ()
     return ("the checkpoint's 4-bit weights are FP4: as many bytes as NF4's, but further from the 16-bit weights",)

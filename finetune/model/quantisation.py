@@ -60,9 +60,9 @@ def quantiser_of(settings: Settings, config: PretrainedConfig) -> type | None:
 
 
 def why_experts_stay_16_bit(model: torch.nn.Module, config: PretrainedConfig, settings: Settings) -> str | None:
-    """Why a mixture's experts have 16 bits in a model that is quantised; None where they are quantised, or there are none.
+    """Why a mixture's experts have 16 bits in a model that is quantised; None where they are quantised, and for dense models.
 
-    `config`: that of the language model.
+    `config`: of the language model.
     """
     experts = fused_experts(model, config)
     if not experts:

@@ -54,7 +54,7 @@ _LIBRARIES = ("bitsandbytes", "transformers", "torch")
 
 
 def open_store(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> Store:
-    """Return the model's folder, with every file verified; written first where there is none, or where it is damaged.
+    """Return the model's folder, with every file verified; written first where it is missing or damaged.
 
     `device` quantises. One process of a machine writes, others that need the same folder wait for it. Raises DiskFull when
     it can't be written and LayoutMismatch when it can't store this model; then no folder is left.
@@ -156,8 +156,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk into DiskFull, and those of an unexpected model into LayoutMismatch: transformers would report
-    them as errors of the checkpoint."""
+    """Turn errors of the disk into DiskFull, errors of an unexpected model into LayoutMismatch: transformers would report both
+    as errors of the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -203,7 +203,7 @@ def _release(model: torch.nn.Module, name: str) -> None:
 
 
 def value_of(model: torch.nn.Module, name: str) -> Any:
-    """The parameter, buffer or attribute of this name. Raises LayoutMismatch where there is none, or where it has no values."""
+    """The parameter, buffer or attribute of this name. Raises LayoutMismatch for a tensor that was not loaded."""
     path, _, attribute = name.rpartition(".")
     value = getattr(model.get_submodule(path), attribute, None)
     if not isinstance(value, torch.Tensor) or value.is_meta:
@@ -212,9 +212,9 @@ def value_of(model: torch.nn.Module, name: str) -> Any:
 
 
 def load_base(settings: Settings, config: PretrainedConfig, device: Device, log: Progress) -> PreTrainedModel:
-    """The base model on `device`, with layers offloaded as the recipe has it: of 4-bit weights through the model's file.
+    """Return the base model on `device`, with layers offloaded as the recipe has it; 4-bit weights through the model's folder.
 
-    Without disk space for the file it is loaded from its checkpoint, and `log` is called.
+    Without disk space for the folder it is loaded from its checkpoint, and `log` is called.
     """
     if settings.layer_offloading is not False and base_format_of(settings).quantised_file:
         try:
@@ -225,7 +225,7 @@ def load_base(settings: Settings, config: PretrainedConfig, device: Device, log:
 
 
 def base_from(store: Store, settings: Settings, config: PretrainedConfig, device: Device) -> PreTrainedModel:
-    """The base model on `device` with the weights of its file, as `build_base` would load them, with layers offloaded."""
+    """Return the base model on `device` with the weights of its folder, as `build_base` loads them, with layers offloaded."""
     base = build.build_base(settings, config, device=device, weights=False)
     offloading = None if settings.layer_offloading is False else offload_layers(base, settings, weights=True, store=store)
     uses = parameter_uses(base)
@@ -255,7 +255,7 @@ def require_unchanged_file(model: torch.nn.Module) -> None:
 
 
 def as_loaded(base: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """A base whose weights were set, in the state of one that transformers has loaded."""
+    """Return a base whose weights were set as transformers leaves a loaded model."""
     from transformers import GenerationConfig
 
     path = resolve_model_path(settings)

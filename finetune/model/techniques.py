@@ -86,7 +86,7 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def optimizer_class(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizers; None for those of transformers."""
+    """Trainer's `optimizer_cls_and_kwargs` for this project's optimizers; None for an optimizer of transformers."""
     if settings.optim not in _OWN:
         return None
     return _OWN[settings.optim], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}

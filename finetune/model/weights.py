@@ -64,7 +64,7 @@ def weights_fingerprint(settings: Settings, *, reread: bool = False) -> str | No
 
 
 def configuration_fingerprint(settings: Settings) -> str | None:
-    """One hash of the files beside the weights that decide what the base model computes; None when it is not on this disk.
+    """Return one hash of the files beside the weights that decide the base model's outputs; None when it is not on this disk.
 
     They are its config.json, the index of its weights, and its Python files if the recipe trusts them.
     """
@@ -113,7 +113,7 @@ def _hash(path: Path, reread: bool) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of a model folder's weight files, by its index if it has one. Raises ModelError for one that can't be read."""
+    """Names of a model folder's weight files, by its index if it has one. Raises ModelError for an unreadable index."""
     index = folder / INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))

@@ -90,7 +90,7 @@ def outcome(events: Sequence[Event]) -> tuple[str, bool]:
 
 
 def whole_run_s(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Seconds of loading, and from then on until now, of a run that trained in one go; None of one that was resumed."""
+    """Return seconds of loading and seconds since, of a run that trained in one go; None for a resumed run."""
     starts = [event for event in events if isinstance(event, Start)]
     began = next((event for event in reversed(events) if isinstance(event, State) and event.state == "starting"), None)
     if len(starts) != 1 or starts[0].step or not (began and began.time_s and starts[0].time_s and events[-1].time_s):

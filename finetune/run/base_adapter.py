@@ -43,7 +43,7 @@ class BaseAdapterFacts:
 
 
 def with_adapter_folder(recipe: Recipe) -> Recipe:
-    """The recipe with its adapter's folder instead of a run's name. Raises RecipeError when there is none."""
+    """Return the recipe with its adapter's folder in place of a run's name. Raises RecipeError without an adapter."""
     name = recipe.adapter_name_or_path
     if name is None:
         return recipe
@@ -85,7 +85,7 @@ def require_usable_adapter(settings: Settings) -> None:
 
 
 def facts_of(folder: Path) -> BaseAdapterFacts:
-    """What is known of the adapter in a folder."""
+    """Return the facts of the adapter in a folder."""
     manifest = read_object(folder / MANIFEST) or {}
     run = _run_of(folder)
     base = manifest.get("facts", {}).get("base")

@@ -82,7 +82,7 @@ def unusable_best_message(step: int, problem: str) -> str:
 def save_result(trainer: RunTrainer, run: RunDirectory) -> Result | None:
     """Write adapter/ with the best step and, where that is not the last one, adapter-last/; each is renamed when whole.
 
-    Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns what was written.
+    Without evaluations the last step is the result. All ranks call this; local rank 0 writes and returns the result.
     """
     step, writes = trainer.state.global_step, ranks.this_rank().is_local_rank_0
     evaluated = evaluations(trainer.state.log_history)

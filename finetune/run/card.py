@@ -105,7 +105,7 @@ def plain_segments_message(plan: Plan) -> str:
 
 
 def available_bytes(plan: Plan) -> int | None:
-    """What the run may take of its card now, with a CUDA context that is not open yet; None where the driver does not say."""
+    """Return the bytes that the run may take of its GPU now, CUDA context included; None where the driver does not say."""
     free = [device.free_bytes for device in _devices(cards_of(plan))]
     return min(plan.usable_bytes, *free) if free else None
 
@@ -119,10 +119,9 @@ def open_card(plan: Plan, number: int) -> None:
 
 
 def limit_card(plan: Plan) -> str:
-    """Limit the allocator to the budget less the context; returns a warning when less is free than it may need by the upper end
-    of the forecast, else an empty text.
+    """Limit the allocator to the budget less the context; return a warning when less is free than the forecast's upper end.
 
-    More is then out of memory at once. With the driver of Windows, which would spill to host memory, what is free limits, too.
+    The driver of Windows would spill to host memory: there, free memory limits the allocator, too.
     """
     context, free = plan.card.context_bytes or 0, cuda.free_bytes()
     limit = max(0, plan.usable_bytes - context)

@@ -1,4 +1,4 @@
-"""One run at a time on a card: the others wait in order, by ticket files. A ticket is valid while its process lives."""
+"""One run at a time on a card: other runs wait in order, by ticket files. A ticket is valid while its process lives."""
 
 from __future__ import annotations
 

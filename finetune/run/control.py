@@ -74,7 +74,7 @@ def resume(run: RunDirectory) -> int:
 
 
 def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
-    """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError with every one that can't be."""
+    """Save `key=value` changes for a run's next attempts and return them. Raises RecipeError for settings that can't change."""
     changes = load_changes(overrides)
     base = changes.pop("model_name_or_path", None)
     fix = f"Start a new run: finetune run {run.recipe} {' '.join(overrides)}"
@@ -101,7 +101,7 @@ def update_settings(run: RunDirectory, overrides: list[str]) -> dict[str, Any]:
 def stop(run: RunDirectory, number: int = signal.SIGTERM, *, now: bool = False) -> bool:
     """Stop a run after its step, with a checkpoint, however often it is called. False when it was not running.
 
-    `now`: end a run at once that was asked before.
+    `now`: end a run immediately that was asked before.
     """
     processes = read_processes(run)
     for role in ("supervisor", "worker"):  # without a supervisor the request goes to the worker

@@ -161,7 +161,7 @@ def remember(run: RunDirectory) -> None:
 
 
 def runs_from_here(runs: Path = Path("runs")) -> list[RunDirectory]:
-    """Runs below `runs`, and those that were started in this folder with another output_dir; newest first."""
+    """Return runs below `runs`, and runs started in this folder with another output_dir; newest first."""
     here, by_path = str(Path.cwd()), {run.path.absolute(): run for run in list_runs(runs)}
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ def _index() -> Path:
 
 
 def open_run(source: str | Path, runs: Path = Path("runs")) -> RunDirectory:
-    """The run at `source`: its directory, its name, or `latest`. Raises RecipeError when there is none."""
+    """Return the run at `source`: a directory, a name, or `latest`. Raises RecipeError for no run."""
     if str(source) == "latest":
         newest_first = runs_from_here(runs)
         if not newest_first:

@@ -1,4 +1,4 @@
-"""What a result depends on (settings, rows, base model), as facts that are sealed with it and compared at each use."""
+"""The inputs of a result (settings, rows, base model), as facts that are sealed with the result and compared at each use."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def require_own_adapter(run: RunDirectory, folder: Path, *, base: bool = True, r
 
 
 def require_same_base(folder: Path, settings: Settings, *, reread: bool = False) -> None:
-    """Raise CommandError when the base model is not the one that the adapter in a folder was trained on."""
+    """Raise CommandError when the adapter in a folder was trained on another base model."""
     sealed = _sealed_facts(folder)
     if not {"base", "base_config"} & set(sealed):  # trained on a machine without the files
         return

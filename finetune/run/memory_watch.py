@@ -28,7 +28,7 @@ class MemoryWatch:
         self._peak_allocated_bytes = 0
 
     def observe(self, event: Event) -> None:
-        """Remember the peak of a phase between steps: what it has reserved stays reserved."""
+        """Remember the peak of a phase between steps: its reserved memory stays reserved."""
         if isinstance(event, Phase):
             self._raise_peak(event)
 

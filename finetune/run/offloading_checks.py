@@ -1,4 +1,4 @@
-"""Checks before a run that layer offloading has what it needs: host memory, or a drive that reads fast enough."""
+"""Checks of layer offloading before a run: enough host memory, or a drive that reads fast enough."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SAMPLE_BYTES, PIECE_BYTES, MOST_S = 256 * MIB, 8 * MIB, 3.0
 
 
 def check_layer_offloading(plan: Plan, *, force: bool = False, folder: Path | None = None) -> Plan:
-    """The plan with what was measured of the drive. `force` accepts what is only slow; `folder`: where an offload's file is.
+    """Return the plan with the measured speed of the drive. `force` accepts a slow drive; `folder`: of the offloaded layers.
 
-    Raises MachineError and DiskFull for what this machine lacks.
+    Raises MachineError for too little host memory or too slow a drive, DiskFull for too little space.
     """
     check_host_memory(plan)
     copies = plan.layer_copies

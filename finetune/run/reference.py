@@ -29,8 +29,8 @@ _FACTS = ("data", "base", "base_config", "origin", "dtype", *SWITCHES)
 def add_reference(trainer: RunTrainer) -> str:
     """Give the trainer's rows the columns of their reference; returns the hash of the values, for the seal.
 
-    Values of an earlier attempt are used as they are. Changed or damaged ones, and those of other rows or another model, are
-    computed again; a checkpoint that was sealed with other values is refused by their hash.
+    Values of an earlier attempt are reused; damaged values, and values of other rows or another model, are computed again. A
+    checkpoint that was sealed with other values is refused by their hash.
     """
     folder = trainer.run.path / "reference"
     facts = {name: trainer.seal_facts[name] for name in _FACTS if name in trainer.seal_facts}
@@ -69,8 +69,8 @@ def _write(folder: Path, values: dict[str, np.ndarray], facts: dict[str, Any]) -
 
 
 def _computed(trainer: RunTrainer, rows: Any) -> np.ndarray:
-    """Log-probabilities of the chosen and the rejected answer of each row, in fp32. The longest rows come first: if memory
-    runs out, it does so at once."""
+    """Log-probabilities of the chosen and the rejected answer of each row, in fp32. The longest rows come first: memory
+    runs out early or never."""
     model, size = trainer.model, trainer.plan.settings.per_device_train_batch_size
     order = np.argsort(-np.array(row_lengths(rows)), kind="stable")
     values = np.zeros((len(rows), 2), np.float32)

@@ -52,7 +52,7 @@ def deleted_runs(runs: Path) -> list[tuple[str, Path]]:
 
 
 def restore_run(runs: Path, folder_name: str) -> RunDirectory:
-    """Move a deleted run back under its name. Raises RecipeError when there is none, or the name is taken."""
+    """Move a deleted run back under its name. Raises RecipeError for no such run or a taken name."""
     name = next((name for name, path in deleted_runs(runs) if path.name == folder_name), None)
     if name is None:
         raise CommandError(f"{folder_name[:100]!r} is not in the trash", f"See {runs / _TRASH}")

@@ -51,8 +51,8 @@ def adjusted_plan(run: RunDirectory) -> Plan:
 
 
 def forecast_adjusted(run: RunDirectory, plan: Plan) -> Plan:
-    """The adjusted plan with its own forecast, which is saved in the run directory: that of other settings says nothing
-    about what this attempt measures. Without a forecast where it can't be made."""
+    """Return the adjusted plan with its own forecast, which is saved in the run directory; without a forecast where none can be
+    made: a forecast of other settings says nothing about this attempt."""
     changes = _adjustments(run)
     if plan.forecast is None or not _changes_of(changes, Decides.BYTES) or _adjusted_forecast(run, changes):
         return plan
@@ -92,7 +92,7 @@ def shrink_to_fit(run: RunDirectory, plan: Plan, available_bytes: int | None) ->
 
 
 def adjusted_since_s(run: RunDirectory) -> float:
-    """The time from which on the run's memory is that of its adjusted plan; 0 where no change was of memory."""
+    """Return the time of the last change of memory; 0 without one."""
     try:
         adjusted = _adjusted_forecast(run, _adjustments(run))
     except (OSError, ValueError):  # damaged, which `adjusted_plan` reports
@@ -129,8 +129,8 @@ def next_smaller(plan: Plan, phase: str) -> dict[str, Any] | None:
 
 
 def _embedding_in_host_memory(plan: Plan) -> dict[str, Any] | None:
-    """The input embedding offloaded, where the recipe leaves it open, its rules allow it, and the output layer surely has a
-    table of its own."""
+    """The input embedding offloaded, where the recipe leaves it open, its rules allow it, and the output layer has its
+    own table."""
     if plan.reasons.get("offload_embeddings") == AS_SET or plan.settings.offload_embeddings or plan.card.is_cpu:
         return None
     changes = {"offload_embeddings": True}

@@ -46,7 +46,7 @@ def seal(folder: Path, target: Path, step: int, facts: dict[str, Any]) -> Path:
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line each; empty when every file is unchanged and none was added."""
+    """Return the problems of a checkpoint, one line each; empty when every file is unchanged and no file was added."""
     if not os.path.exists(folder / MANIFEST):  # noqa: PTH110 - no error for a folder that can't be entered
         return ["it is incomplete (no manifest): the run died while writing it"]
     problems = changes_in(folder)
@@ -57,7 +57,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint (before step `before`, if given), and a line for each newer one that was skipped."""
+    """The newest intact checkpoint (before step `before`, if given), and a line for each newer checkpoint that was skipped."""
     skipped: list[str] = []
     for step, path in _by_step(checkpoints):
         if before is not None and step >= before:
@@ -70,7 +70,7 @@ def newest_verified(checkpoints: Path, before: int | None = None) -> tuple[Check
 
 
 def rotate(checkpoints: Path, keep: int, best: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and that of step `best`, unless the newest is damaged; returns them."""
+    """Remove all but the newest `keep` checkpoints and the checkpoint of step `best`, unless the newest is damaged."""
     sealed = [path for _, path in _by_step(checkpoints) if (path / MANIFEST).is_file()]
     if len(sealed) <= keep or verify(sealed[0]):
         return []

@@ -39,7 +39,7 @@ class MemoryHistory:
             cuda.start_history(_MOST_ENTRIES)
 
     def after_step(self, memory: Memory, step: int, last_step: int) -> None:
-        """Write the history when no step before had such a peak, and when it was asked for."""
+        """Write the history when no step before had such a peak, and on request."""
         if not self._records:
             return
         self._peak_bytes = max(self._peak_bytes, memory.peak_allocated_bytes or 0)

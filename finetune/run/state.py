@@ -27,7 +27,7 @@ _TAIL_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run. `message`: why, and what to type next; `exit_code` is None while the run is alive."""
+    """The state of a run. `message`: the reason and the next command; `exit_code` is None while the run is alive."""
 
     state: str
     message: str = ""
@@ -79,7 +79,7 @@ def is_alive(run: RunDirectory) -> bool:
 
 
 def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
-    """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`; empty when there are none."""
+    """Recorded processes by role: `{"supervisor": {"pid": 1, "started_s": 1.0}}`."""
     return {
         role: record
         for role, record in (read_object(run.process) or {}).items()
@@ -88,7 +88,7 @@ def read_processes(run: RunDirectory) -> dict[str, dict[str, float]]:
 
 
 def is_record(record: dict[str, Any]) -> bool:
-    """Whether a file's values are those of a recorded process."""
+    """Return whether values of a file describe a process."""
     return type(record.get("pid")) is int and record["pid"] > 0 and isinstance(record.get("started_s"), (int, float))
 
 

@@ -248,7 +248,7 @@ def worker_command(run: RunDirectory) -> list[str]:
 
 
 def worker_environment(cards: Sequence[str] = ()) -> dict[str, str]:
-    """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the only ones that it may see.
+    """The worker's environment, which must be set before torch is imported. `cards`: UUIDs of the GPUs that it may see.
 
     The user's own PYTORCH_ALLOC_CONF comes before the planned one.
     Without cards all visible ones: torch would count in another order than the driver, and the trainer would use them all.

@@ -1,6 +1,6 @@
 """The training process, the only one that opens the GPU: `python -m finetune.run.worker RUN`, started by the supervisor.
 
-Exit status: 0 finished, 130/143 stopped with a checkpoint, else that of the error that ended it.
+Exit status: 0 finished, 130/143 stopped with a checkpoint, else the status of the error that ended it.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Worker:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What a checkpoint is sealed and compared with; one process of a machine hashes the base model's files."""
+        """Facts that a checkpoint is sealed and compared with; one process of a machine hashes the base model's files."""
         return seal_facts(self.plan, self.run, base=self.rank.is_local_rank_0)
 
     def _checkpoint(self) -> tuple[Checkpoint | None, list[str]]:
@@ -254,7 +254,7 @@ class Worker:
         self.events.emit(events.State(state="running"))
 
     def _shrink_to_fit(self) -> None:
-        """After out of memory, continue with the first smaller plan that is forecast to fit what is free."""
+        """After out of memory, continue with the first smaller plan that fits the free memory by its forecast."""
         so_far = events.read_events(self.run.events)
         attempts = [event.attempt for event in so_far if isinstance(event, events.State) and event.attempt]
         failures = [event for event in so_far if isinstance(event, (events.OutOfMemory, events.LossSpike))]
