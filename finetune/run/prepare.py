@@ -127,22 +127,18 @@ def _fill(run: RunDirectory, prepared: Prepared) -> None:
     from finetune.run.picture_collator import save_picture_processor
 
     quiet_libraries()
-
-    settings = prepared.plan.settings
+    settings, data = prepared.plan.settings, prepared.data
     run.recipe.write_text(write_recipe(prepared.recipe), encoding="utf-8")
     run.data.mkdir()
-    train = pack(prepared.data.train, settings.max_length, settings.seed) if settings.packing else prepared.data.train
+    train = pack(data.train, settings.max_length, settings.seed) if settings.packing else data.train
     train.save_to_disk(str(run.data / "train"))
-    if prepared.data.eval is not None and len(prepared.data.eval):
-        prepared.data.eval.save_to_disk(str(run.data / "eval"))
-    held_out = prepared.data.eval_report and prepared.data.eval_report.as_json()
-    write_json(
-        run.data / "report.json", {**prepared.data.report.as_json(), "eval_report": held_out, "plain": prepared.data.plain}
-    )
-    write_json(
-        run.data / "eval_examples.json", questions_of(prepared.data.eval_examples, prepared.tokenizer, ModelPictures(settings))
-    )
-    (run.data / "fingerprint").write_text(prepared.data.fingerprint, encoding="utf-8")
+    if data.eval is not None and len(data.eval):
+        data.eval.save_to_disk(str(run.data / "eval"))
+    held_out = data.eval_report and data.eval_report.as_json()
+    write_json(run.data / "report.json", {**data.report.as_json(), "eval_report": held_out, "plain": data.plain})
+    questions = questions_of(data.eval_examples, prepared.tokenizer, ModelPictures(settings))
+    write_json(run.data / "eval_examples.json", questions)
+    (run.data / "fingerprint").write_text(data.fingerprint, encoding="utf-8")
     prepared.tokenizer.save_pretrained(str(run.data / "tokenizer"))
     if settings.vision:
         save_picture_processor(prepared.pictures, run.data)
@@ -165,6 +161,6 @@ def _shortfall(plan: Plan) -> tuple[list[str], str]:
         f"{format_bytes(short)} short; the largest part is {largest} ({format_bytes(forecast.parts[largest])})"
     ]
     fixes = [f"{item.override}  (saves {format_bytes(item.saves_bytes)}; {item.cost})" for item in plan.suggestions[:5]]
-    return problems, "What would make it fit:\n  " + "\n  ".join(
-        fixes
-    ) + "\nOr run anyway: --force." if fixes else "To run anyway: --force."
+    if not fixes:
+        return problems, "To run anyway: --force."
+    return problems, "\n  ".join(["What would make it fit:", *fixes]) + "\nOr run anyway: --force."
