@@ -1,6 +1,6 @@
 """FSDP2 without the whole model on any rank: the model is sharded without weights, then each rank reads its own rows.
 
-The rows come from the model's file of quantised weights, which one process of a machine writes on the first start. Until then
+The rows come from the model's folder of quantised weights, which one process of a machine writes on the first start. Until then
 each frozen parameter is a placeholder: one element in memory, with the shape and dtype that PEFT, TRL and accelerate read. The
 adapters are created as usual, as in a run that loads everything. The tables of 4-bit weights are no parameters and are whole on
 every rank.

@@ -33,7 +33,7 @@ _NAMES_OF_INPUTS = {"model_name_or_path", "model_revision", "adapter_name_or_pat
 def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str, Any]:
     """Facts in a checkpoint's manifest: every setting that changes the result, and the hashes of data and (`base`) model.
 
-    The base model's files are read for their hash, unless the run reads its own file of them, which is verified.
+    The base model's files are read for their hash, unless the run reads its folder of quantised weights, which is verified.
     """
     values = plan.settings.model_dump(mode="json")
     facts = {name: values[name] for name in settings_that_decide(Decides.RESULT | Decides.EXACTNESS)}
@@ -47,7 +47,7 @@ def seal_facts(plan: Plan, run: RunDirectory, *, base: bool = True) -> dict[str,
 
 
 def reads_own_file(settings: Settings) -> bool:
-    """Whether the base model is read from this project's file of quantised weights, which is verified when it is opened."""
+    """Whether the base model is read from this project's folder of quantised weights, which is verified when it is opened."""
     return settings.layer_offloading is not False and bool(base_format_of(settings).quantised_file)
 
 
