@@ -71,13 +71,13 @@ def show_plan(
             lines.append(print_summary(noted(plan)))
 
         if largest:
-            answer = plan_largest(recipe, card, rows, largest, progress=progress)
+            answer = plan_largest(recipe, card, rows, largest, progress)
             plan, overrides = answer.plan, [*overrides, *answer.overrides]
         else:
             plan = plan_recipe(recipe, card, rows, progress=progress, compare=True, show=None if as_json or why else show)
     plan = noted(plan)
     if as_json:
-        values = {**answer.as_json(), "plan": plan.as_json()} if largest else plan.as_json()
+        values = {**vars(answer), "plan": plan.as_json()} if largest else plan.as_json()
         print_json({**values, "quantisation": cost.as_json()} if measure else values)
         return plan.exit_code
     if why:
@@ -136,7 +136,6 @@ def next_command(plan: Plan, arguments: list[str], overrides: list[str], *, with
 
 
 def _print_choices(plan: Plan, most_lines: int) -> None:
-    """Print the main settings and, in the lines that are left, other plans or changes that would make it fit."""
     lines, width = [""], max(20, out.width - 36)
     for name, value, setting in _choices(plan.settings):
         reason, *more = _shortened(plan.reasons.get(setting) or AS_SET, value, width)
@@ -199,7 +198,6 @@ def _changes(plan: Plan) -> list[str]:
 
 
 def _print_details(plan: Plan) -> None:
-    """Print memory by part, notes, every reason, and other plans as overrides."""
     if forecast := plan.forecast:
         overhead = forecast.peak_bytes - forecast.allocated_bytes
         shown = table("at the training peak", ">bytes")

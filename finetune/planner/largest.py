@@ -21,53 +21,30 @@ from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 
-#: Where a model's configuration names no limit.
-MOST_TOKENS = 2**20
+#: Multiples of a step that are tried, up to a limit: where a model's configuration names none, up to 2**20 tokens.
+RANGES: dict[str, tuple[int, Callable[[ModelShape], int], str]] = {
+    "max_length": (256, lambda shape: shape.max_positions or 2**20, "the model's own limit"),
+    "lora_r": (8, lambda shape: shape.hidden, "the model's width"),
+    "per_device_train_batch_size": (1, lambda _: 512, "the largest that is tried"),
+}
 #: Bytes that neither weights nor adapters have: context and activations take at least so much.
 LEAST_OTHER_BYTES = 2**29
-
-
-@dataclass(frozen=True)
-class Range:
-    """Values of a setting that are tried: multiples of `step` up to `most`, which is `limit`. `settings` sets one."""
-
-    step: int
-    most: Callable[[ModelShape], int]
-    limit: str
-    settings: Callable[[int, Recipe], dict[str, Any]]
-
-
-def _one_micro_batch(rows: int, recipe: Recipe) -> dict[str, Any]:
-    """A step of one micro-batch, so that no effective batch limits it."""
-    return {
-        "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1,
-        "effective_batch_size": rows * recipe.launch.num_processes,
-    }  # fmt: skip
-
-
-RANGES = {
-    "max_length": Range(
-        256, lambda shape: shape.max_positions or MOST_TOKENS, "the model's own limit", lambda tokens, _: {"max_length": tokens}
-    ),
-    "lora_r": Range(8, lambda shape: shape.hidden, "the model's width", lambda rank, _: {"lora_r": rank}),
-    "per_device_train_batch_size": Range(1, lambda _: 512, "the largest that is tried", _one_micro_batch),
-}
 
 
 @dataclass(frozen=True)
 class Largest:
     """The largest `value` of a setting that fits, with its plan; 0 and the plan of the least value when that does not.
 
-    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value. Of
-    `model` they are names of the catalogue.
+    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value. Values
+    of `model` are names of the catalogue.
     """
 
     setting: str
     value: int | str
     too_large: int | str | None
     limit: str
-    plan: Plan
     overrides: tuple[str, ...]
+    plan: Plan
 
     @property
     def sentence(self) -> str:
@@ -77,19 +54,11 @@ class Largest:
         more = self.limit if too_large is None else f"{too_large} does not surely fit"
         return f"{self.setting}: {value} at most ({more})"
 
-    def as_json(self) -> dict[str, Any]:
-        """As documented in docs/plan-json.md."""
-        return {
-            "setting": self.setting, "value": self.value, "too_large": self.too_large, "limit": self.limit,
-            "overrides": list(self.overrides), "plan": self.plan.as_json(),
-        }  # fmt: skip
-
 
 def plan_largest(
-    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, *, progress: Progress | None = None
+    recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
 ) -> Largest:
-    """The largest value of a setting that fits, with its plan. `max_length` is planned for full rows, which are read only for
-    their pictures.
+    """Return the largest value of a setting that fits, with its plan. For `max_length` rows are read only for their images.
 
     Raises PackagesError and RecipeError.
     """
@@ -101,8 +70,7 @@ def plan_largest(
                 "--largest model: the rows have pictures, and models of the catalogue are searched for rows of text",
                 "Plan models of images and text one by one: finetune plan MODEL --images WIDTHxHEIGHT",
             )
-        name, too_large, plan, overrides = find_largest_model(recipe, card, progress=progress)
-        return Largest(setting, name, too_large, "the largest of the catalogue", plan, overrides)
+        return find_largest_model(recipe, card, progress=progress)
     recipe, more_reasons = for_rows(recipe, read)
     largest = find_largest(recipe, card, setting, read.statistics, progress=progress)
     plan = largest.plan
@@ -112,7 +80,6 @@ def plan_largest(
 
 
 def _may_have_pictures(recipe: Recipe) -> bool:
-    """Whether the rows may have pictures, without reading them; where no data is given there is nothing to read."""
     try:
         return recipe.dataset.path == NO_DATASET or "vision_config" in read_config(recipe)
     except ModelError:  # `model` is searched whether that of the recipe is here or not
@@ -121,74 +88,66 @@ def _may_have_pictures(recipe: Recipe) -> bool:
 
 def find_largest(
     recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _: None,
 ) -> Largest:  # fmt: skip
     """Return the largest value of `setting` that fits, by bisection: a larger value never takes less memory.
 
-    `max_length` is planned for rows of `max_length` tokens, with the pictures of `data`.
-
-    Raises RecipeError for another setting, and when the recipe can't be planned.
+    `max_length` is planned for rows of `max_length` tokens, with the images of `data`. Raises RecipeError for another setting,
+    and when the recipe can't be planned.
     """
     if setting not in RANGES:
         raise RecipeError(
             f"--largest {setting}: the largest value is found of {', '.join(RANGES)}, model", "Name one of these."
         )
-    searched, report_progress = RANGES[setting], progress or (lambda _: None)
+    step, most_of, limit = RANGES[setting]
     data = data and data.only_pictures if setting == "max_length" else data
 
-    def with_value(value: int) -> Recipe:
-        return resolved(recipe, **searched.settings(value, recipe))
+    def changes(value: int) -> dict[str, Any]:
+        one_step = {"gradient_accumulation_steps": 1, "effective_batch_size": value * recipe.launch.num_processes}
+        return {setting: value, **(one_step if setting == "per_device_train_batch_size" else {})}
 
-    most = searched.most(shape_of(read_config(recipe), recipe))
-    fitting, count = 0, most // searched.step + 1
-    plans: dict[int, Plan] = {}
-    tried = count - 1  # where the limit itself fits, one plan is the answer
-    while count - fitting > 1:
-        value = tried * searched.step
-        report_progress(f"planning {setting}={value:,}")
-        if plan := plan_if_fits(with_value(value), card, data, forecaster):
-            fitting, plans[tried] = tried, plan
+    plan, fitting, failing = None, 0, most_of(shape_of(read_config(recipe), recipe)) // step + 1
+    most = tried = failing - 1  # where the limit itself fits, one plan is the answer
+    while failing - fitting > 1:
+        progress(f"planning {setting}={tried * step:,}")
+        if larger := plan_if_fits(resolved(recipe, **changes(tried * step)), card, data, forecaster):
+            plan, fitting = larger, tried
         else:
-            count = tried
-        tried = (fitting + count) // 2
-    too_large = None if count * searched.step > most else count * searched.step
-    plan = plans.get(fitting) or make_plan(with_value(searched.step), card, data, forecaster=forecaster)
-    value = fitting * searched.step
-    overrides = tuple(f"{name}={number}" for name, number in searched.settings(value or searched.step, recipe).items())
-    return Largest(setting, value, too_large, searched.limit, plan, overrides)
+            failing = tried
+        tried = (fitting + failing) // 2
+    least = changes(fitting * step or step)
+    plan = plan or make_plan(resolved(recipe, **least), card, data, forecaster=forecaster)
+    too_large = failing * step if failing <= most else None
+    return Largest(setting, fitting * step, too_large, limit, tuple(f"{name}={number}" for name, number in least.items()), plan)
 
 
 def find_largest_model(
-    recipe: Recipe, card: Card, *, forecaster: MakeForecast | None = None, progress: Progress | None = None
-) -> tuple[str, str | None, Plan, tuple[str, ...]]:
-    """The model, the next larger one that was tried and does not fit, the plan, and the overrides that give it.
+    recipe: Recipe, card: Card, *, forecaster: MakeForecast | None = None, progress: Progress = lambda _: None
+) -> Largest:
+    """Return the catalogue's largest model that fits, planned for rows of max_length: another model has another tokenizer.
 
-    Planned for rows of max_length, as another model has another tokenizer; without offloaded layers, unless the recipe has
-    them. From the most parameters down, without those whose weights alone are too large. Raises CommandError when none fits.
+    Layers are offloaded only if the recipe asks for it. Raises CommandError when no model fits.
     """
-    report_progress = progress or (lambda _: None)
     changes = {"layer_offloading": False} if recipe.layer_offloading == AUTO else {}
     _, budget = choose_budget(Choices(recipe), card)
     may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
     smallest_format = NF4 if may_be_quantised else BITS_16
-    ranked = sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0]))
     too_large = None
-    for name, entry in ranked:
+    for name, entry in sorted(entries().items(), key=lambda item: (-item[1].parameters, item[0])):
         if not entry.first or smallest_format.weight_bytes * entry.parameters * 0.9 > budget - LEAST_OTHER_BYTES:
-            continue
+            continue  # the weights alone are too large
         try:
             other = resolved(
                 recipe, model_name_or_path=name, model_revision=None, trust_remote_code=False, chat_template=None, **changes
             )
-            weights = shape_of(read_config(other), other).weight_bytes(smallest_format)
-            if changes and weights > budget - LEAST_OTHER_BYTES:
+            if changes and shape_of(read_config(other), other).weight_bytes(smallest_format) > budget - LEAST_OTHER_BYTES:
                 continue
-            report_progress(f"planning {name}")
+            progress(f"planning {name}")
             plan = plan_if_fits(other, card, None, forecaster)
         except (FinetuneError, ValueError):  # named layers that this model doesn't have, a row longer than its limit
             continue
         if plan is not None:
-            overrides = [f"{setting}={str(value).lower()}" for setting, value in changes.items()]
-            return name, too_large, plan, (f"model_name_or_path={name}", *overrides)
+            overrides = (f"model_name_or_path={name}", *(f"{setting}=false" for setting in changes))
+            return Largest("model", name, too_large, "the largest of the catalogue", overrides, plan)
         too_large = name
     raise CommandError("no model of the catalogue fits with this recipe", "Lower max_length, or the batch size.")

@@ -73,15 +73,15 @@ def test_where_no_value_fits_the_plan_of_the_least_says_why(new_forecaster):
 
 @pytest.mark.slow
 def test_the_largest_model_fits_and_no_larger_one_of_the_catalogue_does(new_forecaster):
-    card, forecaster = find_card("rtx-4060"), new_forecaster()
-    name, too_large, plan, overrides = find_largest_model(recipe(max_length=1024), card, forecaster=forecaster)
-    assert plan.verdict == "fits" and overrides == (f"model_name_or_path={name}",)
-    larger = [other for other, entry in entries().items() if entry.first and entry.parameters > entries()[name].parameters]
-    assert too_large in larger
-    for other in sorted(larger, key=lambda other: entries()[other].parameters)[:2]:
+    card, forecaster, short = find_card("rtx-4060"), new_forecaster(), recipe(max_length=1024)
+    largest = find_largest_model(short, card, forecaster=forecaster)
+    assert largest.plan.verdict == "fits" and largest.overrides == (f"model_name_or_path={largest.value}",)
+    sizes = {name: entry.parameters for name, entry in entries().items() if entry.first}
+    larger = sorted((name for name in sizes if sizes[name] > sizes[largest.value]), key=sizes.get)
+    assert largest.too_large in larger
+    for other in larger[:2]:
         try:
-            changed = resolved(recipe(max_length=1024), model_name_or_path=other)
-            assert plan_if_fits(changed, card, None, forecaster) is None, other
+            assert plan_if_fits(resolved(short, model_name_or_path=other), card, None, forecaster) is None
         except RecipeError:  # the arithmetic can't plan it
             continue
 
