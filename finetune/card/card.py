@@ -40,7 +40,6 @@ class Card:
 
     @property
     def is_cpu(self) -> bool:
-        """True when training runs on the CPU, in host memory."""
         return self.source == "cpu"
 
     @property

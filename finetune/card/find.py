@@ -190,7 +190,6 @@ def _close_names(typed: str) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A name without maker, spaces and dashes."""
     return re.sub(r"[^a-z0-9]", "", _LEFT_OUT.sub("", name.lower()))
 
 

@@ -34,7 +34,6 @@ def free_for_run() -> int:
 
 
 def _cgroup(*names: str) -> int | None:
-    """The number in the first of these files that has one; None in none of them."""
     for name in names:
         with contextlib.suppress(OSError):
             text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()

@@ -102,7 +102,6 @@ LOST_FIX = "Restart the machine; the kernel's log has the cause (sudo dmesg | gr
 
 @contextlib.contextmanager
 def _driver_errors() -> Iterator[None]:
-    """NVML's errors as DriverError."""
     try:
         yield
     except pynvml.NVMLError as error:
@@ -297,7 +296,6 @@ def _pcie(card: Any) -> float | None:
 
 
 def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:
-    """Processes that use the card's memory, largest first."""
     bytes_by_pid = memory_of_processes(handle)
     if bytes_by_pid is None:
         hidden = ("programs that can't be named from here (a container, or WSL)",)

@@ -78,7 +78,6 @@ def read_tools_file(path: str | None) -> Tools:
 
 
 def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_tokens: int, *, as_json: bool) -> Answerer:
-    """Load the run's models; warnings are printed before the first question."""
     with show_progress(quiet=as_json) as progress:
         progress("loading the model")
         restrict_visible_devices(run)
@@ -103,8 +102,6 @@ def _loaded(run: RunDirectory, models: tuple[str, ...], tools: Tools, max_new_to
 
 @dataclass
 class _Chat:
-    """A conversation with each model."""
-
     answerer: Answerer
     models: tuple[str, ...]
     tools: Tools
@@ -119,7 +116,6 @@ class _Chat:
     turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def ask(self, question: str) -> None:
-        """Print the models' answers."""
         from finetune.data.pictures.placement import message_with_pictures
 
         message = message_with_pictures(question, len(self.pictures))
@@ -168,8 +164,6 @@ class _Chat:
 
 
 class _PiecePrinter:
-    """Prints an answer as it arrives, its thought dimmed and apart."""
-
     def __init__(self, *, quiet: bool) -> None:
         self._quiet, self._in_thought = quiet, False
 
@@ -184,7 +178,6 @@ class _PiecePrinter:
 
 
 def _print_end(reply: Streamed, answer: Answer) -> None:
-    """Print what stands below a streamed answer: its calls, and how fast it was."""
     print(end="\n" if answer.text or not answer.calls else "")
     for call in answer.calls:
         out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
@@ -212,7 +205,6 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def _questions() -> Any:
-    """Lines from standard input until Ctrl-D, `exit` or `/exit`."""
     if sys.stdin is None:  # closed by whoever started this
         return
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -97,7 +97,6 @@ def show_scores(
 
 
 def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
-    """Print the held-out loss of base and tuned model by format of the base's weights."""
     run = open_run(source)
     from finetune.evaluate.quantisation import measure_run
 
@@ -111,7 +110,6 @@ def _show_quantisation(source: str, *, last: bool, as_json: bool) -> None:
 
 
 def _print_rows(result: Comparison, names: tuple[str, str], order: str, most: int) -> None:
-    """Print the first rows in an order with the answers of both models."""
     from finetune.evaluate.paired import rank_rows
 
     models = dict(zip(names, (result.base, result.tuned), strict=True))
@@ -178,7 +176,6 @@ def _one_line(text: str) -> str:
 
 
 def _show_tasks(source: str, tasks: str, *, rows: int | None, last: bool, as_json: bool) -> None:
-    """Score base and tuned model on tasks, separated by commas."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.evaluate.paired import format_difference

@@ -30,7 +30,6 @@ class SafeConsole(Console):
     """A console that shows control and bidirectional characters of whatever it prints escaped: only its own styles act."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments whose text can't act on the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

@@ -118,7 +118,6 @@ def tokenizers_only() -> None:
 
 @contextmanager
 def _entries(mapping: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
-    """Inside, a mapping has these entries."""
     before = {name: mapping[name] for name in entries if name in mapping}
     mapping.update(entries)
     try:

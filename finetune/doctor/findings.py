@@ -28,7 +28,6 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as plain values, the home directory written as `~`."""
         home = json.dumps(str(Path.home()))[1:-1]
         text = json.dumps(asdict(self))
         return json.loads(text.replace(home, "~") if len(home) > 1 else text)

@@ -84,7 +84,6 @@ def _measure(card: Card, device: Device | None, where: torch.device) -> Finding:
 
 
 def _shares(rates: Rates, listed: Card) -> dict[str, float]:
-    """Measured rates as shares of the catalogue's, where it has them."""
     pairs = {
         "products": (rates.flops, listed.bf16_flops), "attention": (rates.attention_flops, listed.bf16_flops),
         "memory": (rates.bandwidth_bytes_s, listed.bandwidth_bytes_s), "copies": (rates.pinned_bytes_s, listed.pcie_bytes_s),

@@ -38,13 +38,11 @@ class SplitLayers:
         self._splits: dict[Any, Callable[..., Any] | None] = {}
 
     def replace(self, layers: list[torch.nn.Module]) -> None:
-        """Replace these layers' forward by the split one."""
         for layer in layers:
             layer.forward = functools.partial(self._run, layer)  # type: ignore[method-assign]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the reader of the forecast."""
         if not self.problem:
             return ()
         return (f"{UNCOMPILABLE} ({self.problem}); these bytes are of uncompiled layers",)
@@ -83,7 +81,6 @@ class SplitLayers:
         budget: float,
         policy: RecomputePolicy | None,
     ) -> Callable[..., Any] | None:
-        """The layer as split by the compiler, attempted once; None where that fails."""
         values = [*inputs, *tensors]
         parameter_indices = [index for index, value in enumerate(values) if isinstance(value, torch.nn.Parameter)]
         own = [owner[key] for owner, key in slots]

@@ -40,7 +40,6 @@ class Depth:
 
     @property
     def middle(self) -> range:
-        """The layers that are repeated."""
         return range(self.start, self.start + self.period)
 
     def full_index(self, layer: int) -> int:

@@ -81,10 +81,18 @@ def make_forecast(
         parts={**run.parts, "gathered": run.parts["gathered"] + buckets},
     )  # fmt: skip
     highest = max(run.peaks.values())
-    can_replay = not is_sharded and not (quick and settings.activation_checkpointing_every_n_layers > 1)
-    replay = _replayed(config, settings, card, highest, rows) if can_replay else None
+    # A replay shows nothing of what does not fit anyway, nor of several processes' copies of gradients, whose moments of
+    # allocation a dry run of one process does not have.
+    is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
+    can_replay = (
+        is_alone and highest <= card.total_bytes and not (quick and settings.activation_checkpointing_every_n_layers > 1)
+    )
+    replay = _replayed(config, settings, card, rows) if can_replay else None
     if replay is not None and replay.segments:  # empty where segments can expand
-        run = _with_whole_blocks(run, replay)
+        # torch counts whole blocks as allocated, which are larger than their tensors there
+        peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
+        workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]
+        run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
         highest = max(run.peaks.values())
     even = settings.packing is True
     uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
@@ -138,13 +146,6 @@ def process_bytes() -> int:
         return LOADED_LATER + int(cached(key, lambda: subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)))
     except (OSError, subprocess.CalledProcessError):  # such as out of memory; it is measured by the next plan
         return LOADED_LATER + PROCESS_BYTES
-
-
-def _with_whole_blocks(run: DryRun, replay: Replay) -> DryRun:
-    """The dry run with whole blocks, which torch counts as allocated: larger than their tensors where segments can't expand."""
-    peaks = {phase: max(size, replay.allocated.get(phase, 0)) for phase, size in run.peaks.items()}
-    more = peaks["train"] - run.peaks["train"]
-    return dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": run.parts["workspace"] + more})
 
 
 def with_row_lengths(
@@ -231,18 +232,10 @@ def _at_limit(config: dict[str, Any], settings: Settings, card: Card, rows: RowS
     limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
     if limits[-1] < unlimited.allocated_bytes:
         return False
-    return all(_replay_of(config, settings, card, rows, lower_limit) is not None for lower_limit in limits[1:])
+    return all(_replayed(config, settings, card, rows, lower_limit) is not None for lower_limit in limits[1:])
 
 
-def _replayed(config: dict[str, Any], settings: Settings, card: Card, allocated: int, rows: RowShape) -> Replay | None:
-    """The replayed allocator of one process on this card; None where that shows nothing: what does not fit anyway, and copies
-    of gradients in several processes, whose moments of allocation a dry run of one process does not have."""
-    if card.is_cpu or settings.launch.num_processes > 1 or allocated > card.total_bytes:
-        return None
-    return _replay_of(config, settings, card, rows)
-
-
-def _replay_of(
+def _replayed(
     config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, limit: int | None = None
 ) -> Replay | None:
     return replayed(
@@ -318,13 +311,9 @@ def _disk_bytes(run: DryRun, settings: Settings) -> int:
 
 
 def _notes(settings: Settings, card: Card, replay: Replay | None) -> tuple[str, ...]:
-    notes = []
-    if not card.is_cpu and not expandable_segments():
-        if replay is not None and settings.packing is True:
-            share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
-            notes.append(
-                f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator"
-            )
-        else:
-            notes.append(_SEGMENTED_NOTE)
-    return tuple(notes)
+    if card.is_cpu or expandable_segments():
+        return ()
+    if replay is None or settings.packing is not True:
+        return (_SEGMENTED_NOTE,)
+    share = f"{replay.reserved_bytes / replay.allocated_bytes - 1:.1%} more than is allocated"
+    return (f"no expandable segments on this platform: fragmentation reserves {share}, by a replay of torch's allocator",)

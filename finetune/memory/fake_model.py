@@ -68,7 +68,6 @@ def _grow_tables(model: torch.nn.Module, tracker: StorageTracker, materialised: 
 
 
 def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
-    """Path, module and its parameters' names."""
     for path, module in model.named_modules():
         yield path, module, list(module._parameters)
 
@@ -246,7 +245,6 @@ def fake_dora_weights() -> Iterator[None]:
 
 
 def _copied(module: Any) -> Any:
-    """A 4-bit layer with a weight and a quantisation state of its own; on meta the layer itself."""
     if module.weight.is_meta:
         return module
     copied = copy.copy(module)

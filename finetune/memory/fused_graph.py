@@ -34,7 +34,10 @@ class FusedGraph:
         read = functools.partial(_read, values)
         for step, dead in self._steps:
             if isinstance(step, list):
-                values.update((node, _buffer(node.meta["val"])) for node in step)
+                for node in step:
+                    values[node] = like = node.meta["val"]
+                    if isinstance(like, torch.Tensor):
+                        values[node] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             elif step.op == "output":
                 return map_arg(step.args[0], read)
             else:
@@ -95,14 +98,7 @@ class FusedGraph:
         return self._leaves[node]
 
 
-def _buffer(like: Any) -> Any:
-    if not isinstance(like, torch.Tensor):
-        return like
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
 def _read(values: dict[Node, Any], node: Node) -> Any:
-    """The value of a node, or a view of another node's value."""
     if node in values:
         return values[node]
     args, kwargs = map_arg((node.args, node.kwargs), functools.partial(_read, values))
@@ -110,7 +106,6 @@ def _read(values: dict[Node, Any], node: Node) -> Any:
 
 
 def _source(node: Node) -> Node:
-    """The node that a view is of, or the node itself."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node

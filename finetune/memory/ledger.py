@@ -75,7 +75,6 @@ class DryRun:
 
     @property
     def allocated_bytes(self) -> int:
-        """Allocated bytes at the training peak."""
         return sum(self.parts.values())
 
 

@@ -15,6 +15,8 @@ from finetune.settings.optimizers import OPTIMIZERS
 
 #: Phases in which it matters whether a layer is checkpointed.
 _MIXED = ("forward", "loss", AUXILIARY, "loss backward", "backward")
+#: Inputs that all checkpoints share.
+_SHARED: Tag = ("activations", None)
 
 
 def can_mix(settings: Settings, identical: bool) -> bool:
@@ -47,8 +49,9 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
         for layer in layers | ({last_recomputed} if last in layers else set()):
             ckpt_peak, plain_peak = _at((phase, layer), recomputed, last), _at((phase, layer), plain, last)
             own = ckpt_peak if layer is None or layer % every == 0 else plain_peak
-            by_tag = _of_no_layer(own, ckpt_peak) | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False)
-            peaks[(phase, layer)] = Peak(by_tag)
+            by_tag = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
+            by_tag[_SHARED] = max(by_tag.get(_SHARED, 0), ckpt_peak.by_tag.get(_SHARED, 0))
+            peaks[(phase, layer)] = Peak(by_tag | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False))
     return Simulation(peaks, recomputed.host, recomputed.notes, recomputed.lean)
 
 
@@ -65,8 +68,7 @@ def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collectio
             for (part, layer), size in resident_by_tag.items()
             if part == "weights" and layer is not None and layer not in numbers
         }
-        by_tag = peak.by_tag | weights
-        peaks[key] = Peak(by_tag)
+        peaks[key] = Peak(peak.by_tag | weights)
     host_bytes_by_tag = {tag: size for tag, size in offloaded.host.by_tag.items() if tag[0] != OFFLOADED or tag[1] in numbers}
     return Simulation(peaks, Peak(host_bytes_by_tag), offloaded.notes, offloaded.lean)
 
@@ -85,12 +87,6 @@ def _at(key: PhaseKey, simulation: Simulation, last: int) -> Peak:
             if owner == last:
                 by_tag |= {(part, index): size for index in range(last - shift, last + 1)}
     return Peak(by_tag)
-
-
-def _of_no_layer(own: Peak, recomputed: Peak) -> dict[Tag, int]:
-    by_tag = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
-    shared = ("activations", None)
-    return by_tag | {shared: max(by_tag.get(shared, 0), recomputed.by_tag.get(shared, 0))}
 
 
 def _of_layers(peak: Peak, every: int, multiples: bool) -> dict[Tag, int]:

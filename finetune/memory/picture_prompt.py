@@ -1,4 +1,4 @@
-"""The pictures of a model before any row is read: by its own processor, or by the catalogue's facts where that is not here."""
+"""Prompts and batches with images before any row is read, by the model's own processor or by the catalogue's facts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
 import finetune.model
 from finetune.bundled import model_path
 from finetune.compat.processors import processor_from_settings
 from finetune.data.pictures.placement import PICTURE_MARK
-from finetune.data.pictures.processing import PictureProcessor
+from finetune.data.pictures.processing import PictureProcessor, blank
 from finetune.data.pictures.source import PictureSource, require_pillow
 from finetune.data.tokenizer import ModelPictures, load_tokenizer
 from finetune.data.tokens import Encoder
@@ -44,6 +48,35 @@ def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePromp
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
     has_tokenizer = _has_tokenizer(*model, int(time.monotonic() / HOLDS_S))
     return _prompt(*model, pixel_limit(settings), pictures, has_tokenizer)
+
+
+def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
+    """Return what the collator makes of `rows` rows of `tokens` tokens with these images: tensors with values, but for labels.
+
+    The last row is a token shorter than the others, as where lengths differ. Raises RecipeError where the model's processor is
+    not on this machine.
+    """
+    with _disable_current_modes():  # the kept tensors are host memory
+        prompt = picture_prompt(settings, pictures)
+        tensors = _tensors(prompt.processor, rows, pictures)
+    with unset_fake_temporarily():
+        width = max(tokens, len(prompt.ids))
+        padded = torch.full((rows, width), prompt.ids[-1])
+        padded[:, : len(prompt.ids)] = torch.tensor(prompt.ids)
+        inputs = {"input_ids": padded, "attention_mask": torch.ones_like(padded)}
+        if rows > 1:
+            inputs["attention_mask"][-1, -1] = 0
+        for name, values in prompt.token_types.items():
+            inputs[name] = torch.zeros_like(padded)
+            inputs[name][:, : len(prompt.ids)] = values
+        # with values, too: Idefics looks for pictures that are all zero
+        inputs |= {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
+    return inputs | {"labels": torch.zeros((rows, width), dtype=torch.long)}
+
+
+@lru_cache(16)
+def _tensors(processor: PictureProcessor, rows: int, pictures: Sizes) -> dict[str, Any]:
+    return processor.tensors([[blank(*size) for size in pictures]] * rows)
 
 
 @lru_cache(16)
@@ -112,8 +145,6 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
 
 
 def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> PicturePrompt:
-    import torch
-
     counts = tuple(processor.token_count(*size) for size in pictures)
     sizes = tuple(processor.size(*size) for size in pictures)
     return PicturePrompt(ids, processor.token_types(torch.tensor([ids])), processor, counts, sizes)
@@ -121,7 +152,6 @@ def _made(ids: list[int], processor: PictureProcessor, pictures: Sizes) -> Pictu
 
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    """Model type -> the facts of its processor."""
     rows: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["types"]
     return rows | {other: row for row in rows.values() for other in row.get("also", ())}
 

@@ -25,7 +25,6 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the unsharded parameter."""
         return self.rows * self.row_bytes
 
 
@@ -50,7 +49,6 @@ def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
 
 
 def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
-    """The units of a shallow model, repeated where its layers repeat."""
     from finetune.memory.depth import at_depth, layer_kinds, plan_depth
     from finetune.model.transformers_config import config_from
 

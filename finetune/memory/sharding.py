@@ -34,8 +34,7 @@ def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
 
     `host_bytes` becomes the sum over all local ranks of a machine.
     """
-    sharded = (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings)
-    return _apply(run, units, sharded, settings)
+    return _apply(run, units, (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings), settings)
 
 
 @dataclass(frozen=True)
@@ -121,14 +120,15 @@ def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
 
 
 def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
-    """Bytes of the largest decoder layer, the embedding, the output layer and the rest, gathered."""
     full = {unit.name: sum(rounded(cards * _shard_rows(parameter, cards)) for parameter in unit.parameters) for unit in units}
     layer = max((size for name, size in full.items() if name.startswith("layers.")), default=0)
     return layer, full.get(EMBEDDING, 0), full.get(HEAD, 0), full.get(REST, 0)
 
 
 def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
-    launch, item_bytes, hidden = settings.launch, 4 if settings.dtype == "float32" else 2, _hidden_size(units)
+    launch, item_bytes = settings.launch, 4 if settings.dtype == "float32" else 2
+    ends = [parameter for unit in units if unit.name in (EMBEDDING, HEAD) for parameter in unit.parameters]
+    hidden = max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
     cards, offloads = launch.num_processes, launch.offload != "none"
     full_bytes = _full_bytes(units)
     all_bytes = sum(map(sum, full_bytes.values()))
@@ -170,11 +170,6 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     )
 
 
-def _hidden_size(units: tuple[Unit, ...]) -> int:
-    ends = [parameter for unit in units if unit.name in (EMBEDDING, HEAD) for parameter in unit.parameters]
-    return max(parameter.row_bytes // parameter.item_bytes for parameter in ends)
-
-
 def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
     full, shards = _full_bytes(units), sharded.resident
     saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
@@ -196,22 +191,18 @@ def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Set
         name: size - sum(saved.get(name, (0, 0))) for name, size in run.per_layer_bytes.items() if name.startswith("layers.")
     }
     layers["outside the layers"] = sum(parts.values()) - sum(layers.values())
-    local_ranks = settings.launch.num_processes // settings.launch.num_machines
+    launch = settings.launch
+    local_ranks = launch.num_processes // launch.num_machines
+    name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
+    offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
+    note = f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
     return dataclasses.replace(
         run, parts=parts, per_layer_bytes=layers, peaks={**peaks, "load": loaded},
-        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, _note(settings)),
+        host_bytes=local_ranks * (run.host_bytes + sharded.host), notes=(*run.notes, note),
     )  # fmt: skip
 
 
-def _note(settings: Settings) -> str:
-    launch = settings.launch
-    name = f"ZeRO-{launch.zero_stage}" if launch.strategy == "deepspeed" else "FSDP"
-    offload = "" if launch.offload == "none" else f" with offload to {launch.offload}"
-    return f"memory of each of {launch.num_processes} cards under {name}{offload} is by rule, not measured on several cards"
-
-
 def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
-    """Allocated bytes of a unit's frozen and trained parameters when each has `size(parameter)` bytes."""
     sums = [0, 0]
     for parameter in unit.parameters:
         sums[parameter.trained] += rounded(size(parameter))
@@ -219,7 +210,6 @@ def _sums(unit: Unit, size: Callable[[Parameter], int]) -> tuple[int, int]:
 
 
 def _share(units: tuple[Unit, ...], shards: dict[str, tuple[int, int]]) -> float:
-    """Share of the trained parameters in one rank's shards."""
     full = sum(parameter.size_bytes for unit in units for parameter in unit.parameters if parameter.trained)
     return min(1.0, sum(trained for _, trained in shards.values()) / max(1, full))
 

@@ -32,7 +32,7 @@ from finetune.memory.depth import Depth
 from finetune.memory.fake_model import cast_adapters_in_turn, fake_dora_weights, layer_number, materialise, state_dict_copies
 from finetune.memory.fake_optimizer import first_step, make_optimizer, paged_states_on_host, zero_gradients
 from finetune.memory.fake_tensors import fake_tensors
-from finetune.memory.picture_inputs import picture_inputs
+from finetune.memory.picture_prompt import picture_inputs
 from finetune.memory.rules import Capability, cublas_workspace_bytes, rules_for, rules_for_cpu
 from finetune.memory.small_values import SmallValues
 from finetune.memory.trace import NotRepeated, Recording, Trace

@@ -72,7 +72,6 @@ class Recording:
         self._section, self._running, self._layer = 0, False, -1
 
     def begin(self, part: str) -> None:
-        """Events from now on belong to `part`."""
         self._parts.append((part, len(self.events)))
         self._section, self._layer = self._section + 1, -1
 

@@ -159,7 +159,6 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def tagging(self, part: str) -> Iterator[None]:
-        """Inside, allocations are tagged with `part`."""
         before, self.part = self.part, part
         try:
             yield
@@ -179,7 +178,6 @@ class StorageTracker(TorchDispatchMode):
         self._source = self._source if layer is None else layer
 
     def layer_of(self, tensor: torch.Tensor) -> int | None:
-        """The layer that a tensor's storage is tagged with."""
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
     def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:

@@ -46,10 +46,15 @@ def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
 
 
 def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FUSED) -> tuple[float, str]:
-    """Two significant digits: the rate of SFT with AdamW, times the factors of the method and the optimizer."""
-    rate, why = _rate_of_sft(shape)
-    of_method, of_optimizer = METHODS[method], OPTIMIZERS[optim]
-    reasons = []
+    """Return the rate of SFT with AdamW, times the factors of the method and the optimizer, to two significant digits."""
+    power, of_method, of_optimizer, reasons = FAMILY_POWER.get(shape.family), METHODS[method], OPTIMIZERS[optim], []
+    if power is None:  # the paper did not fit this family
+        rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE
+        why = f"{rate:.0e} for {shape.billions} (QLoRA's table: 2e-4 up to 13B, 1e-4 from 33B)".replace("e-0", "e-")
+    else:
+        rate = _two_digits(BASE_RATE * LORA_FACTOR * (HIDDEN_UNIT / shape.hidden) ** power)
+        formula = f"5e-5 x 10 x (2000 / {shape.hidden})^{power} for {shape.family} (LoRA Without Regret)"
+        why = f"10 x full fine-tuning's rate: {formula}"
     if of_optimizer.rate_source:
         reasons.append(f"{of_optimizer.rate_factor:g} x AdamW's rate ({of_optimizer.rate_source})")
     if of_method.rate_source:
@@ -59,18 +64,5 @@ def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FU
     return _two_digits(rate), "; ".join([*reasons, why])
 
 
-def _rate_of_sft(shape: ModelShape) -> tuple[float, str]:
-    """Families that the paper fitted use its formula, others QLoRA's table."""
-    power = FAMILY_POWER.get(shape.family)
-    if power is None:
-        rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE
-        return rate, f"{rate:.0e} for {shape.billions} (QLoRA's table: 2e-4 up to 13B, 1e-4 from 33B)".replace("e-0", "e-")
-    rate = _two_digits(BASE_RATE * LORA_FACTOR * (HIDDEN_UNIT / shape.hidden) ** power)
-    return rate, (
-        f"10 x full fine-tuning's rate: 5e-5 x 10 x (2000 / {shape.hidden})^{power} for {shape.family} (LoRA Without Regret)"
-    )
-
-
 def _two_digits(value: float) -> float:
-    digits = 1 - math.floor(math.log10(value))
-    return round(value, digits)
+    return round(value, 1 - math.floor(math.log10(value)))

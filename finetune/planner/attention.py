@@ -85,7 +85,6 @@ def _packing(choices: Choices, card: Card, problem: str | None, data: DataStatis
 
 
 def _varlen_conflict(config: dict[str, Any]) -> str | None:
-    """Why this model can't use varlen attention; None when it can."""
     text = config.get("text_config") or config
     heads = text.get("num_attention_heads") or text.get("n_head") or 1
     head = text.get("head_dim") or (text.get("hidden_size") or text.get("n_embd") or 8 * heads) // heads

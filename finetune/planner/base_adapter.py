@@ -95,7 +95,6 @@ def find_adapter(name: str) -> Path:
 
 
 def _of_peft(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The settings of an adapter that another program trained. Raises RecipeError for what is not trained here."""
     if problems := config_problems(config):
         raise RecipeError([f"adapter_name_or_path {name}: {problem}" for problem in problems])
     odd = [f"{key} {config[key]}" for key, plain in _PLAIN.items() if config.get(key) not in (plain, None, [], {})]

@@ -21,11 +21,9 @@ class Choices:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def is_set(self, name: str) -> bool:
-        """Whether the recipe decides this setting itself."""
         return getattr(self.recipe, name) != AUTO
 
     def value(self, name: str) -> Any:
-        """The recipe's own value, else the chosen one."""
         return getattr(self.recipe, name) if self.is_set(name) else self.values[name]
 
     def choose(self, name: str, value: Any, reason: str) -> Choices:
@@ -35,7 +33,6 @@ class Choices:
         return replace(self, values={**self.values, name: value}).with_reason(name, reason)
 
     def with_reason(self, name: str, reason: str) -> Choices:
-        """Give the reason for a setting."""
         return replace(self, reasons={**self.reasons, name: reason})
 
     def open(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from finetune.planner.plan import DataStatistics, LengthCost
 from finetune.planner.shape import ModelShape
 from finetune.planner.speed import Batches
 from finetune.recipe import write_recipe
-from finetune.settings import AUTO, Recipe
+from finetune.settings import AUTO
 from finetune.settings.compatibility import lean_layers_conflict
 from finetune.settings.methods import METHODS
 from finetune.settings.optimizers import FUSED
@@ -65,9 +65,12 @@ def choose_basics(
     if choices.recipe.precompute_ref_log_probs == AUTO:
         choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
     choices = choices.choose("gpu", card.name, card.reason).with_reason("gpu", card.reason)
-    return choices.choose(
-        "output_dir", _directory(choices.recipe), "model name and digest of the recipe; plus a number if that exists"
-    )
+    name = choices.recipe.model_name_or_path.rstrip("/").rpartition("/")[2]
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+    # a digest and no date: the same recipe gives the same plan
+    digest = hashlib.sha256(json.dumps(write_recipe(choices.recipe)).encode()).hexdigest()[:8]
+    why = "model name and digest of the recipe; plus a number if that exists"
+    return choices.choose("output_dir", f"runs/{model}-{digest}", why)
 
 
 def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
@@ -193,13 +196,6 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     processes = recipe.launch.num_processes
     accumulation = choices.value("effective_batch_size") // (processes * micro)
     return math.ceil(recipe.num_train_epochs * math.ceil(math.ceil(math.ceil(sequences / processes) / micro) / accumulation))
-
-
-def _directory(recipe: Recipe) -> str:
-    """`runs/<model>-<8 hex of the recipe>`: the same recipe gives the same name, so the same plan."""
-    model = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe.model_name_or_path.rstrip("/").rpartition("/")[2]).strip("-.") or "model"
-    digest = hashlib.sha256(json.dumps(write_recipe(recipe)).encode()).hexdigest()[:8]
-    return f"runs/{model}-{digest}"
 
 
 def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:

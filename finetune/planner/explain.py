@@ -48,7 +48,6 @@ class Comparison:
         return self.high_bytes(**change) <= self.search.budget_bytes
 
     def high_bytes(self, **change: Any) -> int:
-        """Upper end of the peak of the strategy with `change`."""
         return self.search.high_bytes(dataclasses.replace(self.strategy, **change))
 
 
@@ -97,7 +96,6 @@ def _explain_format(compare: Comparison, on_cpu: bool) -> str:
 
 
 def _price_of_preference(compare: Comparison, fastest: Strategy) -> tuple[str, str]:
-    """The setting that keeps the plan from being the fastest one, and what that costs."""
     chosen, timing = compare.strategy, compare.search.timing
     saved = 1 - timing(fastest).step_s / timing(chosen).step_s
     faster = f"{describe(fastest, compare.search.job)} would save {saved:.1%} of time"

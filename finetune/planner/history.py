@@ -7,7 +7,6 @@ import json
 import statistics
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from finetune.card import nvidia
@@ -18,6 +17,7 @@ from finetune.planner.plan import Plan
 from finetune.planner.run_time import MeasuredRun
 from finetune.settings.base_formats import base_format_of
 
+FILE = "history.jsonl"
 #: Runs kept for each card; older ones are dropped.
 KEPT = 20
 #: A speed factor outside these bounds has another cause, such as a shared card; it is clamped.
@@ -54,7 +54,6 @@ class History:
         return max((*self.allocated_errors, 0.0))
 
     def summary(self, card_name: str) -> str:
-        """The runs and their errors, for a plan's notes."""
         notes = [f"{self.runs} earlier run{'s' * (self.runs != 1)} on {card_name}"]
         if self.speed_factor is not None:
             notes.append(f"steps took {self.speed_factor:.2f} times the modelled time")
@@ -90,7 +89,7 @@ def record_run(
     rows = _rows()
     mine = [old for old in rows if old["card"] == plan.card.name]
     forgotten = mine[: max(0, len(mine) - KEPT + 1)]
-    path = _path()
+    path = cache_dir() / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     retained = [*(old for old in rows if old not in forgotten), row]
     write_text(path, "".join(with_checksum(json.dumps(old)) + "\n" for old in retained))
@@ -123,29 +122,19 @@ def shared_rows() -> list[dict[str, Any]]:
     return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED}} for row in newest.values()]
 
 
-def _path() -> Path:
-    return cache_dir() / "history.jsonl"
-
-
-def _are_numbers(row: dict[str, Any]) -> bool:
-    """Whether every figure of a row is a number that can be divided by, zero or null."""
-    names = ("measured_", "forecast_", "modelled_")
-    figures = [value for name, value in row.items() if name.startswith(names)]
-    return all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in figures)
-
-
 def _rows() -> list[dict[str, Any]]:
-    """All valid rows; a damaged line is skipped."""
-    try:
-        lines = _path().read_bytes().splitlines()
-    except OSError:
-        return []
     rows = []
-    for line in lines:
-        try:
-            row = parse_checked(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("card"), str) and _are_numbers(row):
-            rows.append(row)
+    with contextlib.suppress(OSError):
+        for line in (cache_dir() / FILE).read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # a damaged line is skipped
+                row = parse_checked(line)
+                if isinstance(row, dict) and isinstance(row.get("card"), str) and all(map(_is_figure, row.items())):
+                    rows.append(row)
     return rows
+
+
+def _is_figure(entry: tuple[str, Any]) -> bool:
+    """Whether a measured or forecast value can be computed with; True for other entries."""
+    name, value = entry
+    is_measured = name.startswith(("measured_", "forecast_", "modelled_"))
+    return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)

@@ -58,7 +58,6 @@ def needs_of_each_card(
 
 
 def _changes(launch: dict[str, Any], cards: int, settings: Settings) -> dict[str, Any]:
-    """The plan's settings changed for another launch: same effective batch; settings that can't be sharded are replaced."""
     n_processes = settings.launch.num_processes
     rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * n_processes // cards
     micro = math.gcd(settings.per_device_train_batch_size, rows)

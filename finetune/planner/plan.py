@@ -111,7 +111,6 @@ class DataStatistics:
 
     @property
     def only_pictures(self) -> DataStatistics | None:
-        """The pictures without the rows; None without any."""
         if not self.pictures:
             return None
         return DataStatistics(
@@ -241,7 +240,6 @@ class LayerCopies:
     waiting_s: float | None = None
 
     def at(self, bytes_per_s: float) -> LayerCopies:
-        """The same copied at another speed."""
         copying = self.moved_bytes_per_step / 2 / bytes_per_s
         seen = replace(self, copied_bytes_per_s=bytes_per_s)
         if self.forward_computing_s is None or self.backward_computing_s is None:
@@ -251,7 +249,6 @@ class LayerCopies:
 
     @property
     def computing_s(self) -> float | None:
-        """Seconds of arithmetic of a step; None where the card's rates are unknown."""
         if self.forward_computing_s is None or self.backward_computing_s is None:
             return None
         return self.forward_computing_s + self.backward_computing_s
@@ -263,7 +260,6 @@ class LayerCopies:
 
     @property
     def generation_summary(self) -> str:
-        """The same as a sentence, shown before generation."""
         return f"layer offloading: each token of an answer moves {self.summary_per_token}"
 
     @property
@@ -368,7 +364,6 @@ class Plan:
         return from_json(cls, {**values, "settings": values.get("plan")})
 
     def verdict_sentence(self) -> tuple[str, dict[str, str]]:
-        """Return the verdict's sentence of `VERDICTS`, and its values."""
         copies, step_s = self.layer_copies, self.forecast.step_s if self.forecast else None
         return VERDICTS[self.verdict], {
             "size": gib(abs(self.headroom_bytes or 0)), "layers": gib(copies.weight_bytes if copies else 0),
@@ -381,7 +376,6 @@ class Plan:
         return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
 
     def with_note(self, note: str) -> Plan:
-        """The same plan with one more note on its forecast."""
         if not note or not self.forecast:
             return self
         return replace(self, forecast=replace(self.forecast, notes=(*self.forecast.notes, note)))

@@ -163,18 +163,15 @@ class _Planner:
 
     @functools.cached_property
     def vision(self) -> VisionWork | None:
-        """The work of a vision tower on a usual row; None without pictures."""
         return vision_work(self.config, self.recipe, self.data.usual_pictures if self.data else ())
 
     @functools.cached_property
     def fused_mixers(self) -> bool:
-        """Whether a package computes the model's delta rules or scans."""
         package = MAMBA if MAMBA2[-1] in self.shape.mixer else FLA
         return not self.card.is_cpu and kernel_problem(package, self.card.capability) is None
 
     @functools.cached_property
     def stored(self) -> dict[str, Any]:
-        """How the checkpoint's weights are quantised; empty for 16 bit."""
         return stored_quantisation(self.config, self.recipe.model_name_or_path)
 
     @functools.cached_property
@@ -243,7 +240,6 @@ class _Planner:
         return None
 
     def _with_uneven_rows(self, choices: Choices, search: Search, candidate: EvaluatedStrategy) -> EvaluatedStrategy:
-        """A strategy whose forecast has the data's uneven lengths, in place of the one without."""
         if not self.replays_rows or self.card.is_cpu or not (self.data and self.data.lengths) or not expandable_segments():
             return candidate
         self.report_progress("replaying the allocator over rows of uneven length")
@@ -260,7 +256,6 @@ class _Planner:
         )  # fmt: skip
 
     def compare(self, attempt: _Attempt) -> None:
-        """Forecast the neighbours of the chosen strategy, unless it does not fit."""
         if attempt.verdict != Verdict.NO_FIT:
             search = self._quick_search(attempt)
             options = search.within_budget(self._open_strategies(attempt))
@@ -268,7 +263,6 @@ class _Planner:
                 search.forecast(strategy)
 
     def _quick_search(self, attempt: _Attempt) -> Search:
-        """The search whose further forecasts are only compared."""
         reference = self._with_excess(attempt.evaluated.forecast, -1)
         forecaster = self._forecasts(attempt.choices, attempt.search.job, reference)
         return dataclasses.replace(attempt.search, forecaster=forecaster)

@@ -67,7 +67,6 @@ class RowProgress:
         self._started_s = self._reported_s = time.monotonic()
 
     def __call__(self, count: int, total: int | None) -> None:
-        """Report, unless the last report is less than half a second ago."""
         now_s = time.monotonic()
         if now_s - self._reported_s < _REPORT_EVERY_S:
             return
@@ -278,7 +277,6 @@ def statistics_of(selected: SelectedRows) -> DataStatistics:
 
 
 def _picture_statistics(selected: SelectedRows) -> dict[str, Any]:
-    """The pictures of the training row and of the held-out row that take most pixel values; nothing without any."""
     if not any(split.stored.have_pictures for split in selected.splits):
         return {}
     processor = selected.encoded.encoder.picture_processor

@@ -90,7 +90,6 @@ class QuantisationCost:
         return ""
 
     def as_json(self) -> dict[str, Any]:
-        """As documented in docs/sweeps.md."""
         return {**to_json(self), "sentence": self.sentence}
 
 

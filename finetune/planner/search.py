@@ -138,7 +138,6 @@ class Search:
 
     @property
     def width(self) -> int:
-        """Tokens of the widest row."""
         return self.job.batches.longest
 
     def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
@@ -175,7 +174,6 @@ class Search:
         return min(evaluated, key=lambda candidate: candidate.forecast.peak_high_bytes)
 
     def within_budget(self, strategies: Iterable[Strategy]) -> list[Strategy]:
-        """Strategies whose weights and CUDA context alone are within the budget."""
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
     def fitting_after_all(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
@@ -193,13 +191,11 @@ class Search:
         return cached
 
     def lookup(self, strategy: Strategy) -> EvaluatedStrategy | None:
-        """Return this strategy with its earlier forecast, or None."""
         return next((candidate for candidate in self._of_this_job() if candidate.strategy == strategy), None)
 
     def high_bytes(self, strategy: Strategy) -> int:
         """Upper end of the peak: the forecast if there is one, else scaled from the nearest one."""
-        candidate = self.lookup(strategy)
-        if candidate is not None:
+        if candidate := self.lookup(strategy):
             return candidate.forecast.peak_high_bytes
         return estimate_high_bytes(strategy, self.width, self.evaluated, self.job)
 
@@ -221,7 +217,6 @@ class Search:
         return self._lean_because[strategy]
 
     def rule_out_compiling(self, strategies: Iterable[Strategy], reason: str) -> None:
-        """Leave the layers of these strategies uncompiled."""
         for strategy in strategies:
             self._lean_because[strategy] = self.lean_because(strategy) or reason
         self._timings.clear()
@@ -236,7 +231,6 @@ class Search:
         return [candidate for candidate in self.evaluated if (candidate.width, candidate.rank) == (self.width, self.job.rank)]
 
     def fits(self, candidate: EvaluatedStrategy) -> bool:
-        """Whether the forecast's upper end is within the budget."""
         return candidate.forecast.peak_high_bytes <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:

@@ -62,7 +62,6 @@ class ModelShape:
 
     @property
     def attended(self) -> int:
-        """Layers with attention."""
         return self.layers - self.unattended
 
     @property
@@ -98,7 +97,6 @@ class ModelShape:
         return self._bytes(self.linear + self.expert, base) // self.layers
 
     def quantisable(self, base: BaseFormat) -> int:
-        """Parameters that the format quantises."""
         return self.linear + (self.expert_4bit if base.experts else 0)
 
     def _bytes(self, parameters: int, base: BaseFormat) -> int:
@@ -220,6 +218,5 @@ def _heads(layer: Any) -> int:
 
 
 def _attention_width(layer: Any) -> int:
-    """Width of the queries; the hidden size where a model has no heads."""
     heads, head = _heads(layer), getattr(layer, "head_dim", None)
     return heads * (head if isinstance(head, int) and head > 0 else layer.hidden_size // heads)

@@ -97,11 +97,9 @@ class Batches:
 
     @property
     def trained_share(self) -> float:
-        """Share of the tokens that the loss is computed on."""
         return self.data.trained_tokens / self.data.total_tokens if self.data and self.data.total_tokens else 1.0
 
     def dropped_above(self, limit: int) -> tuple[int, int]:
-        """Number of rows longer than `limit`, and their tokens beyond it."""
         over = [length for length in (self.data.lengths if self.data else ()) if length > limit]
         return len(over), sum(over) - limit * len(over)
 
@@ -181,7 +179,6 @@ class Job:
 
     @property
     def decoder(self) -> ModelShape:
-        """The shape without the vision part's layers."""
         if self.vision is None:
             return self.shape
         return replace(
@@ -336,7 +333,6 @@ def _attended_in_window(job: Job, attended: float) -> float:
 
 
 def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, float]:
-    """Bytes a token, and kernels, of the rules or scans of all mixers."""
     sizes, mixers = job.decoder.mixer, job.decoder.mixers
     if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
         return 0.0, 0.0
@@ -367,7 +363,6 @@ def _scan(sizes: dict[str, int]) -> _Work:
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:
-    """Bytes that sorting rows by expert and adding them up again moves; `repeated_passes`: forward passes beyond the first."""
     of_a_row = ROUTED_BYTES * (1 + repeated_passes) + ROUTED_BACKWARD_BYTES
     scores = SCORED_BYTES * shape.experts * (2 + repeated_passes)
     return shape.layers * tokens * (of_a_row * shape.experts_used * shape.hidden + scores)

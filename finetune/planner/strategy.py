@@ -51,7 +51,6 @@ class Strategy:
 
     @property
     def price(self) -> float:
-        """Factor on step time that weighs departures from the simplest settings."""
         kinds = self.base.price * OPTIMIZERS[self.optim].price * CHECKPOINTING_PRICE[self.checkpointing]
         return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
 
@@ -70,7 +69,6 @@ class Strategy:
 
     @property
     def checkpointing_summary(self) -> str:
-        """Gradient checkpointing in a few words."""
         if self.checkpointing is True and self.every_n > 1:
             return f"1 layer in {self.every_n} recomputed"
         return {
@@ -89,7 +87,10 @@ def strategies(
     and every layer is recomputed.
     """
     bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
-    tables = _host_tables(choices, card, has_table)
+    may_offload_table = has_table and not card.is_cpu and not is_sharded(choices.recipe.launch)
+    tables: tuple[bool, ...] = (False, True) if may_offload_table else (False,)
+    if choices.is_set("offload_embeddings"):
+        tables = (choices.recipe.offload_embeddings,)
     if target:
         if layer_offloading_conflict(choices.recipe):
             return []
@@ -100,7 +101,7 @@ def strategies(
     return [
         Strategy(base, checkpointing, every_n, optim, micro, host_table, count, target)
         for base, (checkpointing, every_n), optim, micro, host_table, count in combinations
-        if target or checkpointing == "offload" or not host_table or len(tables) == 1
+        if target or checkpointing == "offload" or not host_table or len(tables) == 1  # else spare the card the copies
     ]
 
 
@@ -182,15 +183,6 @@ def _checkpointing(choices: Choices, card: Card) -> tuple[tuple[bool | str, int]
     if every != AUTO:
         kinds = tuple(dict.fromkeys((kind, every if kind is True else 1) for kind, _ in kinds))
     return kinds
-
-
-def _host_tables(choices: Choices, card: Card, has_table: bool) -> tuple[bool, ...]:
-    """Whether the input embedding is in host memory. Left open, it may be where the layers' inputs are: a card that needs
-    neither is spared the copies."""
-    wanted = choices.recipe.offload_embeddings
-    if wanted != AUTO:
-        return (wanted,)
-    return (False, True) if has_table and not card.is_cpu and not is_sharded(choices.recipe.launch) else (False,)
 
 
 def _optimizers(choices: Choices, card: Card) -> tuple[str, ...]:

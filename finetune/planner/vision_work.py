@@ -32,7 +32,6 @@ class VisionWork:
     adapter_per_rank: int
 
     def flops(self, rank: int) -> float:
-        """FLOPs of a training step's passes with adapters of this rank."""
         return self.forward_flops + self.backward_flops + rank * self.adapter_flops
 
     @property
@@ -68,7 +67,6 @@ class _Reached(Exception):
 
 
 def _count(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork:
-    """Run the whole model up to its language model, on fake tensors, with adapters of rank 1."""
     import torch
     from torch.utils._pytree import tree_iter
 
@@ -77,7 +75,7 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWor
     import_libraries()
     from finetune.compat.torch import backward, fake_tensor_mode, flop_counter
     from finetune.layers.checkpointing import base_of
-    from finetune.memory.picture_inputs import picture_inputs
+    from finetune.memory.picture_prompt import picture_inputs
     from finetune.memory.simulate import step_errors
     from finetune.memory.small_values import SmallValues
     from finetune.model.adapters import attach_adapters

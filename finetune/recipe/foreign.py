@@ -54,15 +54,12 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """Its name in sentences."""
         return str(self.table["name"])
 
     def knows(self, key: str) -> bool:
-        """Whether the table has the key, or keys below it."""
         return key in {*self.keys, *self.reasons, *self.table["batch"]} or self.has_inner(key)
 
     def has_inner(self, key: str) -> bool:
-        """Whether the table has keys inside the mapping `key`."""
         return any(name.startswith(f"{key}.") for name in (*self.keys, *self.reasons))
 
     def meaning(self, key: str, value: Any) -> tuple[Outcome, str, Values]:
@@ -140,11 +137,9 @@ class Conversion:
     problems: list[str] = field(default_factory=list)
 
     def report(self, key: str, outcome: Outcome, text: str) -> None:
-        """Replace the outcome of a key."""
         self.keys[key] = replace(self.keys[key], outcome=outcome, text=text)
 
     def with_outcome(self, outcome: Outcome) -> list[KeyReport]:
-        """The keys with this outcome, in the order of the file."""
         return sorted((key for key in self.keys.values() if key.outcome == outcome), key=lambda key: key.line or 0)
 
 

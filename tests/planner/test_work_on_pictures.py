@@ -8,7 +8,7 @@ from picture_models import kinds, save_picture_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.card import find_card
-from finetune.memory.picture_inputs import picture_inputs
+from finetune.memory.picture_prompt import picture_inputs
 from finetune.model.adapters import attach_adapters
 from finetune.model.build import build_base
 from finetune.model.configuration import read_config
