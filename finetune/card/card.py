@@ -12,7 +12,7 @@ class Card:
     `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less the usual
     use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops`, `fp32_flops` (cards without bf16)
     and `bandwidth_bytes_s` are published rates; training steps reach `flops_share` (in large matrix products: 140 of 165
-    TFLOP/s on a 4090) and `bandwidth_share`. If `rates_measured_at` is set, they, `attention_flops` and `launch_s` (rates.py)
+    TFLOP/s on a 4090) and `bandwidth_share`. If `rates_measured_at` is set, they, `attention_flops` and `launch_s`
     are measured on this machine. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
     card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
     """

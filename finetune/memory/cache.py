@@ -34,30 +34,16 @@ def key_of(**inputs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read(key: str) -> dict[str, Any] | None:
-    """The cached values of a key; None when there are none, or when the file is damaged."""
-    return read_object(_path(key))
-
-
-def write(key: str, values: dict[str, Any]) -> None:
-    """Cache `values`. A cache that can't be written is ignored: it only saves time."""
-    path = _path(key)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, with_checksum(json.dumps(values)))
-
-
 def cached(key: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, JSON values, read from disk after the first call."""
-    stored = read(key)
+    """Return the JSON values of `make()`, read from disk after the first call unless the file is damaged."""
+    path = cache_dir() / "forecasts" / f"{key}.json"
+    stored = read_object(path)
     if stored is None:
         stored = {"made": make()}
-        write(key, stored)
+        with contextlib.suppress(OSError):  # a cache that can't be written only costs time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, with_checksum(json.dumps(stored)))
     return stored["made"]
-
-
-def _path(key: str) -> Path:
-    return cache_dir() / "forecasts" / f"{key}.json"
 
 
 @cache

@@ -99,8 +99,8 @@ class SplitLayers:
 def _as_function(
     forward: Callable[..., Any], slots: list[_Slot], tensors: list[Any], leaves: list[Any], spec: Any
 ) -> Callable[..., Any]:
-    """The layer as a function of its input tensors and of its own tensors, which it leaves in their slots: the backward of
-    bitsandbytes' product, which is traced after the layer, reads its quantisation state there."""
+    """Return the layer as a function of its inputs and its parameters and buffers, which it leaves in their slots: the backward
+    of bitsandbytes' product, which is traced after the layer, reads its quantisation state there."""
     index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
     slot_indices = [index_of[id(owner[key])] for owner, key in slots]
     states = [getattr(tensor, "quant_state", None) for tensor in tensors]
@@ -137,7 +137,7 @@ def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
 
 
 def _example(like: torch.Tensor) -> torch.Tensor:
-    """Another tensor of this form: a trace keeps what it is made with."""
+    """Return another tensor of this form: a trace keeps its inputs."""
     return like.new_empty_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
 
 

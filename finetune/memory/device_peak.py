@@ -66,7 +66,7 @@ def make_forecast(
     """The forecast for a run of `settings` on `card` with these longest rows.
 
     `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
-    that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes a dry run of its own. Raises
+    that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes another dry run. Raises
     RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
@@ -115,7 +115,7 @@ def make_forecast(
 def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
     """The peak of the whole device, with its bounds, from the allocated bytes of a dry run and its allocator's replay.
 
-    `even`: all micro-batches are equally long. `uncertain_bytes`: what the run may need less than it was forecast.
+    `even`: all micro-batches are equally long. `uncertain_bytes`: how far below its forecast the run may stay.
     """
     lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
     context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes

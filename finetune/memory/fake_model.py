@@ -104,7 +104,7 @@ def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtype
 
 
 def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Allocate and release what the state dict of a checkpoint copies: the nested code book of each 4-bit layer.
+    """Allocate and release the copies that the state dict of a checkpoint makes: the nested code book of each 4-bit layer.
 
     Source: bitsandbytes.functional.QuantState.as_dict. PEFT picks the adapters from the state dict of the whole model.
     """

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory import cache
@@ -220,12 +221,8 @@ def _padded(settings: Settings, micro_batch: int, tokens: int) -> int:
 
 
 def _memory_settings(settings: Settings) -> dict[str, Any]:
-    key: dict[str, Any] = {}
-    for name in settings_that_decide(Decides.BYTES):
-        reduce = _REDUCED.get(name, lambda settings, name=name: getattr(settings, name))
-        if reduce is not None:
-            key[name] = reduce(settings)
-    return key
+    reduced = {name: _REDUCED.get(name, attrgetter(name)) for name in settings_that_decide(Decides.BYTES)}
+    return {name: reduce(settings) for name, reduce in reduced.items() if reduce is not None}
 
 
 def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:
@@ -269,10 +266,12 @@ def _simulated(
     from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
     from finetune.memory.simulate import simulate
 
-    every = settings.activation_checkpointing_every_n_layers
+    every, every_layer = settings.activation_checkpointing_every_n_layers, {"activation_checkpointing_every_n_layers": 1}
     if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
-        recomputed, method = _simulated(config, _recomputing(settings, True), batch, capability)
-        uncheckpointed, _ = _simulated(config, _recomputing(settings, False), batch, capability)
+        (recomputed, method), (uncheckpointed, _) = (
+            _simulated(config, resolved(settings, activation_checkpointing=all_layers, **every_layer), batch, capability)
+            for all_layers in (True, False)
+        )
         return mix_layers(recomputed, uncheckpointed, every), method
     layers = len(layer_kinds(config)) if settings.layer_offloading is not False else 0
     is_partial = settings.offloaded_layers < layers
@@ -303,10 +302,6 @@ def _first_layer_saves_less(settings: Settings) -> bool:
     """
     saves_inputs = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
     return saves_inputs or settings.activation_offloading
-
-
-def _recomputing(settings: Settings, all_layers: bool) -> Settings:
-    return resolved(settings, activation_checkpointing=all_layers, activation_checkpointing_every_n_layers=1)
 
 
 def _highest(simulation: Simulation, phases: tuple[str, ...]) -> Peak:

@@ -1,4 +1,4 @@
-"""The base adapter, from which training continues: where it is, and the settings that a recipe inherits from it."""
+"""The base adapter, from which training continues: its folder, and the settings that a recipe inherits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_base_adapter(name: str) -> BaseAdapter:
 
 
 def find_adapter(name: str) -> Path:
-    """The folder with an adapter: `name` itself, or that of the run in it or in runs/. Raises RecipeError."""
+    """Return the folder of an adapter: `name`, or the adapter of a run in it or in runs/. Raises RecipeError."""
     path = Path(name).expanduser()
     runs = (path, Path("runs") / name)
     for folder in (path, *(run / "adapter" for run in runs)):

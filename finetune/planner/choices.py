@@ -36,7 +36,7 @@ class Choices:
         return replace(self, reasons={**self.reasons, name: reason})
 
     def open(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of `values` that the recipe leaves open."""
+        """Return the `values` that the recipe leaves open."""
         return {name: value for name, value in values.items() if not self.is_set(name)}
 
     def settings(self, **more: Any) -> Settings:

@@ -35,7 +35,7 @@ class Comparison:
         self.copies = layer_copies_of(search.timing(self.strategy), chosen.forecast, search.job.card)
 
     def against(self, **change: Any) -> str:
-        """`saves 4.2 GiB and costs 31% of time`: the chosen strategy compared with the one that has `change`."""
+        """Compare the chosen strategy with another, changed by `change`: `saves 4.2 GiB and costs 31% of time`."""
         other = dataclasses.replace(self.strategy, **change)
         saved = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
         slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1

@@ -141,7 +141,7 @@ class DataStatistics:
 
     @cached_property
     def cumulative_lengths(self) -> list[tuple[int, int]]:
-        """Each length once, in order, with the number of rows up to it: far fewer than a million rows."""
+        """Return each length once, in order, with the number of rows up to this length."""
         counts = sorted(Counter(self.lengths).items())
         return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
 
@@ -162,8 +162,8 @@ class DataProblem:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that was forecast. `overrides` give exactly this plan (every setting the recipe leaves open); `differs` are
-    those that differ from the chosen plan."""
+    """A strategy that was forecast. `overrides` give exactly this plan (every setting the recipe leaves open); `differs` has
+    the overrides that differ from the chosen plan."""
 
     plan: str
     peak_bytes: int
@@ -178,7 +178,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change to the recipe that saves memory: override, bytes saved, the forecast's upper end with it, and what it costs."""
+    """A change to the recipe that saves memory: override, bytes saved, the forecast's upper end after it, and its cost."""
 
     override: str
     saves_bytes: int
@@ -339,7 +339,7 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`: what a run would end with before it starts.
+        """Exit code of `finetune plan`, as of a run that is refused before it starts.
 
         4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
         """

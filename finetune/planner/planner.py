@@ -32,7 +32,7 @@ from finetune.planner.defaults import (
     with_length,
 )
 from finetune.planner.explain import alternatives, describe, explain_strategy
-from finetune.planner.history import History, read_history
+from finetune.planner.history import read_history
 from finetune.planner.many_cards import needs_of_each_card
 from finetune.planner.plan import DataStatistics, ManyCards, Plan, Shortfall, Verdict, verdict_of
 from finetune.planner.resources import (
@@ -46,7 +46,7 @@ from finetune.planner.resources import (
 )
 from finetune.planner.run_time import cost_of, run_time, workload_s
 from finetune.planner.search import EvaluatedStrategy, Search
-from finetune.planner.shape import MAMBA2, ModelShape, shape_of
+from finetune.planner.shape import MAMBA2, shape_of
 from finetune.planner.speed import Job, knows_rates, time_step
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, suggest
@@ -83,7 +83,7 @@ def make_plan(
     forecast its neighbours (one setting changed); `show` gets a plan that fits before that. The same inputs, including earlier
     measurements on the card, give the same settings.
     """
-    planner = _planner_of(recipe, card, data, forecaster, progress)
+    planner = _Planner(recipe, card, data, forecaster, progress)
     attempt = planner.with_fastest(planner.best())
     if not compare:
         return planner.plan(attempt)
@@ -98,25 +98,9 @@ def plan_if_fits(
     recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None
 ) -> Plan | None:
     """The plan of a recipe that fits; None for another, without the forecasts of what would make it fit. Raises RecipeError."""
-    planner = _planner_of(recipe, card, data, forecaster, None)
+    planner = _Planner(recipe, card, data, forecaster)
     attempt = planner.best()
     return planner.plan(attempt) if attempt.verdict.fits else None
-
-
-def _planner_of(
-    recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None, progress: Progress | None
-) -> _Planner:
-    report_progress = progress or (lambda _: None)
-    choices, budget = choose_budget(Choices(recipe), card)
-    report_progress("reading the model's configuration")
-    config = read_config(recipe)
-    shape = shape_of(config, recipe)
-    if recipe.torch_compile is True and shape.experts:
-        raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
-    return _Planner(
-        recipe, card, data, choices, budget, config, shape, read_history(card.name, card.rates_measured_at),
-        forecaster or functools.partial(make_forecast, budget_bytes=budget), report_progress, replays_rows=forecaster is None,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,20 +130,23 @@ class _Attempt:
         return verdict_of(self.evaluated.forecast, self.search.budget_bytes, self.evaluated.strategy.offload_target)
 
 
-@dataclass(frozen=True)
 class _Planner:
-    recipe: Recipe
-    card: Card
-    data: DataStatistics | None
-    budgeted: Choices
-    budget: int
-    config: dict[str, Any]
-    shape: ModelShape
-    history: History
-    forecaster: MakeForecast
-    report_progress: Progress
-    replays_rows: bool = False
-    evaluated: dict[bool, list[EvaluatedStrategy]] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self, recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        self.recipe, self.card, self.data = recipe, card, data
+        self.report_progress: Progress = progress or (lambda _: None)
+        self.budgeted, self.budget = choose_budget(Choices(recipe), card)
+        self.report_progress("reading the model's configuration")
+        self.config = read_config(recipe)
+        self.shape = shape_of(self.config, recipe)
+        if recipe.torch_compile is True and self.shape.experts:
+            raise RecipeError("torch_compile does not work with a mixture of experts; set torch_compile to auto or false")
+        self.history = read_history(card.name, card.rates_measured_at)
+        self.forecaster = forecaster or functools.partial(make_forecast, budget_bytes=self.budget)
+        self.replays_rows = forecaster is None
+        self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}  # by whether rows are unpacked
 
     @functools.cached_property
     def vision(self) -> VisionWork | None:

@@ -123,8 +123,10 @@ def plan_recipe(
 
 
 def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with what follows from its rows: those of new tokens, and the vision tower; and the reasons. Raises
-    RecipeError."""
+    """Return the recipe with the rows of new tokens and the vision tower that its data asks for, and the reasons.
+
+    Raises RecipeError.
+    """
     rows, earlier, reasons = list(read.trained_embedding_rows), recipe.trained_embedding_rows, {}
     if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):  # the tokenizer was not read
         rows = [size, size + len(recipe.new_tokens)]
@@ -142,7 +144,7 @@ def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
 
 
 def _picture_note(plan: Plan) -> str:
-    """What the largest step has: tokens and pictures; empty for text."""
+    """Describe the largest step, with its images; empty for text."""
     if plan.data is None or not plan.data.picture_tokens:
         return ""
     tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)
@@ -151,7 +153,7 @@ def _picture_note(plan: Plan) -> str:
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
-    """The recipe with its model's full name and an adapter's settings; what was renamed, and reasons for these settings."""
+    """Return the recipe with its model's full name and its adapter's settings, a note on the name, and the reasons."""
     refuse_other_versions(LIBRARIES)
     if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
         raise RecipeError(
@@ -164,7 +166,7 @@ def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
 
 
 def with_method(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the method that its rows are for, and the reason, where the method is `auto`; else as it is."""
+    """Return the recipe with the method that its rows are for, and the reason; unchanged unless the method is `auto`."""
     if recipe.method != AUTO:
         return recipe, ""
     from finetune.data.examples import method_of_rows
@@ -210,7 +212,7 @@ def rows_with_pictures(pictures: Sizes) -> Callable[[Recipe], RowsRead]:
 def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
     """Read the recipe's rows if they are on this machine; rows that a run would refuse become `problem`.
 
-    `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: it has those of a hub dataset.
+    `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: also the rows of a hub dataset.
     """
     from finetune.data.sources import is_local, require_path_or_id
 

@@ -34,7 +34,7 @@ class EvaluatedStrategy:
 
 
 def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
-    """Upper end of the card's peak in bytes, scaled from the nearest evaluated strategy, or guessed when there is none."""
+    """Upper end of the card's peak in bytes, scaled from the nearest evaluated strategy, or guessed without one."""
     if not evaluated:
         return _guess_bytes(strategy, width, job)
     nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
@@ -222,7 +222,7 @@ class Search:
         self._timings.clear()
 
     def note_compiled(self, lean: EvaluatedStrategy, compiled: Forecast) -> None:
-        """Take what a strategy needs more with compiled layers for all of its checkpointing, by rows of a micro-batch."""
+        """Store the extra bytes of compiled layers, per row of a micro-batch, for all strategies of this checkpointing."""
         more = compiled.peak_high_bytes - lean.forecast.peak_high_bytes
         self._more_compiled[lean.strategy.checkpointing] = more / lean.strategy.micro
         self._timings.clear()

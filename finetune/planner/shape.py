@@ -93,7 +93,7 @@ class ModelShape:
         return self._bytes(self.parameters, base)
 
     def layer_bytes(self, base: BaseFormat) -> int:
-        """The same of one decoder layer's matrices: the mean over the layers."""
+        """Return the mean bytes of a decoder layer's matrices."""
         return self._bytes(self.linear + self.expert, base) // self.layers
 
     def quantisable(self, base: BaseFormat) -> int:
@@ -129,10 +129,7 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
         vision=recipe.vision is True and recipe.train_vision,
     )  # fmt: skip
     if key not in _known:
-        cached = cache.read(key)
-        _known[key] = _count(values, recipe) if cached is None else ModelShape(**cached)
-        if cached is None:
-            cache.write(key, asdict(_known[key]))
+        _known[key] = ModelShape(**cache.cached(key, lambda: asdict(_count(values, recipe))))
     return _known[key]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,7 @@ class Batches:
 
     @property
     def attended_tokens(self) -> float:
-        """Mean tokens that a token of a packed sequence attends over: those of its own row."""
+        """Mean tokens that a token of a packed sequence attends over, all of the same row."""
         if not self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         return sum(length * length for length in self.data.lengths) / max(1, self.data.total_tokens)
@@ -336,30 +337,26 @@ def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, 
     sizes, mixers = job.decoder.mixer, job.decoder.mixers
     if not sizes or (job.fused_mixers and MAMBA2[-1] in sizes):
         return 0.0, 0.0
-    elements, kernels = _scan(sizes) if MAMBA2[-1] in sizes else _delta_rule(sizes, width, job.fused_mixers)
+    if MAMBA2[-1] in sizes:
+        heads, *widths = (sizes[name] for name in MAMBA2)
+        elements = [heads * sum(map(operator.mul, shares, widths)) for shares in SCAN]
+        kernels: Sequence[float] = SCAN_KERNELS
+    else:
+        elements, kernels = _delta_rule(sizes, width, job.fused_mixers)
     elements_a_token, launched = (forward * (1 + repeated_passes) + backward for forward, backward in (elements, kernels))
     return 2 * 4 * mixers * elements_a_token, mixers * launched  # fp32, written and read
 
 
-# fp32 elements a token, and kernels, each of a forward and of a backward pass
-_Work = tuple[tuple[float, float], tuple[float, float]]
-
-
-def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> _Work:
+def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[float], Sequence[float]]:
+    """Return fp32 elements a token, and kernels, each of a forward and of a backward pass."""
     heads, key, value = (sizes[name] for name in DELTA_NET)
     forward, backward = (share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if fused else DELTA_RULE))
     if fused:
-        return (forward, backward), (0, 0)
+        return [forward, backward], (0, 0)
     chunks = math.ceil(width / DELTA_CHUNK)
     backward += chunks * heads * sum(map(operator.mul, DELTA_CUT, (key, value, DELTA_CHUNK)))
     first, of_a_chunk = DELTA_KERNELS, DELTA_CHUNK_KERNELS
-    return (forward, backward), (first[0] + chunks * of_a_chunk[0], first[1] + chunks * of_a_chunk[1])
-
-
-def _scan(sizes: dict[str, int]) -> _Work:
-    heads, *widths = (sizes[name] for name in MAMBA2)
-    forward, backward = (heads * sum(map(operator.mul, shares, widths)) for shares in SCAN)
-    return (forward, backward), SCAN_KERNELS
+    return [forward, backward], (first[0] + chunks * of_a_chunk[0], first[1] + chunks * of_a_chunk[1])
 
 
 def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> float:

@@ -27,7 +27,7 @@ _FAMILIES = (
 def suggest(
     recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
 ) -> tuple[Suggestion, ...]:
-    """Single changes to the recipe that save memory, each forecast: those that fit first, then by bytes saved."""
+    """Return single changes to the recipe that save memory, each forecast, by bytes saved."""
     rows = []
     for changes, cost in _changes(recipe, settings, data):
         count = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
@@ -88,7 +88,7 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
 def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
-    """The largest catalogue model whose forecast fits with the most frugal settings; None when there is none."""
+    """Return the largest catalogue model that fits with the most frugal settings, or None."""
     tried = 0
     for name, entry in sorted(entries().items(), key=lambda item: -item[1].parameters):
         values = entry.config

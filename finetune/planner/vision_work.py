@@ -54,12 +54,7 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Visi
         processor=ModelPictures(recipe).identity,
         targets=recipe.target_modules, trained=recipe.train_vision, pictures=pictures, fields=[*VisionWork.__annotations__],
     )  # fmt: skip
-    cached = cache.read(key)
-    if cached is not None:
-        return VisionWork(**cached)
-    work = _count(config, recipe, pictures)
-    cache.write(key, asdict(work))
-    return work
+    return VisionWork(**cache.cached(key, lambda: asdict(_count(config, recipe, pictures))))
 
 
 class _Reached(Exception):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from finetune.card import context
+from finetune.card import measured_context, record_measurement
 from finetune.checksum import is_damaged, with_checksum
 from finetune.evaluate.journal import Journal
 from finetune.events import EventWriter, RunWarning, Step, read_events
@@ -48,14 +48,13 @@ def test_a_changed_event_is_a_warning(tmp_path):
 
 def test_a_changed_forecast_context_or_answer_in_a_cache_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    cache.write("key", {"bytes": 4})
-    assert cache.read("key") == {"bytes": 4}
+    assert cache.cached("key", lambda: 4) == cache.cached("key", lambda: 5) == 4
     change_a_digit(tmp_path / "forecasts" / "key.json")
-    assert cache.read("key") is None
-    context.record_measurement("RTX 3080", 400)
-    assert context.measured_context("RTX 3080")[0] == 400
+    assert cache.cached("key", lambda: 6) == 6
+    record_measurement("RTX 3080", 400)
+    assert measured_context("RTX 3080")[0] == 400
     change_a_digit(tmp_path / "contexts.json", b"400", b"500")
-    assert context.measured_context("RTX 3080") is None
+    assert measured_context("RTX 3080") is None
     Journal(tmp_path, "tuned", {}).add({"row": {"loss": 0.4}})
     assert Journal(tmp_path, "tuned", {}).entries == {"row": {"loss": 0.4}}
     change_a_digit(next(tmp_path.glob("tuned-*")), b"0.4", b"0.5")
