@@ -16,7 +16,7 @@ _EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLon
 
 
 def find_compiler() -> str | None:
-    """The compiler that Triton would call; None when there is none."""
+    """Return the compiler that Triton would call, or None."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 

@@ -1,4 +1,4 @@
-"""What a run does with its card through torch.cuda. No other module of the run calls it, so a test can record the calls."""
+"""Every call of torch.cuda by a run. No other module of the run calls it, so a test can record the calls."""
 
 from __future__ import annotations
 

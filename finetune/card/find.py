@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.card.card import Card
-from finetune.card.context import measured_context
 from finetune.card.device_selection import Choice, choose_device
 from finetune.card.host import host_card
+from finetune.card.measured import measured_context, with_measured_rates
 from finetune.card.nvidia import Device
-from finetune.card.rates import with_measured_rates
 from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
@@ -26,7 +25,7 @@ UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_by
 MEMORY_TOLERANCE = 0.08
 #: A card of this machine: its index in nvidia-smi, or (the beginning of) its UUID.
 _DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")
-#: In names of cards as people type them.
+#: In names of cards as people type them; `_COUNT` is of 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
 _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
@@ -144,7 +143,8 @@ def _catalogue_card(gpu: str) -> Card:
     """A catalogue card by name, ignoring case, spaces and dashes. Raises RecipeError with the closest names."""
     if name := _catalogue_name(gpu):
         return _from_entry(name)
-    count, single = _split_count(gpu)
+    counted, single = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
+    count = int(counted[1] or counted[2]) if counted and single else 1
     if count > 1 and (name := _catalogue_name(single)):
         raise NoCard(f"gpu: '{gpu}' is {count} cards", f"Name one and say how many: gpu={name} launch.num_processes={count}")
     if other := why_unsupported(gpu):
@@ -152,13 +152,6 @@ def _catalogue_card(gpu: str) -> Card:
     close = _close_names(gpu)
     fix = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(_entries()))}; or auto, or cpu."
     raise NoCard(f"gpu: '{gpu}' is not in the catalogue of cards", fix)
-
-
-def _split_count(typed: str) -> tuple[int, str]:
-    """`2x3090`, `8 x H100` or `3090 x2` as the number of cards and the card; 1 for a name without a number."""
-    count = _COUNT.search(typed.strip())
-    name = _COUNT.sub("", typed.strip()).strip() if count else typed
-    return (int(count[1] or count[2]), name) if count and name else (1, typed)
 
 
 def _catalogue_name(typed: str) -> str | None:

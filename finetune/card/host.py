@@ -29,7 +29,7 @@ def host_card() -> Card:
 
 
 def free_for_run() -> int:
-    """Bytes of host memory available now, less what a training process needs without a model."""
+    """Return the bytes of host memory available now, less the needs of a training process without a model."""
     return host_card().free_bytes - PROCESS_BYTES
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class LostCard:
 
 @dataclass(frozen=True)
 class Build:
-    """The installed torch: its version and what it is built for; `cuda` and `hip` are None without it."""
+    """The installed torch: its version, and the versions of CUDA and ROCm it is built for, or None."""
 
     version: str
     cuda: str | None
@@ -70,7 +70,7 @@ class Build:
 
     @property
     def platform(self) -> str:
-        """What it is built for: `CUDA 13.0`, `ROCm 7.1`; empty for a CPU-only build."""
+        """The platform of the build: `CUDA 13.0`, `ROCm 7.1`; empty for a CPU-only build."""
         return f"ROCm {self.hip}" if self.hip else f"CUDA {self.cuda}" if self.cuda else ""
 
 
@@ -78,7 +78,6 @@ class Build:
 Driver = tuple[str, tuple[int, int]]
 
 
-#: NVML's answers when an older driver lacks a function, or this card has no value.
 _MISSING = (
     pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument,
     pynvml.NVMLError_ArgumentVersionMismatch, pynvml.NVMLLibraryMismatchError,
@@ -126,7 +125,7 @@ def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
     for number in range(pynvml.nvmlDeviceGetCount()):
         try:
             card = pynvml.nvmlDeviceGetHandleByIndex(number)
-            if _is_split(card):
+            if (_value(pynvml.nvmlDeviceGetMigMode, card) or (0,))[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
                 fix = f"Turn MIG off (sudo nvidia-smi -i {number} -mig 0)."
                 lost_cards.append(LostCard(str(number), "split by MIG, which is not supported", fix))
             else:
@@ -244,55 +243,40 @@ def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
         return None
     bytes_by_pid: dict[int, int | None] = {}
     for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        try:
-            processes = ask(handle)
-        except _MISSING:
+        processes = _value(ask, handle)
+        if processes is None:
             return None
         # a process with both kinds of contexts is in both lists, with all its bytes in each
         bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
     return bytes_by_pid
 
 
-def _is_split(card: Any) -> bool:
-    try:
-        return pynvml.nvmlDeviceGetMigMode(card)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    except _MISSING:
-        return False
-
-
 def _read(card: Any, index: str) -> Device:
     total, free, _ = read_memory(card)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
+    generation = _value(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, card)
+    lanes = _value(pynvml.nvmlDeviceGetMaxPcieLinkWidth, card)
+    # one way at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s a lane, each later one twice that
+    pcie_bytes_s = 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
+    cores = _value(pynvml.nvmlDeviceGetNumGpuCores, card)
+    megahertz = _value(pynvml.nvmlDeviceGetMaxClockInfo, card, pynvml.NVML_CLOCK_SM)
+    power_limit_w = None
+    with contextlib.suppress(pynvml.NVMLError):  # the GPU is used without it
+        power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
     return Device(
         name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
-        pcie_bytes_s=_pcie(card), holders=_holders(card, total - free), index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(card), speed=_speed(card), driver=pynvml.nvmlSystemGetDriverVersion(),
-        power_limit_w=_power_limit(card),
+        pcie_bytes_s=pcie_bytes_s, holders=_holders(card, total - free), index=index,
+        uuid=pynvml.nvmlDeviceGetUUID(card), speed=(cores or 0) * (megahertz or 0), driver=pynvml.nvmlSystemGetDriverVersion(),
+        power_limit_w=power_limit_w,
     )  # fmt: skip
 
 
-def _speed(card: Any) -> int:
+def _value(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """Return NVML's answer; None when an older driver lacks the function, or this card has no value."""
     try:
-        return pynvml.nvmlDeviceGetNumGpuCores(card) * pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
-    except _MISSING:
-        return 0
-
-
-def _power_limit(card: Any) -> float | None:
-    try:
-        return pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
-    except pynvml.NVMLError:  # the GPU is used without it
-        return None
-
-
-def _pcie(card: Any) -> float | None:
-    """Bytes per second one way, at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s a lane, each later one twice that."""
-    try:
-        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(card)
-        lanes = pynvml.nvmlDeviceGetMaxPcieLinkWidth(card)
+        return ask(*arguments)
     except _MISSING:
         return None
-    return 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
 
 
 def _holders(handle: Any, used_bytes: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Cards that can't train here, by name: the reason, and what can be done."""
+"""Cards that can't train here, by name, with the reason and a way out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OTHERS = (
 
 
 def why_unsupported(name: str) -> tuple[str, str] | None:
-    """Why a card of this name can't train, and what can be done; None for unknown names."""
+    """Return why a card of this name can't train, and a way out; None for unknown names."""
     for pattern, why, instead in _OTHERS:
         if re.search(pattern, name.strip().lower()):
             return why, " ".join([instead, _TRY]) if instead else _TRY

@@ -17,7 +17,7 @@ DEADLINE_S, STACK_DEADLINE_S, PROBE_MARGIN_S = 9.5, 180.0, 0.7
 
 
 def examine(recipe: Recipe | None, progress: Progress) -> list[Finding]:
-    """All findings, in a fixed order; with a recipe also those on its model and data. `progress` gets what is waited for."""
+    """Return all findings, in a fixed order, with a recipe also on its model and data. `progress` gets the check that runs."""
     checks: dict[str, Check] = {
         "packages": check_packages, "driver": check_driver, "card memory": check_cards,
         "stack": lambda: check_stack(STACK_DEADLINE_S - PROBE_MARGIN_S, progress),

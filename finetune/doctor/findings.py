@@ -37,14 +37,14 @@ Check = Callable[[], Finding | Iterable[Finding]]
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst state among `findings`; `ok` when there are none."""
+    """Return the worst state among `findings`, or `ok`."""
     return max((finding.state for finding in findings), key=STATES.index, default="ok")
 
 
 def run_checks(checks: dict[str, Check], deadline_s: float, longer_s: Mapping[str, float] = {}) -> list[Finding]:
-    """Run each check in a thread of its own; one that raises, or has no result by the deadline, is a finding as well.
+    """Run each check in a thread; a check that raises, or has no result by the deadline, is a finding as well.
 
-    `longer_s`: deadlines of checks that have one of their own.
+    `longer_s`: other deadlines, by check.
     """
     results: dict[str, list[Finding]] = {}
     threads = [threading.Thread(target=_run, args=(name, check, results), daemon=True) for name, check in checks.items()]

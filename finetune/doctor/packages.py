@@ -155,25 +155,21 @@ def architecture_finding(part: dict[str, Any], device: dict[str, Any]) -> Findin
 
 
 def _bitsandbytes_findings(part: dict[str, Any]) -> Iterator[Finding]:
-    where = "the card" if part["device"] == "cuda" else "the CPU"
-    faults = list(_quantisation_faults(part))
-    if faults:
-        yield Finding("bitsandbytes", "fail", f"on {where}: {'; '.join(faults)}", _FIXES["bitsandbytes"], part)
+    where, error = "the card" if part["device"] == "cuda" else "the CPU", part["relative_error"]
+    off_by = "is NaN" if error is None else f"is off by {error:.0%}"
+    faults = {
+        f"{part['weights']} weights take {part['stored_bytes']} bytes, not half as many":
+            part["stored_bytes"] * 2 != part["weights"],
+        f"the output of a 4-bit layer {off_by}": error is None or error > MOST_QUANTISATION_ERROR,
+        "no finite gradient passes through a 4-bit layer": not part["gradient_is_finite"],
+        "a step of the 8-bit optimizer changes nothing": part["optimizer_moved"] is False,
+    }  # fmt: skip
+    if any(faults.values()):
+        what = "; ".join(text for text, is_fault in faults.items() if is_fault)
+        yield Finding("bitsandbytes", "fail", f"on {where}: {what}", _FIXES["bitsandbytes"], part)
     else:
-        what = f"quantises to 4 bit on {where}; relative error {part['relative_error']:.1%}, as expected of NF4"
+        what = f"quantises to 4 bit on {where}; relative error {error:.1%}, as expected of NF4"
         yield Finding("bitsandbytes", "ok", what, facts=part)
-
-
-def _quantisation_faults(part: dict[str, Any]) -> Iterator[str]:
-    error = part["relative_error"]
-    if part["stored_bytes"] * 2 != part["weights"]:
-        yield f"{part['weights']} weights take {part['stored_bytes']} bytes, not half as many"
-    if error is None or error > MOST_QUANTISATION_ERROR:
-        yield "the output of a 4-bit layer is NaN" if error is None else f"the output of a 4-bit layer is off by {error:.0%}"
-    if not part["gradient_is_finite"]:
-        yield "no finite gradient passes through a 4-bit layer"
-    if part["optimizer_moved"] is False:
-        yield "a step of the 8-bit optimizer changes nothing"
 
 
 def _triton_findings(part: dict[str, Any]) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from finetune.card import Card, find_card, nvidia
 from finetune.card.find import listed_card
+from finetune.card.measured import Rates, conditions_of, store_rates
 from finetune.card.nvidia import Device
-from finetune.card.rates import Rates, conditions_of, store_rates
 from finetune.card.visible import usable_devices
 from finetune.doctor.findings import Finding
 from finetune.printable import Progress

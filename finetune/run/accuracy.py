@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from finetune.card.context import record_measurement
+from finetune.card.measured import record_measurement
 from finetune.events import Evaluation, Event, ForecastCheck, Memory, Start, State, Step, newest
 from finetune.planner.history import record_run
 from finetune.planner.plan import Plan, Verdict

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from finetune.card import find_card
+from finetune.card.measured import Rates, conditions_of, store_rates, with_measured_rates
 from finetune.card.nvidia import Device
-from finetune.card.rates import Rates, conditions_of, store_rates, with_measured_rates
 from finetune.doctor import rates as measuring
 from finetune.files import cache_dir
 from finetune.planner.history import read_history

@@ -1,16 +1,53 @@
-"""Rates measured on this machine (`finetune doctor --measure`), stored in the cache for each GPU and the CPU."""
+"""Measurements of this machine's cards, stored in the cache: CUDA contexts, and rates (`finetune doctor --measure`)."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import statistics
 from dataclasses import dataclass, replace
 
 from finetune.card.card import Card
 from finetune.card.nvidia import Device
 from finetune.files import cache_dir, read_object, write_json
 from finetune.serialise import read_own, to_json
+from finetune.units import GIB, MIB
 
-FILE = "rates.json"
+CONTEXTS, RATES = "contexts.json", "rates.json"
+#: Contexts stored for each card; older ones are dropped.
+MOST_MEASUREMENTS = 20
+#: Far above anything published: such a measurement includes other programs and is dropped.
+MOST_CONTEXT_BYTES = round(1.5 * GIB)
+#: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
+SPREAD = 40 * MIB
+
+
+def record_measurement(card_name: str, context_bytes: int) -> None:
+    """Record bytes of a CUDA process outside torch's allocator. Raises OSError when the cache can't be written."""
+    if context_bytes <= 0:
+        raise ValueError(f"context_bytes is {context_bytes}; a CUDA context is never empty")
+    if context_bytes > MOST_CONTEXT_BYTES:
+        return
+    values, path = _read(), cache_dir() / CONTEXTS
+    values[card_name] = [*values.get(card_name, []), context_bytes][-MOST_MEASUREMENTS:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, values, checksum=True)
+
+
+def measured_context(card_name: str) -> tuple[int, int] | None:
+    """Median and spread (highest less lowest, at least SPREAD) of the context in bytes; None when never measured."""
+    counts = _read().get(card_name)
+    if not counts:
+        return None
+    return int(statistics.median_high(counts)), max(SPREAD, max(counts) - min(counts))
+
+
+def _read() -> dict[str, list[int]]:
+    """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
+    return {
+        name: counts
+        for name, counts in (read_object(cache_dir() / CONTEXTS) or {}).items()
+        if isinstance(counts, list) and all(isinstance(count, int) and count > 0 for count in counts)
+    }
 
 
 @dataclass(frozen=True)
@@ -41,14 +78,14 @@ def conditions_of(device: Device | None) -> str:
 
 def store_rates(card: Card, rates: Rates) -> None:
     """Replace the stored rates of this GPU, or of the CPU. Raises OSError when the cache can't be written."""
-    path = cache_dir() / FILE
+    path = cache_dir() / RATES
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {**(read_object(path) or {}), card.uuid or card.name: to_json(rates)}, checksum=True)
 
 
 def with_measured_rates(card: Card, device: Device | None = None) -> Card:
     """The card with the rates measured on it under the same conditions; `reason` says where its rates are from."""
-    rates, now = read_own(cache_dir() / FILE, Rates, key=card.uuid or card.name), conditions_of(device)
+    rates, now = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
     if rates is None or rates.conditions != now:
         why = f"measured with {rates.conditions}, now it has {now}: measure again" if rates else "not measured here"
         return replace(card, reason=f"{card.reason}; rates: {why}")
