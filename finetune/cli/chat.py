@@ -29,19 +29,15 @@ if TYPE_CHECKING:
 Tools = tuple[dict[str, Any], ...]
 
 
-def chat_command(source: str, *, base: bool, both: bool, **options: Any) -> None:
-    """Chat with the tuned model of a run, with its base, or with `both`."""
-    chat_with(source, models=("base", "tuned") if both else ("base",) if base else ("tuned",), **options)
-
-
-def chat_with(
-    source: str, *, models: tuple[str, ...], prompt: str | None, system: str | None, max_new_tokens: int,
+def chat_command(
+    source: str, *, base: bool, both: bool, prompt: str | None, system: str | None, max_new_tokens: int,
     temperature: float, top_p: float, seed: int, as_json: bool, tools_file: str | None = None,
 ) -> None:  # fmt: skip
-    """Answer `prompt`, or chat until Ctrl-D or `exit`, with each of `models` (base, tuned) from the same seed.
+    """Answer `prompt`, or chat until Ctrl-D or `exit`, with the tuned model, its base, or with `both` from the same seed.
 
     `tools_file`: JSON with the tools that the models may call.
     """
+    models = ("base", "tuned") if both else ("base",) if base else ("tuned",)
     tools = read_tools_file(tools_file)
     if prompt is not None and not prompt.strip():
         raise CommandError("--prompt is empty", "Give a prompt, or leave the option out to chat.")

@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and turns what it raises into a message and an exit code."""
+"""Entry point of the command line: runs a command and turns its errors into a message and an exit code."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from finetune.units import format_bytes, parse_bytes
 def export_run(
     source: str, *, to: str, kind: str, llama_cpp: str, output: str | None, rows: int, data: str | None, as_json: bool
 ) -> None:
-    """Export a run's model and print its file, what was compared, and what to type for llama.cpp and Ollama."""
+    """Export a run's model and print its file, the comparison, and the commands for llama.cpp and Ollama."""
     if to not in ("gguf", "gguf-adapter"):
         fix = "Use gguf or gguf-adapter; for a standard model folder: finetune merge RUN"
         raise CommandError(f"--to {to[:40]!r} is not known", fix)
@@ -59,7 +59,7 @@ def export_run(
 
 
 def merge_run(source: str, *, output: str | None, max_shard_size: str | None, check: int, as_json: bool) -> None:
-    """Merge a finished run's adapter and print the model's folder; with `check`, what that changes on so many held-out rows."""
+    """Merge a finished run's adapter and print the model's folder; with `check`, the changed answers of held-out rows."""
     run = open_run(source)
     restrict_visible_devices(run)
     from finetune.export.merge import merge

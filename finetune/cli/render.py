@@ -60,7 +60,7 @@ def print_error(error: FinetuneError) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a file's text: as it is into a file or a pipe, escaped on a terminal."""
+    """Print a file's text, escaped on a terminal."""
     print(printable(text) if sys.stdout.isatty() else text, end="")
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -158,9 +157,14 @@ def _data_lines(name: str, report: DataReport) -> Iterator[str]:
 
 def _follow(run: RunDirectory, offset: int, as_json: bool, *, owner: bool = True) -> int:
     """Show events until the run ends. Ctrl-C and SIGTERM pause the run if `owner`, else end the watching."""
-    with caught_interrupts() as interrupts, _printer(as_json) as show:
+    is_live = out.is_terminal and not as_json
+    with caught_interrupts() as interrupts, out.status("starting") if is_live else nullcontext() as status:
         for event, left_s in _events(run, offset, interrupts, owner):
-            show(event, left_s)
+            if as_json:
+                print_json(events.event_json(event) | ({} if left_s is None else {"left_s": left_s}))
+                sys.stdout.flush()
+            else:
+                _show_event(event, left_s, status)
     state = read_state(run)
     if state.ended:
         control.wait(run, _EXIT_DEADLINE_S)
@@ -210,36 +214,19 @@ def _print_state(run: RunDirectory, state: RunState, as_json: bool) -> None:
         out.print(f"Log: {escape(str(run.log))}")
 
 
-@contextmanager
-def _printer(as_json: bool) -> Iterator[Callable[[events.Event, float | None], None]]:
-    if as_json:
-        yield _print_as_json
-    elif not out.is_terminal:
-        yield _print_line
-    else:
-        with out.status("starting") as status:
-            yield partial(_update_line, status)
-
-
-def _print_as_json(event: events.Event, left_s: float | None) -> None:
-    print_json(events.event_json(event) | ({} if left_s is None else {"left_s": left_s}))
-    sys.stdout.flush()
-
-
-def _print_line(event: events.Event, left_s: float | None) -> None:
-    if isinstance(event, events.Step):
-        every = max(1, (event.total_steps or 0) // 20)  # about twenty lines, however long the run
+def _show_event(event: events.Event, left_s: float | None, status: Status | None) -> None:
+    """Print an event; on a terminal a step changes the `status` line, elsewhere about twenty steps are a line each."""
+    text = step_line(event, left_s) if isinstance(event, events.Step) else _text_of(event)
+    if isinstance(event, events.Step) and status:
+        status.update(escape(text))
+    elif isinstance(event, events.Step):
+        every = max(1, (event.total_steps or 0) // 20)
         if event.step % every == 0 or event.step in (1, event.total_steps):
-            print(step_line(event, left_s), flush=True)
-    elif text := _text_of(event):
-        print(printable(text), flush=True)
-
-
-def _update_line(status: Status, event: events.Event, left_s: float | None) -> None:
-    if isinstance(event, events.Step):
-        status.update(escape(step_line(event, left_s)))
-    elif text := _text_of(event):
+            print(text, flush=True)
+    elif text and status:
         out.print(escape(text))
+    elif text:
+        print(printable(text), flush=True)
 
 
 def _text_of(event: events.Event) -> str:

@@ -43,7 +43,7 @@ def recipe_of(source: str | None, overrides: list[str], *, model: str | None = N
 
 
 def with_model_and_data(overrides: list[str], model: str | None, data: str | None) -> list[str]:
-    """Overrides for `--model` and `--data`, before those that are given as `key=value`."""
+    """Return overrides for `--model` and `--data`, followed by `overrides`."""
     options = {"model_name_or_path": model, "dataset.path": data}
     return [*(f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None), *overrides]
 

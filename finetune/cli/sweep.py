@@ -41,7 +41,7 @@ def sweep_command(
     source: str | None, overrides: list[str], *, model: str | None, data: str | None, budget: str | None, detach: bool,
     stop: bool, show: bool, as_json: bool, alone: bool = False,
 ) -> int:  # fmt: skip
-    """Start a sweep of a recipe; of a sweep's folder, go on with it, or `stop` or `show` it. Returns the exit code.
+    """Start the sweep of a recipe, or continue, `stop` or `show` the sweep in a folder. Returns the exit code.
 
     `alone`: the process does nothing else.
     """
@@ -101,7 +101,7 @@ def _created(
 def split_overrides(overrides: list[str], parse: Callable[[list[str]], Recipe]) -> tuple[list[str], dict[str, list[Any]]]:
     """Overrides of every arm, and the values of each swept setting, in order and without repetitions.
 
-    An override is swept if it has commas and is no value of its setting as it is, but each of its parts is. `parse` makes a
+    An override is swept if it has commas and is no value of its setting, but each part is one. `parse` makes a
     recipe of overrides. Raises RecipeError for other values, and CommandError for too many.
     """
     fixed, swept = [], {}
@@ -233,11 +233,14 @@ def _print_state(sweep: Sweep, as_json: bool) -> int:
 
 
 def _print_result(sweep: Sweep, as_json: bool) -> int:
+    from finetune.cli.ui import page_command
     from finetune.sweep.sweep import label
 
-    report = _report(sweep)
+    report = sweep.path / "report.html"
+    command = [*page_command(".sweep_report"), str(sweep.path), str(report)]
+    process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     if as_json:
-        print_json({**sweep.as_json(), "report": None if report is None else str(report)})
+        print_json({**sweep.as_json(), "report": None if process.returncode else str(report)})
         return 0
     shown = table("arm", "state", ">steps", ">held-out loss", ">after step", "behind the best")
     for entry in sweep.results():
@@ -248,20 +251,11 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
         shown.add_row(escape(label(entry.values)), state, f"{entry.step or 0:,}", loss, f"{entry.loss_step or 0:,}", behind)
     out.print(shown)
     out.print(f"[bold]{escape(sweep.sentence())}[/]")
-    if report is not None:
+    if not process.returncode:
         out.print(f"Curves: {escape(str(report))}", soft_wrap=True)
     if sweep.is_finished:
         out.print(f"Score the best:  finetune eval {escape(sweep.results()[0].run)}", soft_wrap=True)
     return 0
-
-
-def _report(sweep: Sweep) -> Path | None:
-    from finetune.cli.ui import page_command
-
-    target = sweep.path / "report.html"
-    command = [*page_command(".sweep_report"), str(sweep.path), str(target)]
-    process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return target if process.returncode == 0 else None
 
 
 if __name__ == "__main__":

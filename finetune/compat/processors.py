@@ -86,7 +86,7 @@ def save_processor(processor: Any, folder: str) -> None:
 
 
 def _processor_class(path: str, revision: str | None) -> Any:
-    """The class that a checkpoint names, else that of its model type."""
+    """Return the class that a checkpoint names, else the class of its model type."""
     from transformers import AutoConfig, ImageProcessingMixin, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
@@ -150,7 +150,7 @@ def values_of_a_patch(processor: Any, picture: Image) -> int | None:
 
 
 def patch_text(processor: Any, patches: int) -> str:
-    """The text for a picture of so many patches in a grid."""
+    """Return the text for an image of a grid of patches."""
     import torch
 
     return processor.replace_image_token({"image_grid_thw": torch.tensor([[1, 1, patches]])}, image_idx=0)

@@ -100,7 +100,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(source: str | Path) -> Path:
-    """The file for `source`: a path, or the name of a shipped recipe. Raises RecipeError when there is none."""
+    """The file for `source`: a path, or the name of a shipped recipe. Raises RecipeError without one."""
     path, shipped = Path(source), shipped_recipes()
     try:
         if path.is_file():

@@ -15,7 +15,7 @@ import torch
 from recorded_card import RESERVED, SEGMENTS, RecordedCard, train
 
 from finetune.card import find_card, measured_context
-from finetune.cli.chat import chat_with
+from finetune.cli.chat import chat_command
 from finetune.cli.evaluate import show_scores
 from finetune.errors import CardError, RecipeError
 from finetune.evaluate.scorers import scorer
@@ -115,7 +115,7 @@ def test_several_ranks_see_the_first_cards_in_cudas_order(machine, make_run):
 
 
 SCORES = partial(show_scores, rows=None, last=False, data=None, score=scorer("exact"), show="differ", examples=0)
-CHAT = partial(chat_with, models=("tuned",), prompt="Hi", system=None, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
+CHAT = partial(chat_command, base=False, both=False, prompt="Hi", system=None, max_new_tokens=1, temperature=0, top_p=1, seed=0)
 
 
 @pytest.mark.parametrize("command", [SCORES, CHAT])
