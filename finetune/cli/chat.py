@@ -24,7 +24,7 @@ from finetune.run.directory import RunDirectory, open_run
 
 if TYPE_CHECKING:
     from finetune.evaluate.answerer import Answerer
-    from finetune.model.generate import Sampling, Streamed
+    from finetune.model.generate import Sampling
 
 Tools = tuple[dict[str, Any], ...]
 
@@ -139,10 +139,16 @@ class _Chat:
                 "answer": answer.text, **calls,
                 "tokens": reply.tokens, "tokens_per_s": reply.tokens_per_s, "stopped": reply.stopped,
             })  # fmt: skip
-        else:
-            _print_end(reply, answer)
-            if reply.stopped and not self.is_interactive:
-                raise KeyboardInterrupt
+            return
+        print(end="\n" if answer.text or not answer.calls else "")
+        for call in answer.calls:
+            out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
+        if answer.is_unreadable:
+            err.print("[yellow]this begins like a call, but can't be read as one[/]")
+        rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
+        err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
+        if reply.stopped and not self.is_interactive:
+            raise KeyboardInterrupt
 
     def add_picture(self, path: Path) -> None:
         """Add the picture of `/image PATH`; a file that is no picture is said, and the chat goes on."""
@@ -171,16 +177,6 @@ class _PiecePrinter:
         self._in_thought = is_thought
         text = printable(piece)
         out.print(f"[dim]{escape(text)}[/]" if is_thought else escape(text), end="", soft_wrap=True, highlight=False)
-
-
-def _print_end(reply: Streamed, answer: Answer) -> None:
-    print(end="\n" if answer.text or not answer.calls else "")
-    for call in answer.calls:
-        out.print(f"[bold]calls[/] {escape(printable(display_text(Answer('', [call]))))}", soft_wrap=True)
-    if answer.is_unreadable:
-        err.print("[yellow]this begins like a call, but can't be read as one[/]")
-    rate = f", {reply.tokens_per_s:.1f} tokens/s" if reply.tokens_per_s else ""
-    err.print(f"[dim]{reply.tokens:,} tokens{rate}{', stopped' if reply.stopped else ''}[/]")
 
 
 @contextlib.contextmanager

@@ -84,9 +84,8 @@ def make_forecast(
     # A replay shows nothing of what does not fit anyway, nor of several processes' copies of gradients, whose moments of
     # allocation a dry run of one process does not have.
     is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
-    can_replay = (
-        is_alone and highest <= card.total_bytes and not (quick and settings.activation_checkpointing_every_n_layers > 1)
-    )
+    is_quick = quick and settings.activation_checkpointing_every_n_layers > 1
+    can_replay = is_alone and highest <= card.total_bytes and not is_quick
     replay = _replayed(config, settings, card, rows) if can_replay else None
     if replay is not None and replay.segments:  # empty where segments can expand
         # torch counts whole blocks as allocated, which are larger than their tensors there
@@ -94,8 +93,10 @@ def make_forecast(
         workspace = run.parts["workspace"] + peaks["train"] - run.peaks["train"]
         run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
         highest = max(run.peaks.values())
-    even = settings.packing is True
-    uncertain = highest - _least_peak(run, one_gpu) if is_sharded else 0
+    even, uncertain = settings.packing is True, 0
+    if is_sharded:  # at least without all-gathered parameters, and without shards beside the full model while loading
+        least_peaks = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
+        uncertain = highest - max({**least_peaks, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
     forecast, pinned = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain), _pinned_bytes(run, card, settings)
     forecast = dataclasses.replace(
         forecast,
@@ -262,12 +263,6 @@ def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) 
 
 def _with_replay_error(reserved: int) -> int:
     return reserved + max(round(reserved * REPLAY_ERROR), PAGES)
-
-
-def _least_peak(run: DryRun, one_gpu: DryRun) -> int:
-    """Lower bound of the peak: without all-gathered parameters, and without shards beside the full model while loading."""
-    least = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
-    return max({**least, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
 
 
 def _bucket_bytes(run: DryRun, settings: Settings) -> int:

@@ -53,8 +53,8 @@ def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePromp
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
     """Return the collator's batch of `rows` rows of `tokens` tokens with these images: tensors with values, but for labels.
 
-    The last row is a token shorter, as where lengths differ. Raises RecipeError where the model's processor is
-    not on this machine.
+    The last row is a token shorter, as where lengths differ. Raises RecipeError where the model's processor is not on this
+    machine.
     """
     with _disable_current_modes():  # the kept tensors are host memory
         prompt = picture_prompt(settings, pictures)

@@ -65,7 +65,9 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     # Gradients stay whole until the last micro-batch (no_sync), then are reduce-scattered through buffers of two units
     # (accelerate/accelerator.py, Accelerator.no_sync; _fsdp_param_group.py, FSDPParamGroup.post_backward).
     reducing = 2 * max(cards * trained for _, trained in shards.values())
-    gathered, starting = gathered_by_fsdp(units, cards) + reducing, gathered_at_start(units, cards)
+    gathered = gathered_by_fsdp(units, cards) + reducing
+    layer, embedding, head, others = _whole_units(units, cards)
+    starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
     # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
     # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
     # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
@@ -111,12 +113,6 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
         "backward": head + layer + max(layer, embedding),
     }
     return max(moments.values()) + 2 * others
-
-
-def gathered_at_start(units: tuple[Unit, ...], cards: int) -> int:
-    """Peak bytes of all-gathered parameters when the forward pass begins: the embedding, its buffer, and the first layer's."""
-    layer, embedding, head, others = _whole_units(units, cards)
-    return 2 * (embedding or head) + layer + 2 * others
 
 
 def _whole_units(units: tuple[Unit, ...], cards: int) -> tuple[int, int, int, int]:
