@@ -169,7 +169,7 @@ def _catalogue_name(typed: str) -> str | None:
 
 
 def _close_names(typed: str) -> list[str]:
-    """Cards that may be meant: those with the memory, of which `typed` is the beginning, or with a name like it."""
+    """Return cards that may be meant: with this memory, or with a name that begins with `typed` or resembles `typed`."""
     size = _SIZE.fullmatch(typed.strip().lower())
     if size:
         same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]

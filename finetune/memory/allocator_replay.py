@@ -95,7 +95,7 @@ def states_of(trace: Trace) -> list[Event]:
 
 
 def play(allocator: CachingAllocator, persistent: frozenset[int], events: list[Event]) -> None:
-    """Allocate and release. What an earlier replay of the same part left is released when it is allocated again."""
+    """Allocate and release. An allocation left by an earlier replay of the same part is released before the next one."""
     allocate, release, live = allocator.allocate, allocator.release, allocator.live
     for number, size in events:
         if size == RELEASED:
@@ -111,7 +111,7 @@ def play(allocator: CachingAllocator, persistent: frozenset[int], events: list[E
 class MicroBatchEvents:
     """A run's micro-batch at any width, from its traces at two. Raises NotRepeated when these differ in more than sizes.
 
-    Releases stand where the wider trace has them: what is released at once, such as a step's graph, has no order.
+    Releases keep their places in the wider trace: allocations of a step's graph, released together, have no order.
     """
 
     def __init__(self, wide: Trace, width: int, narrow: Trace, narrow_width: int) -> None:
@@ -147,7 +147,7 @@ def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, flo
 def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:
     """Widths of the first micro-batches, each padded to its longest row. As in a run, a step's rows are random and sorted.
 
-    The first step runs from the second longest of all down, the others up; the longest of all ends step 2.
+    Widths fall in the first step, from the second longest row, and rise in the others; the longest row ends step 2.
     """
     rng, padded_lengths = random.Random(seed), sorted(min(length, longest) for length in lengths)
     count, batch = min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES), rows * accumulation

@@ -113,7 +113,7 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
     def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
-        """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing what is cached.
+        """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing cached blocks.
 
         Raises OutOfMemory.
         """
@@ -164,7 +164,7 @@ class CachingAllocator:
                     self._return(block.size)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """`get_free_block`: the smallest free block that is large enough. One that can grow counts with its growth."""
+        """`get_free_block`: the smallest free block that is large enough, where a block counts with its possible growth."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):

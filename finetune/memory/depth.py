@@ -64,8 +64,8 @@ def simulate_deep(
 ) -> tuple[Simulation, str]:
     """The simulation at the full depth of `config`, and the method that gave it.
 
-    `every`: checkpointing repeats every so many layers. `first_differs`: the first layer is known to save other tensors than
-    the rest; without it that is tried second. `full_depth`: run all layers, which is also the fallback where layers don't
+    `every`: checkpointing repeats after this many layers. `first_differs`: the first layer is known to save other tensors than
+    the rest; else this is tried second. `full_depth`: run all layers, which is also the fallback where layers don't
     repeat or don't keep equal bytes.
     """
     kinds = layer_kinds(config)
@@ -89,7 +89,7 @@ def simulate_deep(
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
-    """The fewest layers that represent these: the leading ones that don't repeat (at least `lead`), then three periods."""
+    """Return the fewest layers that represent `kinds`: leading ones that don't repeat (`lead` or more), then three periods."""
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
@@ -173,9 +173,9 @@ def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
 
 
 def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
-    """Insert the repeated layers after the middle ones. While a middle layer runs, insert them before it: it is the last.
+    """Insert the repeated layers after the middle layers. While a middle layer runs, insert them before it: it is the last.
 
-    Outside forward and backward the middle layers' peaks are dropped: they lie between those of the first and last layers.
+    Outside forward and backward the middle layers' peaks are dropped: they lie between the first and the last layers' peaks.
     """
     deepened: dict[PhaseKey, Peak] = {}
     for (phase, layer), peak in peaks.items():
@@ -203,7 +203,7 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """The peak with the inserted layers, which save what the middle ones save.
+    """Return the peak with the inserted layers, which save as much as the middle layers.
 
     Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
     """
@@ -218,7 +218,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
 
 def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
-    """The peak with the inserted layers before the middle ones; they save what the layers of the first period save.
+    """Return the peak with layers inserted before the middle layers; they save as much as the layers of the first period.
 
     Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
     """

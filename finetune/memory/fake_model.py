@@ -91,7 +91,7 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
 def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
     """Cast the adapters, which PEFT makes in fp32, to each of `dtypes`.
 
-    A phase of its own beside loading: at full depth it may need more than that, where in a few layers it needs less.
+    This is a phase apart from loading: at full depth it may need more than loading, where in a few layers it needs less.
     """
     tracker.phase = CASTS
     for dtype in dtypes:

@@ -59,8 +59,8 @@ class DryRun:
     """Allocated bytes of one plan. `parts` are those at the training peak, `peaks` the peak of each phase.
 
     `per_layer_bytes` is the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes`: pinned or managed
-    host memory of activations, optimizer states and offloaded layers. `offloaded_bytes`: that of the layers, also where a file
-    has them; `largest_offloaded_bytes`: of the largest one. `parameters`: number of base model parameters.
+    host memory of activations, optimizer states and offloaded layers. `offloaded_bytes`: bytes of offloaded layers, also
+    in a file; `largest_offloaded_bytes`: of the largest layer. `parameters`: number of base model parameters.
     """
 
     parts: dict[str, int]

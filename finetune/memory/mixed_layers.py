@@ -38,8 +38,8 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
     """Layers whose number is a multiple of `every` from `recomputed`, all others from `plain`.
 
     Both simulations run the same layers in the same order, and layers pass each other the same tensors. So each layer saves
-    what it saves in its own simulation. Tensors of no layer come from the simulation of the running layer, except inputs that
-    all checkpoints share, such as masks.
+    as much as in the simulation it is taken from. Tensors of no layer come from the simulation of the running layer, except
+    inputs that all checkpoints share, such as masks.
     """
     last = max(layer for _, layer in recomputed.peaks if layer is not None)
     last_recomputed = last // every * every

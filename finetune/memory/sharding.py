@@ -100,7 +100,7 @@ def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
     """Peak bytes of all-gathered parameters on a card, beside activations: a unit, its all-gather buffer, and the buffer of the
     next unit.
 
-    Two of them are allocated at once; the third counts because buffers belong to another stream, whose blocks the first can't
+    Two of these exist at a time; the third counts because buffers belong to another stream, whose blocks the first can't
     reuse (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard). Each decoder layer, the
     embedding, the output layer and the rest is one unit; the output layer and the rest stay gathered from forward to backward,
     an embedding tied to the output layer from the start (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).

@@ -61,8 +61,8 @@ class Batch:
     `padded`: rows differ in length, so that a model that needs a mask reads it.
     `mismatched_tokens`: width of a KL batch; None: as wide as the batch.
     `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
-    tokens, of which `eval_trained_tokens` count; by default as in training. `pictures`: width and height of those of each row,
-    and `eval_pictures` of each held-out row.
+    tokens, and `eval_trained_tokens` count; by default as in training. `pictures`: width and height of the images in each row,
+    and `eval_pictures` in each held-out row.
     """
 
     rows: int
@@ -107,7 +107,7 @@ class Simulation:
 
 
 def _adapter_casts(settings: Settings) -> list[torch.dtype]:
-    """Dtypes that the adapters, made in fp32, are cast to while loading: TRL casts those of a quantised model to bf16."""
+    """Dtypes that the adapters, made in fp32, are cast to while loading: TRL casts adapters of quantised models to bf16."""
     own = getattr(torch, settings.adapter_dtype)
     rounded = [torch.bfloat16] if requested_formats(settings) else []
     return list(dict.fromkeys([*rounded, *([own] if rounded or own != torch.float32 else [])]))
@@ -153,9 +153,9 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 @contextmanager
 def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run as they are.
+    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run here.
 
-    `settings`: those that replace layers, which the error then says how to turn off.
+    `settings`: may replace layers; the error then says how to turn that off.
     """
     try:
         yield
@@ -177,7 +177,7 @@ def _without_replaced_layers(settings: Settings | None) -> str:
 
 
 def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
-    """What of this model needs more memory than it would seem: masks, and what stays 16-bit when it is quantised."""
+    """Note parts of this model that need more memory than expected: masks, and layers that quantising leaves in 16 bit."""
     if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
         size = f"{batch.tokens} x {batch.tokens}"
         yield f"padded rows of this model need a {size} attention mask each, counted as activations"
@@ -301,8 +301,8 @@ def _forward(
 
 
 class _AutocastModel:
-    """A model each of whose passes has an autocast of its own, as accelerate wraps it: weights that one pass has cast are not
-    used by the next, which may need their gradients."""
+    """A model with a separate autocast for each pass, as accelerate wraps it: weights that one pass has cast are not used by
+    the next, which may need their gradients."""
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.module, self._dtype, self.parameters = model, model_dtype(settings), model.parameters
@@ -313,7 +313,7 @@ class _AutocastModel:
 
 
 def observe(model: Any, tracker: StorageTracker) -> None:
-    """Hook the model so that the tracker knows the running layer, the beginning of the loss and what is recomputed."""
+    """Hook the model so that the tracker knows the running layer, the beginning of the loss and recomputation."""
     for number, layer in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
@@ -340,7 +340,7 @@ def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Te
 
 
 def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
-    """A second pass, after that of a reference."""
+    """Begin a second pass, after the reference's."""
     tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
     tracker.part = "activations"
 
@@ -356,7 +356,7 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
 def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
     """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
 
-    In training it is a phase of its own. It grows with the number of layers, so at full depth it may need more than the loss.
+    In training it is a separate phase. It grows with the number of layers, so at full depth it may need more than the loss.
     """
     tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
     try:

@@ -23,15 +23,16 @@ Event = tuple[int, int]
 
 
 class NotRepeated(ValueError):
-    """The layers' events don't repeat, so those of all layers can't be derived from a few."""
+    """The layers' events don't repeat, so the events of all layers can't be derived from a few layers."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """Events by part of the run: load, first step, micro-batch, clipping, optimizer, save and eval.
 
-    `persistent`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> that of the one
-    it is added to; in the first micro-batch of a step the new one is stored instead. `warm_up`: bytes of the base weights.
+    `persistent`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> number of the
+    gradient it is added to; in the first micro-batch of a step the new one is stored instead. `warm_up`: bytes of the base
+    weights.
     """
 
     parts: dict[str, list[Event]]
@@ -121,7 +122,7 @@ class Recording:
         self.events.append((number, size, self._section, self._layer if self._running else self._layers[number]))
 
     def trace(self, depth: Depth | None = None) -> Trace:
-        """The events by part; with `depth` those of the full model. Raises NotRepeated."""
+        """Return the events by part, with `depth` of the full model. Raises NotRepeated."""
         events: list[Event] = [event[:2] for event in self.events]
         starts, persistent, gradients = [start for _, start in self._parts], self._persistent, self.gradients
         warm_up = self.weights.total()
@@ -174,8 +175,8 @@ class _Deepening:
     def _release_copies(self) -> None:
         """Release copies that were never released where their original is released.
 
-        Some operators hold tensors of all layers until the whole graph is freed (int8's saved activations): one layer's events
-        release them, those of a layer that is not copied.
+        Some operators hold tensors of all layers until the whole graph is freed (int8's saved activations): the
+        events of one layer, which is not copied, release them.
         """
         released = {number for number, size in self.events if size == RELEASED}
         unreleased: dict[int, list[int]] = {}
@@ -248,7 +249,7 @@ class _Deepening:
             count += 1
 
     def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
-        """The key in the full model of what an event of `from_layer` releases, when the event is copied to `to_layer`."""
+        """Return the full model's key of the allocation that an event of `from_layer` releases when copied to `to_layer`."""
         if key.layer < 0:
             return key
         is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period

@@ -57,7 +57,7 @@ class StorageTracker(TorchDispatchMode):
     """Sums the live storages of all tensors made inside it. Tensors on `meta` represent host memory and count separately.
 
     New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
-    peak of each phase and layer, `host` that of host memory. Works on real and fake tensors. `rules` change allocations.
+    peak of each phase and layer, `host` the peak of host memory. Works on real and fake tensors. `rules` change allocations.
 
     While `inherits` is set, tensors created outside the layers are tagged with the layer of the last argument with one.
 
@@ -166,7 +166,7 @@ class StorageTracker(TorchDispatchMode):
             self.part = before
 
     def _workspace(self, biased: bool) -> None:
-        """cuBLAS's workspace of this thread, and cublasLt's, when first needed. Backward runs in a thread of its own."""
+        """cuBLAS's workspace of this thread, and cublasLt's, when first needed. Backward runs in another thread."""
         backward = self._phase in ("loss backward", "backward")
         for lt, size in ((False, self._workspace_bytes), (True, CUBLASLT_BYTES))[: 1 + biased]:
             if (backward, lt) not in self._workspaces:

@@ -26,7 +26,7 @@ from finetune.units import GIB, format_bytes, parse_bytes
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
     """Host memory and disk: needed, free, and whether that is enough.
 
-    A catalogue card is in another machine: there `free_bytes` and `enough` are None.
+    For a catalogue card, in another machine, `free_bytes` and `enough` stay None.
     """
     disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
     resources = (
@@ -47,8 +47,8 @@ def free_host_bytes(recipe: Recipe, card: Card) -> int | None:
 
 
 def pinned_bytes(strategy: Strategy, job: Job) -> int:
-    """Pinned host memory of a strategy: weights of offloaded layers, and inputs of recomputed ones, each of which torch rounds
-    up to a power of two."""
+    """Return the pinned host memory of a strategy: weights of offloaded layers, and inputs of recomputed layers, each rounded
+    up to a power of two by torch."""
     weights = strategy.offloaded * job.shape.layer_bytes(strategy.base) if strategy.offload_target == "cpu" else 0
     if strategy.checkpointing != "offload":
         return weights
