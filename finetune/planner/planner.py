@@ -44,10 +44,10 @@ from finetune.planner.resources import (
     pinned_bytes,
     pinned_inputs_note,
 )
-from finetune.planner.run_time import cost_of, run_time, workload_s
+from finetune.planner.run_time import cost_of, run_time
 from finetune.planner.search import EvaluatedStrategy, Search
 from finetune.planner.shape import MAMBA2, shape_of
-from finetune.planner.speed import Job, knows_rates, time_step
+from finetune.planner.speed import Job, knows_rates, time_step, workload_s
 from finetune.planner.strategy import OFFLOAD_TARGETS, OffloadTarget, Strategy, neighbours, strategies
 from finetune.planner.suggest import largest_model, suggest
 from finetune.planner.vision_work import VisionWork, vision_work

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.events import ENDED_STATES, Event, RunWarning, Start, State
 from finetune.units import format_seconds
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import DataStatistics
-    from finetune.settings import Settings
-
-#: Time of an evaluation's forward pass relative to a training step over the same tokens.
-EVALUATION_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -41,16 +32,6 @@ class RunTime:
     def summary(self) -> str:
         """`12 min, by 5 earlier runs here`."""
         return f"{format_seconds(self.load_s + self.train_s)}, by {self.runs} earlier run{'s' * (self.runs != 1)} here"
-
-
-def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
-    """Return the modelled seconds of all steps and evaluations; the unit is arbitrary if the GPU's rates are unknown."""
-    if not total_steps:
-        return None
-    evaluations = math.ceil(total_steps / settings.eval_steps) if settings.eval_steps and data and data.eval_rows else 0
-    tokens = data.total_tokens / data.rows * settings.effective_batch_size if data and data.rows else 0.0
-    share = EVALUATION_SHARE * data.eval_total_tokens / tokens if data and tokens else 0.0
-    return step_s * (total_steps + evaluations * share)
 
 
 def run_time(workload: float | None, model: str, measured: Sequence[MeasuredRun]) -> RunTime | None:

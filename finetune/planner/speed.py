@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from finetune.planner.shape import ModelShape
     from finetune.planner.strategy import Strategy
     from finetune.planner.vision_work import VisionWork
+    from finetune.settings import Settings
 
 
 #: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
@@ -146,6 +147,8 @@ LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
 SELECTIVE_DISPATCH = 1.7
 #: Share of a card's fp32 rate that large products reach, as a step's do (benchmarks/speed_accuracy.py).
 FP32_SHARE = 0.6
+#: Time of an evaluation's forward pass relative to a training step over the same tokens.
+EVALUATION_SHARE = 1 / 3
 #: Assumed when the card's rates are unknown: they order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
@@ -385,3 +388,13 @@ def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pci
     optimizer, parameters, tensors = OPTIMIZERS[optim], rank * shape.adapter_per_rank, 2 * shape.adapters
     moving_s = optimizer.memory_bytes * parameters / bandwidth + optimizer.pcie_bytes * parameters / pcie
     return moving_s + optimizer.tensor_s * tensors + optimizer.cpu_s * parameters
+
+
+def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
+    """Return the modelled seconds of all steps and evaluations; the unit is arbitrary if the GPU's rates are unknown."""
+    if not total_steps:
+        return None
+    evaluations = math.ceil(total_steps / settings.eval_steps) if settings.eval_steps and data and data.eval_rows else 0
+    tokens = data.total_tokens / data.rows * settings.effective_batch_size if data and data.rows else 0.0
+    share = EVALUATION_SHARE * data.eval_total_tokens / tokens if data and tokens else 0.0
+    return step_s * (total_steps + evaluations * share)
