@@ -23,6 +23,8 @@ class Context:
 
     def __init__(self, workspace: Workspace, temporary: Path) -> None:
         self.workspace, self._temporary = workspace, temporary
+        #: Where Gradio puts what a browser uploads.
+        self.uploads = temporary / "files"
         self.lives = LiveRuns(workspace.folder("series"))
         self.scores = Scores()
         self.draft = Draft(workspace)

@@ -11,13 +11,9 @@ const update = () => {
   const ready = document.querySelector("[data-go]");
   if (ready && !ready.dataset.gone) {
     ready.dataset.gone = "1";
-    if (["/fit", "/data"].includes(ready.dataset.go) || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
+    if (ready.dataset.go === "/" || ready.dataset.go.startsWith("/run?run=")) window.location.assign(ready.dataset.go);
   }
   if (document.querySelector("ft-chart:not(:defined)")) import("./chart.js");
-  for (const button of document.querySelectorAll("#fit-yaml button[title='Copy'], #fit-command button[title='Copy']")) { // Gradio's own
-    button.title = tr("Copy");
-    button.setAttribute("aria-label", button.title);
-  }
   const theme = document.querySelector("[data-theme-choice]:not([data-set])");
   if (theme) Object.assign(theme, { value: localStorage.getItem("ft-theme") ?? "" }).dataset.set = "1";
 };

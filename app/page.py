@@ -9,18 +9,14 @@ from typing import Any
 import gradio as gr
 
 from .context import Context
-from .language import tr
 from .machine import Machine
-from .pages import data, fit, home, model, models, run, runs, settings
+from .pages import models, new_run, run, runs, settings
 from .views import rail
 from .views.binding import QUIET, show
 
 #: Path, name in the navigation and builder of each page; the first one is at the root.
 PAGES = (
-    ("", "Home", home.build),
-    ("model", "Model", model.build),
-    ("data", "Data", data.build),
-    ("fit", "Fit", fit.build),
+    ("", "New run", new_run.build),
     ("run", "Run", run.build),
     ("runs", "Runs", runs.build),
     ("models", "Models", models.build),
@@ -55,27 +51,13 @@ def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> 
     def status() -> str:
         return rail.status(*machine.status())
 
-    def steps() -> list[str]:
-        return [status(), rail.steps(address, _results(context))]
-
     with gr.Column(elem_id="ft-rail"):
         show(lambda: rail.rail(address))
         now = show(elem_id="ft-rail-now")
         show(rail.foot)
     show('<div id="ft-main" tabindex="-1"></div>')
-    is_step = address in rail.NEW_RUN
-    update, shown = (steps, [now, show(lambda: rail.steps(address), elem_id="ft-steps")]) if is_step else (status, [now])
-    page.load(update, None, shown, **QUIET)
-    gr.Timer(_TICK_S).tick(update, None, shown, **QUIET)
-
-
-def _results(context: Context) -> dict[str, str]:
-    recipe = context.draft.read().recipe
-    if recipe is None:
-        return {}
-    path = recipe.dataset.path
-    data = Path(path).name if isinstance(path, str) else tr("{n} files", n=len(path))
-    return {"model": Path(recipe.model_name_or_path).name, "data": data}
+    page.load(status, None, now, **QUIET)
+    gr.Timer(_TICK_S).tick(status, None, now, **QUIET)
 
 
 #: Tokens that Gradio's own components use: light and dark.

@@ -29,7 +29,7 @@ from finetune.run.directory import RunDirectory, open_run
 from finetune.units import format_bytes
 
 from .live import LiveRun
-from .views import fit as fit_view
+from .views import new_run as plan_head
 from .views import plan as plan_view
 from .views import run as run_view
 from .views import run_figures, run_head
@@ -77,7 +77,7 @@ def page(runs: list[RunDirectory]) -> str:
         title = ", ".join(run.path.name for run in runs)
         body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
-    names = ("theme.css", "svg_chart.css", "run.css", "fit.css")
+    names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + STYLE
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
@@ -98,7 +98,7 @@ def _one(live: LiveRun) -> str:
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": edited + fit_view.verdict(plan) + fit_view.facts(plan) + notes + plan_view.reasons(plan),
+        "Plan": edited + f'<div id="new-run">{plan_head.verdict(plan)}</div>' + notes + plan_view.reasons(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),

@@ -3,7 +3,7 @@
     python benchmarks/screenshots.py OUT [--runs runs] [--url LINK] [--sheets docs/tour]
 
 Without --url it starts `finetune ui` while it runs. Needs Chromium and playwright. `docs/page.png` and `docs/fit.png` are
-made from run-light-wide.png and fit-light-wide.png, the latter of a draft of `7b-4090` with `dataset.path=support`.
+made from run-light-wide.png and new-run-light-wide.png, the latter of a draft of `7b-4090` with the data `support`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 ADDRESSES = {
-    "home": "", "model": "model", "data": "data", "fit": "fit", "run": "run", "evaluate": "run?tab=evaluate",
+    "new run": "", "run": "run", "evaluate": "run?tab=evaluate",
     "chat": "run?tab=chat", "export": "run?tab=export", "runs": "runs", "models": "models",
     "settings": "settings",
 }  # fmt: skip
@@ -81,7 +81,7 @@ def take(link: str, out: Path, pages: list[str]) -> list[str]:
                 first.close()
                 for page in pages:
                     address = f"{link.partition('?')[0].rstrip('/')}/{ADDRESSES[page]}"
-                    errors += _picture(context, address, out / f"{page}-{theme}-{size}.png")
+                    errors += _picture(context, address, out / f"{page.replace(' ', '-')}-{theme}-{size}.png")
                 context.close()
         browser.close()
     return list(dict.fromkeys(errors))
@@ -112,7 +112,7 @@ def sheet(out: Path, page: str) -> Image.Image:
     for row, theme in enumerate(THEMES):
         left = 0
         for size, scaled in sizes.items():
-            with Image.open(out / f"{page}-{theme}-{size}.png") as picture:
+            with Image.open(out / f"{page.replace(' ', '-')}-{theme}-{size}.png") as picture:
                 first_screen = picture.convert("RGB").crop((0, 0, *SIZES[size])).resize(scaled, Image.Resampling.LANCZOS)
             whole.paste(first_screen, (left, row * (row_height + _GAP)))
             left += scaled[0] + _GAP

@@ -18,7 +18,7 @@ from ..context import Context
 from ..language import tr
 from ..views import sweep as sweep_view
 from ..views.binding import QUIET, change_trigger, fingerprint, load_when_shown, show
-from ..views.markup import note, to_fit
+from ..views.markup import note, to_new_run
 from ..views.problems import problem
 from ..views.run_head import TABS
 
@@ -130,10 +130,10 @@ class _View:
 
     def _duplicate(self, run: RunDirectory) -> str:
         self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-        return to_fit(tr("Opening Fit with this run's recipe."))
+        return to_new_run(tr("Opening New run with this run's recipe."))
 
     def _halve(self, run: RunDirectory) -> str:
         values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
         rate = self.context.lives.of(run).plan().settings.learning_rate / 2
         self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
-        return to_fit(tr("Opening Fit with half the learning rate."))
+        return to_new_run(tr("Opening New run with half the learning rate."))

@@ -17,7 +17,7 @@ from ..language import tr
 from ..views import runs as runs_views
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
-from ..views.markup import note, to_fit
+from ..views.markup import note, to_new_run
 from ..views.problems import problem
 from ..views.run_row import row_of
 from ..views.sweep import listed
@@ -82,7 +82,7 @@ class _View:
                 return self._rename(run, str(action.get("name", ""))), gr.skip()
             case "duplicate", [run]:
                 self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-                return to_fit(tr("Opening Fit with this run's recipe.")), gr.skip()
+                return to_new_run(tr("Opening New run with this run's recipe.")), gr.skip()
             case "delete", [_, *_]:
                 return self._delete(runs), gr.skip()
         if "restore" in action:

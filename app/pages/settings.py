@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 
 from ..background.tasks import Task
 from ..context import Context
@@ -81,8 +81,11 @@ class _View:
 
     def _set(self, setting: str, text: str) -> str:
         field = next(field for field in fields() if field.name == setting)
-        edited = self.context.draft.change(**as_settings(field, text.replace(",", ".")))
-        return settings_problem(edited.problems, edited.fix) if edited.problems else note(tr("Saved."), "ok")
+        try:
+            self.context.draft.change(**as_settings(field, text.replace(",", ".")))
+        except RecipeError as error:
+            return settings_problem(error.problems, error.fix)
+        return note(tr("Saved."), "ok")
 
 
 def _token_from() -> str:

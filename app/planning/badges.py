@@ -10,8 +10,9 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.planner.plan import Verdict
+from finetune.recipe import write_recipe
 
-from ..worker import Worker
+from ..worker import SupersededError, Worker
 from .draft import Draft
 
 #: Seconds after the last look at which the work stops.
@@ -30,8 +31,6 @@ class Badges:
     def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The verdicts that are there; the others are worked on while somebody looks."""
         recipe = self._draft.read().recipe
-        if recipe is None:
-            return {}
         key = _key(recipe)
         with self._lock:
             self._wanted, self._looked_s = list(names), time.monotonic()
@@ -44,7 +43,9 @@ class Badges:
         while (task := self._next()) is not None:
             recipe, name = task
             try:
-                answer = self._planner.call("badge", recipe=recipe.text, model=name)
+                answer = self._planner.call("badge", recipe=write_recipe(recipe.recipe), model=name)
+            except SupersededError:  # a plan is wanted first
+                continue
             except FinetuneError as error:
                 answer = {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
             self._verdicts[_key(recipe.recipe), name] = answer
@@ -53,7 +54,7 @@ class Badges:
         """The draft and a model without a verdict; None, and the work ends, when there is none or nobody looks."""
         edited = self._draft.read()
         with self._lock:
-            if edited.recipe is not None and time.monotonic() - self._looked_s < _LOOKED_S:
+            if time.monotonic() - self._looked_s < _LOOKED_S:
                 key = _key(edited.recipe)
                 name = next((name for name in self._wanted if (key, name) not in self._verdicts), None)
                 if name is not None:

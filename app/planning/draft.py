@@ -1,4 +1,4 @@
-"""The recipe that the form edits: a YAML file, so that every tab, browser and restart of the app shows the same one."""
+"""The recipe of the next run: a file with the settings that a person chose, the same for every tab and restart of the app."""
 
 from __future__ import annotations
 
@@ -7,169 +7,162 @@ import functools
 import json
 import shlex
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.card.visible import usable_devices
 from finetune.errors import RecipeError
-from finetune.files import write_text
-from finetune.recipe import find_recipe, load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
-from finetune.recipe import yaml as recipe_yaml
+from finetune.files import read_object, write_json
+from finetune.recipe import load_recipe, parse_recipe, recipe_from, shipped_recipes, write_recipe
+from finetune.recipe.yaml import dump
 from finetune.settings import DatasetRecipe, Recipe
 from finetune.system import shell_join
 
 from ..workspace import Workspace
 
-#: The first draft: bundled model and data, which train on any machine.
+#: The recipe of the demo: bundled model and data, which train on any machine.
 FIRST = "tiny-cpu"
-_CLOCKS_APART_S = time.time() - time.monotonic()
+#: Stand in for what is not chosen yet, so that the settings can be checked and planned.
+_NOT_CHOSEN = {"model_name_or_path": "tiny", "dataset": {"path": "support"}}
+#: Settings that another model keeps, although nobody typed them.
+_KEPT = ("dataset", "gpu", "price_per_hour", "memory_budget")
+_UNDOABLE = 50
 
 
 @dataclass(frozen=True)
 class Edited:
-    """The draft's text and the recipe parsed from it; the recipe is None, with problems, when it is invalid."""
+    """The draft: settings by name, those that a person typed, and the recipe, with stand-ins for what is not chosen.
 
-    text: str
-    recipe: Recipe | None
-    problems: tuple[str, ...] = ()
-    fix: str = ""
+    `stamp` changes with each edit.
+    """
+
+    values: dict[str, Any]
+    typed: tuple[str, ...]
+    recipe: Recipe
+    stamp: int
 
     @property
-    def values(self) -> dict[str, Any]:
-        """Settings by name; empty when the text is no valid recipe."""
-        return self.recipe.model_dump(exclude_unset=True, mode="json") if self.recipe else {}
+    def model(self) -> str:
+        """The base model; empty when none is chosen."""
+        return str(self.values.get("model_name_or_path") or "")
 
+    @property
+    def data(self) -> str | list[str]:
+        """The dataset's path; empty when none is chosen."""
+        path: str | list[str] = (self.values.get("dataset") or {}).get("path") or ""
+        return path
 
-def _clock_s() -> float:
-    """Never goes back: neither when the time is set while this process runs nor, for an open page, when it boots."""
-    return _CLOCKS_APART_S + time.monotonic()
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.model and self.data)
 
-
-@dataclass(frozen=True)
-class Version:
-    """The draft at one moment: when it was read (see `_clock_s`), its stamp, and what it is."""
-
-    read_s: float
-    stamp: str
-    edited: Edited
+    @property
+    def text(self) -> str:
+        """The recipe as YAML, without what is not chosen yet."""
+        return write_recipe(self.recipe) if self.is_complete else dump(self.values) if self.values else ""
 
 
 class Draft:
-    """Reads and writes the draft file. Invalid text is kept with its problems; the form can't change it until it is valid.
-
-    Handlers of several controls and tabs run at once: what belongs together is read in one go (`version`).
-    """
+    """Reads and changes the draft. A change that makes no valid recipe raises RecipeError and changes nothing."""
 
     def __init__(self, workspace: Workspace) -> None:
-        self._path, self._lock = workspace.folder("draft") / "recipe.yaml", threading.RLock()
-        #: Stamp of the last text that was typed, and its tab.
-        self._typed = ("", "")
-
-    def version(self) -> Version:
-        """The draft as it is now."""
-        with self._lock:
-            return Version(_clock_s(), self.stamp, self.read())
-
-    @property
-    def stamp(self) -> str:
-        """Changes when the file does; each write makes a new file, as the clock of a file system is coarse."""
-        try:
-            stat = self._path.stat()
-            return f"{stat.st_mtime_ns}-{stat.st_ino}"
-        except FileNotFoundError:
-            return "0"
+        self._path, self._lock = workspace.folder("draft") / "draft.json", threading.RLock()
+        self._earlier: list[dict[str, Any]] = []
 
     def read(self) -> Edited:
-        """The draft; the FIRST recipe when there is none yet."""
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            text = write_recipe(load_recipe(FIRST))
-        return parse_draft(text)
-
-    def write(self, text: str) -> Edited:
-        """Replace the whole text by that of a file."""
-        if len(text) <= recipe_yaml.MAX_BYTES:
-            self._store(text)
-        return parse_draft(text)
-
-    def type_text(self, text: str, basis: str, tab: str) -> bool:
-        """Replace the text by what was typed in a tab. `basis`: the stamp of the text that was typed in.
-
-        False, and nothing is changed, when the draft is newer than `basis` and the change was not typed in the same tab.
-        """
-        with self._lock:
-            stamp = self.stamp
-            if basis != stamp and (stamp, tab) != self._typed:
-                return False
-            if len(text) <= recipe_yaml.MAX_BYTES:
-                self._store(text)
-                self._typed = (self.stamp, tab)
-            return True
-
-    def start_from(self, name: str) -> Edited:
-        """Replace the draft by a shipped recipe. Raises RecipeError when there is none of this name."""
-        if name not in shipped_recipes():
-            raise RecipeError(f"there is no shipped recipe {name!r}")
-        return self.write(find_recipe(name).read_text(encoding="utf-8"))
+        """The draft; without settings when there is none, or none that this version reads."""
+        stored = read_object(self._path) or {}
+        with contextlib.suppress(RecipeError, TypeError, ValueError):
+            return _edited(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
+        return _edited({}, (), 0)
 
     def change(self, **settings: Any) -> Edited:
-        """Set (or, with None, unset) settings by dotted name written with `__`. An invalid combination changes nothing.
+        """Set (or, with None, unset) settings by dotted name written with `__`. Another model drops what nobody typed.
 
         `trust_remote_code` is never changed here: a click must not allow a model's own code.
         """
         with self._lock:
             now = self.read()
-            if now.recipe is None:
-                return now
-            values = now.values
+            values, typed = json.loads(json.dumps(now.values)), {*now.typed}
+            if settings.get("model_name_or_path", now.model) != now.model:
+                values = {name: value for name, value in values.items() if name in typed or name in _KEPT}
+                values.pop("model_revision", None)
             for dotted, value in settings.items():
                 if dotted != "trust_remote_code":
-                    _set_nested(values, dotted.split("__"), value)
-            try:
-                recipe = recipe_from(values)
-            except RecipeError as error:
-                return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
-            text = write_recipe(recipe)
-            if text != now.text:
-                self._store(text)
-            return parse_draft(text)
+                    path = dotted.split("__")
+                    _set_nested(values, path, value)
+                    typed.add(path[0]) if value is not None else typed.discard(path[0])
+            return self._store(values, typed)
 
     def apply(self, override: str) -> Edited:
-        """One `key=value` of a suggestion, by the command line's rules."""
+        """One or more `key=value` of a suggestion, by the command line's rules."""
+        if any(part.partition("=")[0].strip() == "trust_remote_code" for part in shlex.split(override)):
+            return self.read()
         with self._lock:
             now = self.read()
-            if now.recipe is None or override.partition("=")[0].strip() == "trust_remote_code":
-                return now
-            try:
-                recipe = parse_recipe(now.text, "recipe", shlex.split(override))
-            except RecipeError as error:
-                return Edited(now.text, now.recipe, tuple(error.problems), error.fix)
-            self._store(write_recipe(recipe))
-            return parse_draft(write_recipe(recipe))
+            recipe = parse_recipe(write_recipe(now.recipe), "recipe", shlex.split(override))
+            values = {name: value for name, value in _values(recipe).items() if name in now.values or name not in _NOT_CHOSEN}
+            return self._store(values, {*now.typed, *(part.partition("=")[0].split(".")[0] for part in shlex.split(override))})
 
-    def _store(self, text: str) -> None:
+    def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> Edited:
+        """Replace the settings by a recipe's, but for the chosen ones of the names in `keep`."""
         with self._lock:
-            write_text(self._path, text)
+            now = self.read()
+            values = _values(_without_remote_code(parse_recipe(text, "recipe")))
+            values |= {name: now.values[name] for name in keep if name in now.values}
+            return self._store(values, values if is_typed else ())
+
+    def clear(self) -> Edited:
+        """Begin anew, without settings."""
+        return self._store({}, ())
+
+    def undo(self) -> Edited:
+        """Take the newest change back."""
+        with self._lock:
+            if self._earlier:
+                stored = {**self._earlier.pop(), "stamp": self.read().stamp + 1}
+                write_json(self._path, stored)
+            return self.read()
+
+    @property
+    def can_undo(self) -> bool:
+        return bool(self._earlier)
+
+    def _store(self, values: dict[str, Any], typed: Any) -> Edited:
+        with self._lock:
+            now = self.read()
+            edited = _edited(values, typed, now.stamp + 1)
+            if edited.values == now.values:
+                return now
+            write_json(self._path, {"values": edited.values, "typed": edited.typed, "stamp": edited.stamp})
+            self._earlier = [*self._earlier[1 - _UNDOABLE :], {"values": now.values, "typed": now.typed}]
+            return edited
 
 
-def parse_draft(text: str) -> Edited:
-    """Parse a text as a recipe; `trust_remote_code` is refused, as a page must not run a model's own code."""
-    try:
-        recipe = parse_recipe(text, "recipe")
-    except RecipeError as error:
-        return Edited(text, None, tuple(error.problems), error.fix)
+def _edited(values: dict[str, Any], typed: Any, stamp: int) -> Edited:
+    dataset = {**_NOT_CHOSEN["dataset"], **(values.get("dataset") or {})}  # type: ignore[dict-item]
+    here = {} if usable_devices() else {"gpu": "cpu"}  # where there is no GPU a run without a choice is the CPU's
+    recipe = _without_remote_code(recipe_from({**_NOT_CHOSEN, **here, **values, "dataset": dataset}))
+    return Edited(values, tuple(sorted(typed)), recipe, stamp)
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(exclude_unset=True, mode="json")
+
+
+def _without_remote_code(recipe: Recipe) -> Recipe:
     if recipe.trust_remote_code:
-        return Edited(
-            text, None, ("trust_remote_code: the page does not run a model's own code",),
+        raise RecipeError(
+            "trust_remote_code: the page does not run a model's own code",
             "Allow it on the command line: finetune run RECIPE.yaml",
-        )  # fmt: skip
-    return Edited(text, recipe)
+        )
+    return recipe
 
 
 def command_line(recipe: Recipe) -> str:
     """The equivalent command: the shipped recipe that needs the fewest overrides, else a file to save first."""
-    wanted = recipe.model_dump(exclude_unset=True, mode="json")
+    wanted = _values(recipe)
     best: list[str] | None = None
     for name, base in _shipped().items():
         with contextlib.suppress(RecipeError):
@@ -183,7 +176,7 @@ def command_line(recipe: Recipe) -> str:
 
 @functools.cache
 def _shipped() -> dict[str, dict[str, Any]]:
-    return {name: load_recipe(name).model_dump(exclude_unset=True, mode="json") for name in shipped_recipes()}
+    return {name: _values(load_recipe(name)) for name in shipped_recipes()}
 
 
 def _differences(base: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:

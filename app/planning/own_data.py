@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import secrets
 import shutil
 from pathlib import Path
 
@@ -24,7 +24,9 @@ def take_upload(workspace: Workspace, path: str | None) -> str:
         raise RecipeError("this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
     source = Path(path)
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", source.stem)[:60].strip("-") or "data"
-    target = workspace.folder("uploads") / f"{stem}-{secrets.token_hex(3)}{source.suffix.lower()}"
+    folder, suffix = workspace.folder("uploads"), source.suffix.lower()
+    stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    target = next(free for name in stems if not (free := folder / f"{name}{suffix}").exists())
     shutil.move(source, target)
     return (target.relative_to(workspace.root) if target.is_relative_to(workspace.root) else target).as_posix()
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from finetune.planner.planning import RowsRead
 
 _DATASETS, _LIMITS, _LENGTHS_SENT = 2, 64, 20_000
+#: Of the first rows: how many are shown, and characters of a cell.
+_ROWS_SHOWN, _CELL_CHARACTERS = 5, 160
 #: Settings that are applied to rows that are tokenised already.
 _APPLIED_AFTERWARDS = ("max_length", "excess_length")
 
@@ -66,11 +68,25 @@ class Questions:
             "pictures": small_pictures(prepared.pictures(index)) if count else [],
         }  # fmt: skip
 
-    def plan(self, work: Work, recipe: str) -> dict[str, Any]:
-        """The plan with its alternatives' forecasts, which take seconds: the plan without them is reported first."""
+    def columns(self, _work: Work, recipe: str) -> dict[str, Any]:
+        """The first rows as they stand in their file, and what each column is; no roles where rows have more than texts."""
+        from finetune.data.column_advice import first_rows, roles_of
+
+        dataset = parse_recipe(recipe, "recipe").dataset
+        rows = first_rows(dataset)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        shown = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.items()} for row in rows[:_ROWS_SHOWN]]
+        roles, is_guess = roles_of(rows, dataset)
+        return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
+
+    def plan(self, work: Work, recipe: str, has_data: bool = True) -> dict[str, Any]:
+        """The plan with its alternatives' forecasts, which take seconds: the plan without them is reported first.
+
+        Without data it is for full rows.
+        """
         parsed = parse_recipe(recipe, "recipe")
-        work.report(self.make_plan(parsed, work.report).as_json())
-        return self.make_plan(parsed, work.report, compare=True).as_json()
+        work.report(self.make_plan(parsed, work.report, has_data=has_data).as_json())
+        return self.make_plan(parsed, work.report, compare=True, has_data=has_data).as_json()
 
     def badge(self, work: Work, recipe: str, model: str) -> dict[str, Any]:
         """Verdict and size of a model with the recipe's data, card and max_length; other settings are the planner's."""
@@ -82,7 +98,9 @@ class Questions:
         parsed = parse_recipe(recipe, "recipe")
         inherited: dict[str, Any] = {name: getattr(parsed, name) for name in ("dataset", "gpu", "max_length")}
         try:
-            plan = plan_recipe(Recipe(**inherited, model_name_or_path=model), find_card(parsed.gpu), without_rows)
+            plan = plan_recipe(
+                Recipe(**inherited, model_name_or_path=model), find_card(parsed.gpu), without_rows, progress=work.report
+            )
             parameters = shape_of(read_config(plan.settings), plan.settings).parameters
         except FinetuneError as error:
             return {"verdict": Verdict.UNKNOWN, "because": error.problems[0]}
@@ -94,13 +112,16 @@ class Questions:
             "parameters": parameters,
         }
 
-    def make_plan(self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False) -> Plan:
+    def make_plan(
+        self, recipe: Recipe, report: Report = lambda _: None, *, compare: bool = False, has_data: bool = True
+    ) -> Plan:
         """The plan of a recipe; `report` gets progress messages, and may raise to cancel it."""
         from finetune.card import find_card
-        from finetune.planner.planning import plan_recipe
+        from finetune.planner.planning import plan_recipe, without_rows
 
         card = find_card(recipe.gpu, processes=recipe.launch.processes_here)
-        return plan_recipe(recipe, card, functools.partial(self._rows, report=report), progress=report, compare=compare)
+        rows = functools.partial(self._rows, report=report) if has_data else without_rows
+        return plan_recipe(recipe, card, rows, progress=report, compare=compare)
 
     def _prepared(self, recipe: Recipe, report: Report) -> PreparedData:
         """The rows as they are trained on; those of the last recipe stay, as one walks through them."""

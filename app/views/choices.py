@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-from finetune.planner.plan import Alternative, Plan, Verdict
-from finetune.units import gib
+from finetune.planner.plan import Plan
 
 from ..language import mark, tr, tr_n
-from .markup import Safe, action, as_on_page, inert, note, table
-from .words import in_words, micro_batch, optimizer, plan_in_words, precision, recomputation
+from .markup import as_on_page, table
+from .words import micro_batch, optimizer, precision, recomputation
 
 #: Settings of which the reason is shown first: name, and the setting that has the reason.
 _FIRST = (
@@ -40,28 +39,6 @@ def chosen(plan: Plan) -> str:
     all_settings = table(columns, every, tr("All settings with a reason"), hidden_caption=True)
     summary = tr("All {n} settings", n=len(every))
     return f'{first}<details class="ft-details"><summary>{summary}</summary>{all_settings}</details>'
-
-
-def other_plans(plan: Plan, *, complete: bool) -> str:
-    """Plans of the same settings that fit in other ways, as a list to choose from."""
-    if len(plan.alternatives) < 2:
-        return note(tr("There is no other way to fit these settings." if complete else "being planned …"))
-    budget = plan.usable_bytes
-    rows = []
-    for row in plan.alternatives:
-        size = f'<span class="ft-size {"bad" if row.peak_high_bytes > budget else ""}">{gib(row.peak_high_bytes)}</span>'
-        rows.append([_choice(row, plan), f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else None, Safe(size)])
-    return table([tr("plan"), f">{tr('tokens/s')}", f">{tr('at most')}"], rows, tr("Other plans"), hidden_caption=True)
-
-
-def _choice(row: Alternative, plan: Plan) -> Safe:
-    if row.chosen:
-        batch = inert(micro_batch(plan.settings))
-        return Safe(f"<b>{inert(plan_in_words(plan.settings))}</b><br><small>{tr('chosen')} · {batch}</small>")
-    change = inert(in_words(row.differs))
-    if row.verdict == Verdict.NO_FIT:
-        return Safe(f"{change}<br><small>{tr(row.verdict)}</small>")
-    return Safe(f'<button type="button" class="ft-link" {action(override=row.differs)}>{change}</button>')
 
 
 def _reason(reason: str) -> str:

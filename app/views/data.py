@@ -14,25 +14,13 @@ from finetune.units import format_count
 from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .markup import action, as_on_page, inert, note, page_title
+from .markup import action, as_on_page, inert, note
 from .pictures import pixels, small_pictures
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
 #: Shares of the rows to hold out, as they are offered.
 _HELD_OUT = {0: mark("none"), 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"}
-
-
-def chooser(names: Sequence[str], endings: Sequence[str]) -> str:
-    """Where the data is from: a box with what is here, and a place to drop a file."""
-    options = "".join(f'<option value="{inert(name)}">' for name in names)
-    return (
-        f'<form class="ft-pick" data-form="data"><label for="data-name">{tr("Data")}</label>'
-        '<input id="data-name" name="value" list="data-names" maxlength="400" autocomplete="off" '
-        f'placeholder="{tr("a file, or OWNER/NAME on Hugging Face")}"><datalist id="data-names">{options}</datalist>'
-        f'<button class="ft-act">{tr("Use it")}</button><button type="button" class="ft-act ft-plain" data-pick="data-upload" '
-        f'title="{inert(", ".join(endings))}">{tr("Upload a file")}</button></form>'
-    )
 
 
 def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
@@ -57,12 +45,6 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
         f'<p class="ft-note" role="status">{inert(" · ".join(facts))}</p></div>'
         f"{_held_out(recipe, held_out_rows, split_off)}{_template(recipe)}</div>"
     )
-
-
-def waiting() -> str:
-    """Before the rows are read."""
-    text = f'<p class="ft-note" role="status"><span class="ft-busy"></span> {tr("reading the rows")}</p>'
-    return page_title("Data") + text
 
 
 def _held_out(recipe: Recipe, held_out_rows: str, split_off: int) -> str:

@@ -100,9 +100,9 @@ def note(text: str, kind: str = "") -> str:
     return f'<p class="ft-note {kind}">{inert(text)}</p>'
 
 
-def to_fit(text: str) -> str:
-    """A line after which the browser opens Fit."""
-    return f'<p class="ft-note" data-go="/fit" role="status">{inert(text)}</p>'
+def to_new_run(text: str) -> str:
+    """A line after which the browser opens New run."""
+    return f'<p class="ft-note" data-go="/" role="status">{inert(text)}</p>'
 
 
 def _cell(value: Any) -> str:

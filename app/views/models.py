@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from finetune.planner.plan import Verdict
 from finetune.run.directory import RunDirectory
-from finetune.units import format_bytes, format_count, gib
+from finetune.units import format_bytes
 
 from ..language import mark, tr
-from ..planning.catalogue import Model
-from .markup import Safe, as_on_page, inert, page_title, table
-from .words import capital
-
-
-def chooser() -> str:
-    """Search, and a box for any other model."""
-    hub, any_model = tr("Search Hugging Face"), tr("Model: an id or a folder")
-    return (
-        f'<div class="ft-runs-head">{page_title("Model")}'
-        '<form class="ft-pick" data-form="search" role="search"><input type="search" name="value" maxlength="100" '
-        f'aria-label="{hub}" placeholder="{hub}"><button class="ft-act">{tr("Search")}</button></form>'
-        f'<form class="ft-pick" data-form="model"><input name="value" maxlength="200" aria-label="{any_model}" '
-        f'placeholder="{tr("OWNER/NAME or a folder")}"><button class="ft-act">{tr("Use it")}</button></form></div>'
-    )
-
-
-def model_list(models: Sequence[Model], chosen: str, badges: Mapping[str, Mapping[str, Any]]) -> str:
-    """The models as buttons; the chosen one is marked. `badges` has the verdicts that are there."""
-    rows = "".join(_model(model, badges.get(model.name), is_chosen=model.name == chosen) for model in models)
-    checked = sum(model.name in badges for model in models)
-    progress = tr("{n} of {total} checked", n=checked, total=len(models)) if checked < len(models) else ""
-    return (
-        f'<section class="ft-box ft-models"><div class="ft-boxhead"><h2>{tr("Which model is to learn?")}</h2>'
-        f'<small role="status">{progress}</small>'
-        f"</div><ul>{rows}</ul></section>"
-        f'<p class="ft-next"><a class="ft-button primary" href="/data">{tr("Next: Data")}</a></p>'
-    )
-
-
-def _model(model: Model, badge: Mapping[str, Any] | None, *, is_chosen: bool) -> str:
-    parameters = model.parameters or (badge or {}).get("parameters")
-    size = tr("{n} parameters", n=format_count(parameters)) if parameters else ""
-    facts = [size, tr(model.source, recipe=model.recipe) if model.source else "", model.licence or ""]
-    act = inert(json.dumps({"model": model.name}))
-    return (
-        f'<li><button type="button" data-act="{act}" data-key="{inert(model.name)}" aria-pressed="{str(is_chosen).lower()}">'
-        f"<b>{inert(model.name)}</b><small>{inert(' · '.join(filter(None, facts)))}</small>{_badge(badge)}</button></li>"
-    )
-
-
-def _badge(badge: Mapping[str, Any] | None) -> str:
-    if badge is None:
-        return f'<span class="ft-badge" aria-label="{tr("being checked")}">…</span>'
-    verdict = Verdict(badge["verdict"])
-    if badge.get("because"):
-        why = inert(as_on_page(badge["because"]), 300)
-        return f'<span class="ft-badge {verdict.level}" title="{why}">{capital(tr(verdict))}</span>'
-    needs = [gib(badge["peak_bytes"])] if badge.get("peak_bytes") else []
-    needs += [tr("{bits}-bit", bits=badge["bits"])] if badge.get("bits") else []
-    name = capital(tr(verdict))
-    text = tr("{change}: {result}", change=name, result=tr(", ").join(needs)) if needs else name
-    return f'<span class="ft-badge {verdict.level}">{inert(text)}</span>'
+from .markup import Safe, inert, page_title, table
 
 
 @dataclass(frozen=True)

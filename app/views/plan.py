@@ -28,7 +28,8 @@ def blocker_note(blocker: Blocker) -> str:
         press = action(override=blocker.override)
         shown += f'<p id="fit-remedy"><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'
     is_data = blocker.title == DataError.title and not blocker.override
-    return shown + (f'<p><a class="ft-button" href="/">{tr("Choose other data")}</a></p>' if is_data else "")
+    choose = f'<button type="button" class="ft-act" data-panel="data">{tr("Choose other data")}</button>'
+    return shown + (f"<p>{choose}</p>" if is_data else "")
 
 
 def data_note(plan: Plan) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from urllib.parse import quote
 
 from finetune import __version__
@@ -20,19 +19,13 @@ MARK = (
     '<rect x="5" y="14.2" width="4.8" height="2.6" rx="1.3"/></svg>'
 )
 _ICONS = {
-    "": "M2.5 7 8 2.5 13.5 7v6.5h-11z", "runs": "M2 12.5 6 7l3 3 5-6.5",
+    "runs": "M2 12.5 6 7l3 3 5-6.5",
     "models": "M8 1.8 13.5 5v6L8 14.2 2.5 11V5zM2.5 5 8 8.2 13.5 5M8 8.2v6", "settings": "M2.5 4.5h11M2.5 8h11M2.5 11.5h11",
 }  # fmt: skip
-#: Pages in the rail: address and name. Those of a new run are the steps behind its button.
-PAGES = (("", mark("Home")), ("runs", mark("Runs")), ("models", mark("Models")), ("settings", mark("Settings")))
+#: Pages in the rail below the button for a new run: address and name.
+PAGES = (("runs", mark("Runs")), ("models", mark("Models")), ("settings", mark("Settings")))
 #: Pages that belong to one of the rail.
 _BELONGS = {"run": "runs"}
-#: Steps of a new run: address, name and what is chosen there.
-STEPS = (
-    ("model", mark("Model"), mark("what learns")), ("data", mark("Data"), mark("what it learns from")),
-    ("fit", mark("Fit"), mark("how it uses the GPU")),
-)  # fmt: skip
-NEW_RUN = tuple(address for address, _, _ in STEPS)
 
 
 @dataclass(frozen=True)
@@ -63,25 +56,14 @@ def rail(address: str) -> str:
     """Skip links, mark, the button for a new run, and the pages; `address` is the one that is open."""
     current = _BELONGS.get(address, address)
     pages = "".join(_link(target, name, current=target == current) for target, name in PAGES)
-    to_start = f'<a class="ft-skip" href="#fit-go">{tr("Skip to Start training")}</a>' if address == "fit" else ""
+    to_start = f'<a class="ft-skip" href="#nr-go">{tr("Skip to Start training")}</a>' if not address else ""
     new = f'<i aria-hidden="true">+</i><span>{tr("New run")}</span>'
     return (
         f'<a class="ft-skip" href="#ft-main">{tr("Skip to the page")}</a>{to_start}<div class="ft-rail-pages">'
         f'<a class="ft-mark" href="/" aria-label="{tr("finetune, home")}">{MARK}<span>finetune</span></a>'
-        f'<a class="ft-new" href="/model"{_current(address in NEW_RUN)} aria-label="{tr("New run")}">{new}</a>'
+        f'<a class="ft-new" href="/"{_current(not address)} aria-label="{tr("New run")}">{new}</a>'
         f'<nav aria-label="{tr("Pages")}">{pages}</nav></div>'
     )
-
-
-def steps(address: str, results: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The steps of a new run, as links; `results` has what was chosen in those that are done."""
-    links = "".join(
-        f'<a href="/{target}"{_current(target == address)}><i aria-hidden="true">{"✓" if results.get(target) else number}</i>'
-        f"<span><b>{inert(results.get(target) or tr(name), 60)}</b>"
-        f"<small>{inert(tr('{step}, chosen', step=tr(name)) if results.get(target) else tr(purpose))}</small></span></a>"
-        for number, (target, name, purpose) in enumerate(STEPS, 1)
-    )
-    return f'<nav class="ft-steps" aria-label="{tr("New run")}">{links}</nav>'
 
 
 def status(job: RunningJob | None, gpus: Sequence[GpuMemory]) -> str:

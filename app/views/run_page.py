@@ -5,13 +5,17 @@ A part is an element with `data-part`; `changed` answers with those whose text i
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Collection
+
+from finetune.errors import RecipeError
+from finetune.recipe import parse_recipe
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from ..live import LiveRun
-from ..planning.draft import command_line, parse_draft
+from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
 from .choices import chosen
@@ -96,10 +100,10 @@ def _settings(live: LiveRun) -> str:
         text = live.run.recipe.read_text(encoding="utf-8")
     except OSError:
         text = ""
-    recipe = parse_draft(text).recipe if text else None
     command = ""
-    if recipe:
-        command = f'<h3>{tr("The same as a command")}</h3><p class="ft-mono">{inert(command_line(recipe))}</p>'
+    with contextlib.suppress(RecipeError):  # it was edited by hand
+        typed = command_line(parse_recipe(text))
+        command = f'<h3>{tr("The same as a command")}</h3><p class="ft-mono">{inert(typed)}</p>'
     shown = f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("Recipe")}">{inert(text, 100_000)}</pre>{command}'
     return (
         f'<section class="ft-box"><h2>{tr("What was chosen, and why")}</h2>{chosen(live.plan())}</section>'

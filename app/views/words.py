@@ -97,7 +97,9 @@ def plan_in_words(settings: Settings) -> str:
     """`16-bit weights, nothing recomputed`: how these settings fit a model into a GPU."""
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
-    ways += [tr("{n} layers in host memory", n=settings.offloaded_layers)] if settings.layer_offloading else []
+    if settings.layer_offloading:
+        where = mark("{n} layers on disk") if settings.layer_offloading == "nvme" else mark("{n} layers in host memory")
+        ways.append(tr(where, n=settings.offloaded_layers))
     return tr(", ").join(ways)
 
 

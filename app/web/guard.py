@@ -28,12 +28,12 @@ OPEN_PATH = "/healthz"
 UPLOAD_PATH = "/gradio_api/upload"
 #: Routes that the page needs; all others, also those that a new Gradio may add, answer 404.
 READ = re.compile(
-    r"/(?:|model|data|fit|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
+    r"/(?:|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
     r"|/ft/series/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
-WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?")
+WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change")
 BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
 #: Of uploads: how many at once, and their bytes and age on disk.
 UPLOADS_AT_ONCE = 2

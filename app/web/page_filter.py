@@ -39,10 +39,10 @@ _OPTIONAL_OF_HANDLER = (
 #: Part of the theme's address, under which browsers keep it: another number when `_smaller_theme` makes another text of it.
 _THEME_FORM = 2
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
-#: Styles and scripts of every page; beside them those of Fit and Run, the pages with the most controls, and of all others.
+#: Styles and scripts of every page; beside them those of New run and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
 _OF_PAGE: dict[str, tuple[str, ...]] = {
-    "fit": ("fit.css", "fit.js"), "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js")
+    "": ("new_run.css", "new_run.js"), "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js")
 }  # fmt: skip
 _OF_OTHERS = ("svg_chart.css", "run.css", "runs.css", "runs.js", "pick.js")
 if (FOLDER / "inter.css").is_file():

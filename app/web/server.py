@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 
 from finetune.errors import CommandError, FinetuneError
 from finetune.privacy import SETTINGS
+from finetune.recipe import write_recipe
 from finetune.system import port_socket
 
 from ..browser_files import fetched_files
@@ -83,12 +84,11 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
     import gradio
     from fastapi import FastAPI
-    from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
+    from fastapi.responses import PlainTextResponse, RedirectResponse
 
     from ..context import Context
     from ..page import build_page
-    from ..pages.fit_answers import FitAnswers, route_of
-    from ..views.recipe_form import form
+    from ..pages.new_run import NewRun
     from .own_files import OWN_FILES, own_file
     from .series import series_of
 
@@ -100,11 +100,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api.get(f"/ft/{path.name}")(handler)
         api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
     api.get("/ft/series/{name}")(series_of(context))
-    answers = FitAnswers(context)
-    for make_answer in (answers.draft, answers.plan, answers.compared):
-        api.get(f"/ft/fit/{make_answer.__name__}")(route_of(make_answer))
+    NewRun(context).add_routes(api)
     api.get("/ft/refused.csv")(lambda: _refused(context))
-    api.get("/ft/fields.html")(lambda: HTMLResponse(form()))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
@@ -129,7 +126,7 @@ def _refused(context: Any) -> Any:
     from ..views.data import as_csv
 
     try:
-        answer = context.planner.call("look", recipe=context.draft.read().text)
+        answer = context.planner.call("look", recipe=write_recipe(context.draft.read().recipe))
     except FinetuneError as error:
         return PlainTextResponse("\n".join(error.problems), status_code=404)
     attached = {"content-disposition": 'attachment; filename="refused.csv"'}

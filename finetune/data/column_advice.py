@@ -14,10 +14,11 @@ from typing import Any
 from finetune.data.checks import Values, is_blank, is_missing
 from finetune.data.column_kinds import JUDGEMENTS, describe, is_harmless, kinds_of, words_of
 from finetune.data.column_semantics import CONTEXT, REASONING, PreferenceData, meaning_of, transcript_error, transcripts
-from finetune.data.formats import FORMATS, UnknownColumns
+from finetune.data.formats import FORMATS, UnknownColumns, detect, usual_columns
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import RowParser, choose_parser
+from finetune.data.sources import find_sources
 from finetune.data.unused_columns import ColumnUse
 from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
@@ -51,6 +52,48 @@ Parts = defaultdict[str, list[str]]
 def override(name: str, value: Any) -> str:
     """A setting of `dataset` as an argument to type."""
     return shlex.quote(f"dataset.{name}={_flow(value)}")
+
+
+def first_rows(dataset: DatasetRecipe) -> list[Values]:
+    """The first rows of a dataset as they stand in its file. Raises DataError when it can't be read."""
+    sources = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
+    rows = (row for source in sources for row in source.rows() if isinstance(row, Row))
+    return [row.values for row in itertools.islice(rows, _KIND_ROWS)]
+
+
+def roles_of(rows: list[Values], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
+    """Field of an alpaca row that each column is, or `ignore`; and whether a run would not read the rows so without being told.
+
+    By the recipe, else by the columns' names and values. Empty for conversations and other formats than question and answer.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if any(not isinstance(value, str | int | float | None) for row in rows for value in row.values()):
+        return {}, False
+    try:
+        is_known = detect(rows, dataset.path if isinstance(dataset.path, str) else "") == "alpaca"
+        if not is_known:
+            return {}, False
+    except DataError:
+        is_known = False
+    fields = dict(dataset.columns) or _usual_or_guessed(columns, rows)
+    read = {column: field for field, column in fields.items()}
+    roles = {name: read.get(name, "ignore") for name in columns}
+    return roles, not dataset.columns and (not is_known or "ignore" in roles.values())
+
+
+def _usual_or_guessed(columns: list[str], rows: list[Values]) -> Values:
+    if {"instruction", "output"}.issubset(columns):
+        return {name: name for name in ("instruction", "output", "input", "system") if name in columns}
+    if usual := usual_columns(rows):
+        return usual
+    parts = _by_part([name for name in columns if not _is_identifier(name, rows)], rows)
+    return next((settings["columns"] for _, settings in reversed([*_questions(parts)])), {})
+
+
+def _is_identifier(name: str, rows: list[Values]) -> bool:
+    """Whether a column numbers the rows: a value of its own in each, without spaces."""
+    values = [str(row.get(name, "")) for row in rows]
+    return len(rows) > 2 and len({*values}) == len(rows) and not any(" " in value.strip() for value in values)
 
 
 def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRecipe) -> DataError:

@@ -1,34 +1,30 @@
-"""Fit, Data, Model and Models: in Chinese no English but names, also of a plan first shown in English; no option syntax."""
+"""New run and Models: in Chinese no English but names, also of a plan first shown in English; no option syntax."""
 
-import ast
 import html
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-import gradio as gr
 import pytest
 import written_runs
 
-import finetune.planner.suggest
 from app.context import Context
 from app.language import spoken
-from app.pages.fit_answers import FitAnswers
-from app.pages.fit_layout import lay_out
+from app.pages.new_run import NewRun
 from app.planning.blocker import Blocker
-from app.planning.catalogue import Model
 from app.planning.refused_rows import Problem
-from app.views import choices, data, fit, models, plan
+from app.views import choices, data, models, new_run, plan
 from app.views.markup import as_on_page
+from app.views.templates import render
 from app.views.words import in_words
-from app.web.page_filter import _translation
 from app.workspace import Workspace
 from finetune.errors import DataError
 from finetune.planner.plan import Alternative, ResourceCheck, Shortfall, Suggestion, Verdict
 from finetune.recipe import load_recipe
 from finetune.units import GIB
 from tests.app.shown_texts import OPTION
-from tests.app.test_language import english_in, marked
+from tests.app.test_language import marked
 
 CHANGES = {
     "load_in_4bit=true load_in_8bit=false": "NF4 weights: dequantisation takes a few percent of time",
@@ -60,15 +56,18 @@ def plan_of(verdict):
     )  # fmt: skip
 
 
-def fit_of(verdict):
-    planned = plan_of(verdict)
+def new_run_of(verdict):
+    planned, edited = (
+        plan_of(verdict),
+        SimpleNamespace(model="tiny", data="31", values={"lora_r": 8}, recipe=load_recipe("tiny-cpu")),
+    )
+    refused = Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")
     return [
-        fit.verdict(planned), fit.cannot_say(0), fit.cannot_say(2), fit.memory(planned), fit.facts(planned),
-        fit.smaller(planned),
-        fit.ready(planned, ""), choices.chosen(planned), choices.other_plans(planned, complete=True),
-        choices.other_plans(replace(planned, alternatives=()), complete=False), plan.data_note(planned),
-        plan.blocker_note(Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")),
-        fit.auto("lora_r", {}), fit.auto("lora_r", {"lora_r": 8}),
+        new_run.answer(planned, None), new_run.answer(planned, refused), new_run.plans(planned, is_complete=True),
+        new_run.plans(replace(planned, alternatives=()), is_complete=False), new_run.settings(edited, planned),
+        new_run.ready(edited, planned, None)[0], new_run.ready(edited, planned, refused)[0], new_run.sentence(edited),
+        choices.chosen(planned), plan.data_note(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),
+        new_run.model_panel([], edited, {}, "31", ""), render("new_run"),
     ]  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def data_pages():
     }  # fmt: skip
     left_out = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"on_bad_rows": "skip"})})
     return [
-        data.waiting(), data.chooser([], [".jsonl"]), data.head(answer, recipe), data.problems(kinds, answer, recipe),
+        data.head(answer, recipe), data.problems(kinds, answer, recipe),
         data.problems(kinds, answer, left_out), data.problems([], answer, recipe), data.refused_row(0, 0, kinds[0], "31"),
         data.marked(answer), data.marked({**answer, "sequences": 0}),
         re.sub(r"<div class=.*</div>", "", data.lengths(answer, recipe)), data.lengths({**answer, "lengths": []}, recipe),
@@ -95,19 +94,13 @@ def data_pages():
 
 
 def model_pages():
-    badges = {verdict: {"verdict": verdict, "peak_bytes": GIB, "bits": 4, "parameters": 10**9} for verdict in Verdict}
-    badges["tiny"] = {"verdict": Verdict.UNKNOWN, "because": "31"}
-    listed = [Model(name, "folder") for name in badges] + [Model("tiny", "recipe {recipe}", recipe="tiny")]
     files = [models.ModelFile("tiny", "tiny", kind, Path("tiny"), GIB) for kind in ("adapter", "merged model")]
-    shown = models.model_list(listed, "tiny", badges)
-    for verdict in sorted(Verdict, key=len, reverse=True):  # the names of these models
-        shown = shown.replace(f"<b>{verdict}</b>", "").replace(f'"{verdict}"', "")
-    return [models.chooser(), shown, *(models.models_table(table, Path("/")) for table in (files, []))]
+    return [models.models_table(table, Path("/")) for table in (files, [])]
 
 
 PAGES = {
-    "fits": lambda: fit_of(Verdict.FITS), "too big": lambda: fit_of(Verdict.NO_FIT),
-    "slow": lambda: fit_of(Verdict.VERY_SLOW), "data": data_pages, "models": model_pages,
+    "fits": lambda: new_run_of(Verdict.FITS), "too big": lambda: new_run_of(Verdict.NO_FIT),
+    "slow": lambda: new_run_of(Verdict.VERY_SLOW), "data": data_pages, "models": model_pages,
 }  # fmt: skip
 
 
@@ -134,32 +127,16 @@ def test_a_message_of_the_engine_names_settings_as_a_recipe_does():
     assert as_on_page("the row says a=b") == "the row says a=b"
 
 
-def test_what_fit_starts_with_is_chinese():
-    with gr.Blocks() as page:
-        lay_out()
-    shown = [getattr(block, name, None) for block in page.blocks.values() for name in ("value", "label")]
-    with spoken("zh"):
-        shown = [_translation(text) for text in shown if isinstance(text, str) and not text.startswith("tiny")]
-    assert english_in("".join(f"<p>{text}</p>" for text in shown)) == []
-
-
 def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_path, monkeypatch):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     asked = []
     answer = plan_of(Verdict.FITS).as_json()
     monkeypatch.setattr(context.planner, "call", lambda *_, **__: asked.append(1) or answer)
-    answers = FitAnswers(context)
-    assert "Fits, with 9.0 GiB to spare" in answers.plan()["parts"]["verdict"]
+    page = NewRun(context)
+    context.draft.change(model_name_or_path="tiny")
+    assert ">Fits</h1>" in page.plan()["parts"]["answer"]
     with spoken("zh"):
-        shown = answers.plan()["parts"]
-    assert "放得下，还余 9.0 GiB" in shown["verdict"] and len(asked) == 1
-    assert "32 比特权重，不重计算" in shown["alternatives"]
+        shown = page.plan(complete=True)["parts"]
+    assert ">放得下</h1>" in shown["answer"] and len(asked) == 1
+    assert "32 比特权重，不重计算" in shown["plans"]
     context.close()
-
-
-def test_each_price_of_the_planner_has_the_pages_words():
-    """A sentence of the planner that the page doesn't know would be English in Chinese."""
-    tree = ast.parse(Path(finetune.planner.suggest.__file__).read_text(encoding="utf-8"))
-    offers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple)]
-    prices = {offer.elts[1].value for offer in offers if isinstance(offer.elts[1], ast.Constant)}
-    assert prices and prices <= fit._PRICES.keys()

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.pages.data import _View
+from app.context import Context
+from app.pages.new_run import NewRun
 from app.planning.badges import Badges
 from app.planning.catalogue import Model
 from app.planning.draft import Draft
 from app.planning.refused_rows import problems_of, source_text, with_roles_corrected
 from app.views.data import as_csv, problems
-from app.views.models import model_list
+from app.views.new_run import model_panel
 from app.workspace import Workspace
 from finetune.data.report import Refused
 from finetune.errors import RecipeError
@@ -60,19 +61,20 @@ def test_the_list_of_refused_rows_has_no_formula_for_a_spreadsheet():
     assert rows[3].startswith("a.jsonl,2,,'=SUM(A1)")
 
 
-def test_buttons_of_the_data_page_change_the_draft(workspace):
-    draft = Draft(workspace)
-    view = _View(SimpleNamespace(workspace=workspace, draft=draft, planner=SimpleNamespace(call=lambda *_, **__: answer())))
+def test_buttons_of_the_data_panel_change_the_draft(workspace):
+    context = Context(workspace, workspace.root / "temporary")
+    context.planner.call = lambda method, **_: {"is_guess": False, "roles": {}} if method == "columns" else answer()
+    page, draft = NewRun(context), context.draft
     for action in ({"data": "a.jsonl"}, {"leave_out": True}, {"hold_out": "0.05"}, {"template": "plain"}, {"correct": 0}):
-        status, _, stamp = view.act(json.dumps(action))
-        assert (status, stamp) == ("", draft.stamp), action
+        assert page.change(action)["parts"]["refused"] == "", action
     dataset = draft.read().recipe.dataset
     assert "a-corrected-" in dataset.path and dataset.on_bad_rows == "skip" and dataset.test_split_size == 0.05
     assert draft.read().recipe.chat_template == "plain"
-    before = draft.stamp
-    for message in ("", "[]", "{}", '{"walk": 9, "at": 0}', '{"correct": "x"}', '{"hold_out": null}'):
-        view.act(message)
-    assert draft.stamp == before
+    before = draft.read()
+    for message in ({}, {"walk": 9, "at": 0}, {"correct": "x"}, {"hold_out": None}):
+        assert page.change(message)["parts"]["refused"]
+    assert draft.read() == before
+    context.close()
 
 
 def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):
@@ -88,10 +90,7 @@ def test_models_are_checked_one_at_a_time_while_somebody_looks(workspace):
     while len(verdicts := badges.of(names)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert asked == names
-    html = model_list([Model(name, "folder") for name in [*names, "four"]], "two", verdicts)
-    assert (
-        "3 of 4 checked" in html
-        and html.count("Fits: 1.0 GiB") == 3
-        and "1 B parameters" in html.replace("1.0", "1").replace("1B", "1 B")
-    )
-    assert html.count('aria-pressed="true"') == 1 and "\N{EN DASH}" not in html
+    shown = model_panel([Model(name, "folder") for name in [*names, "four"]], Draft(workspace).change(model_name_or_path="two"),
+                        verdicts, "", "")  # fmt: skip
+    assert shown.index(">Fits<") < shown.index(">one<") < shown.index(">being checked<") < shown.index(">four<")
+    assert shown.count("1.0B parameters · 1.0 GiB · folder") == 3 and shown.count('aria-pressed="true"') == 1

@@ -9,7 +9,7 @@ import pytest
 from app import language
 from app.language import catalogue, preferred, spoken, tr, tr_n
 from app.page import PAGES
-from app.views import home, rail, recipe_form
+from app.views import rail, recipe_form
 from app.web.page_filter import SCRIPT_CALL, _script_texts
 from finetune import errors
 from finetune.errors import FinetuneError
@@ -34,7 +34,7 @@ def marked():
     texts |= {error.title for error in vars(errors).values() if isinstance(error, type) and issubclass(error, FinetuneError)}
     texts |= {*GROUPS, *STEP_TIME, *VERDICTS, *VERDICTS.values(), COMPARED, NOT_COMPARED}
     texts |= {field.row.description for field in recipe_form.fields()}
-    for path in APP.glob("*.js"):
+    for path in [*APP.glob("*.js"), *APP.glob("templates/*.html")]:
         texts |= {call[1] for call in SCRIPT_CALL.finditer(path.read_text(encoding="utf-8"))}
     return texts
 
@@ -64,13 +64,14 @@ def test_the_cookie_decides_then_what_the_browser_prefers(cookie, accepted, code
 def test_the_language_is_that_of_the_request_and_ends_with_it():
     with spoken("zh"):
         assert (
-            tr("Home") == "首页" and tr_n("{n} setting to correct", "{n} settings to correct", 1200) == "1,200 项设置需要更正"
+            tr("Runs") == "训练记录"
+            and tr_n("{n} setting to correct", "{n} settings to correct", 1200) == "1,200 项设置需要更正"
         )
-    assert tr("Home") == "Home" and tr_n("{n} setting to correct", "{n} settings to correct", 1) == "1 setting to correct"
+    assert tr("Runs") == "Runs" and tr_n("{n} setting to correct", "{n} settings to correct", 1) == "1 setting to correct"
 
 
 def test_scripts_get_only_the_texts_that_they_use():
-    assert "Empty" in _script_texts("zh") and "Recent runs" not in _script_texts("zh")
+    assert "Empty" in _script_texts("zh") and "Choose the GPU" not in _script_texts("zh")
     assert _script_texts("en") == "{}"
 
 
@@ -92,19 +93,18 @@ def test_styles_have_no_texts():
     assert [path.name for path in APP.glob("*.css") if re.search(r'content: *"[^"]*[A-Za-z]', path.read_text("utf-8"))] == []
 
 
-def test_rail_and_home_are_chinese():
+def test_the_rail_is_chinese():
     gpu = rail.GpuMemory("NVIDIA GeForce RTX 4090", 24 * 2**30, 3 * 2**30, 20 * 2**30)
     job = rail.RunningJob("1", 0.6, 960)
     with spoken("zh"):
-        parts = [home.machine([]), home.machine([gpu]), home.machine([gpu, gpu]), home.start([".jsonl"]), home.recent([], [])]
-        parts += [part for address, _, _ in PAGES for part in (rail.rail(address), rail.steps(address, {"model": "1"}))]
+        parts = [rail.rail(address) for address, _, _ in PAGES]
         parts += [rail.status(job, [gpu]), rail.status(None, []), rail.foot()]
     assert english_in("".join(parts)) == []
 
 
 #: Modules of the page that show no text of their own, or only through others.
 WITHOUT_TEXTS = {
-    "pages/__init__.py", "pages/models.py", "views/__init__.py", "views/binding.py",
+    "pages/__init__.py", "pages/models.py", "views/__init__.py", "views/binding.py", "views/templates.py",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Fails on any console message, any request to another host and any HTTP 5xx.
 """
 
+import csv
 import json
 
 import pytest
@@ -44,25 +45,29 @@ def rows_of(count):
     return [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()[:count]]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(served, visit, tmp_path):
+def test_a_file_with_its_own_columns_becomes_a_model_in_six_clicks_that_chats_and_is_exported(served, visit, tmp_path):
+    with (tmp_path / "tickets.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = ([f"T-{n}", *(message["content"] for message in row["messages"][:2])] for n, row in enumerate(rows_of(60)))
+        csv.writer(file).writerows([["ticket", "customer_message", "our_reply"], *rows])
     page = visit("")
     hand = Hand(page)
-    hand.choose("[data-pick=home-upload]", write(tmp_path / "tickets.jsonl", rows_of(60)))
-    page.wait_for_selector("#data-head >> text=54 rows to train on, 6 held out")
-    hand.press("text=Next: Fit")
-    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    hand.press("#fit-start:enabled")
-    page.wait_for_url("**/run?run=*")
-    assert hand.clicks == 3
+    hand.press("[data-panel=model]")
+    hand.press("[data-key=tiny]")
+    hand.press("[data-panel=data]")
+    hand.choose("[data-upload]", tmp_path / "tickets.csv")
+    page.wait_for_selector("#nr-panel >> text=54 rows to train on, 6 held out")
+    assert page.locator("#nr-panel select[data-column]").evaluate_all("all => all.map((each) => each.value)") == [
+        "ignore", "instruction", "output",
+    ]  # fmt: skip
+    hand.press("[data-close]")
+    page.wait_for_selector(".nr-verdict.ok")
+    page.fill("#nr-name", "tickets")
+    hand.press("#nr-start:enabled")
+    page.wait_for_url("**/run?run=tickets")
+    assert hand.clicks == 6
     (run,) = list_runs(served.folder / "runs")
 
-    page.wait_for_selector("#run-head >> text=/Step \\d\\d of 250/")
-    page.click("[data-key=act-finish]")  # the rest of the minutes that the demo's recipe takes
+    page.wait_for_selector("#run-head >> text=/Step \\d+ of/")
     page.wait_for_selector(".ft-now >> text=held-out loss")
     page.click(".ft-now [data-tab=chat]")
     page.fill("#chat-question textarea", "Route this message: my tent is torn")
@@ -85,7 +90,7 @@ def test_an_own_file_becomes_a_model_in_three_clicks_that_chats_and_is_exported(
 
 def test_the_demo_is_one_click(served, visit):
     page = visit("")
-    page.click("#home-two button:has-text('demo')")
+    page.click("#new-run button:has-text('demo')")
     page.wait_for_url("**/run?run=*")
     page.wait_for_selector("#run-head [data-state=running]")
     page.click("[data-key=act-pause]")

@@ -5,8 +5,9 @@ data, on the CPU. Needs /usr/bin/chromium; the check of accessibility needs npm 
 """
 
 import json
-import re
+import random
 import shutil
+import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ from written_runs import append, make_run, steps
 
 import screenshots
 from app.language import catalogue
+from app.planning.draft import Draft
+from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.events import EventWriter, Sample, State, Step
 from finetune.recipe import load_recipe
@@ -42,10 +45,8 @@ def visit(served, chromium):
 
 
 def write_recipe(served, **settings):
-    folder = served.folder / "runs/.app/draft"
-    folder.mkdir(parents=True, exist_ok=True)
     overrides = [f"{name}={value}" for name, value in settings.items()]
-    (folder / "recipe.yaml").write_text(recipe_text(load_recipe("tiny-cpu", overrides)))
+    Draft(Workspace(served.folder, served.folder / "runs")).write(recipe_text(load_recipe("tiny-cpu", overrides)))
 
 
 def fake_run(served, name, steps=50):
@@ -71,30 +72,37 @@ def runs_there(served, kept_run):
     fake_run(served, "other run")
 
 
-def test_a_new_user_gets_from_choosing_to_a_plan(served, visit):
-    page = visit("model")
-    page.wait_for_selector(".ft-models [aria-pressed=true] >> text=tiny")
-    page.click("text=Next: Data")
-    page.wait_for_selector("#data-head >> text=rows are ready")
-    page.click("#data-row [aria-label='next row']")
-    page.wait_for_selector("#data-row >> text=Row 2")
-    assert page.locator("#data-row pre mark").count() > 0
-    assert "limit" in page.inner_text("#data-lengths")
+def choose(page, panel, key):
+    page.click(f"[data-panel={panel}]")
+    page.click(f"#nr-panel [data-key='{key}']")
+    page.wait_for_selector("#nr-panel:not([open])", state="attached")
 
-    write_recipe(served, max_steps=1, save_steps=0, eval_steps=0)
-    page.click("text=Next: Fit")
-    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('max_steps: 1')")
-    assert "GiB" in page.inner_text("#fit-ledger")
-    page.wait_for_function("document.querySelector('#fit-command textarea').value.includes('max_steps=1')")
-    page.wait_for_selector("#fit-start:enabled")
+
+def test_a_new_user_gets_from_choosing_to_a_plan(served, visit):
+    Draft(Workspace(served.folder, served.folder / "runs")).clear()
+    page = visit("")
+    choose(page, "model", "tiny")
+    page.wait_for_selector("[data-part=ready] >> text=Choose your data.")
+    page.click("[data-panel=data]")
+    page.fill("[data-key=path]", "support")
+    page.press("[data-key=path]", "Enter")
+    page.wait_for_selector("#nr-panel >> text=rows are ready")
+    page.click("#nr-panel [aria-label='next row']")
+    page.wait_for_selector("#nr-panel >> text=Row 2")
+    assert page.locator("#nr-panel pre mark").count() > 0
+    page.click("[data-close]")
+    page.wait_for_selector(".nr-verdict.ok")
+    assert "GiB" in page.inner_text(".nr-figures")
+    page.wait_for_selector("#nr-start:enabled")
+    page.click("[data-panel=recipe]")
+    page.wait_for_function("document.querySelector('#nr-text')?.value.includes('model_name_or_path: tiny')")
 
 
 def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
     """It never ends by itself: how fast this machine trains does not matter."""
     write_recipe(served, max_steps=100_000, save_steps=5, eval_steps=0)
-    page = visit("fit")
-    page.click("#fit-start:enabled")
+    page = visit("")
+    page.click("#nr-start:enabled")
     page.wait_for_url("**/run?run=*")
     address = page.url.removeprefix(served.link)
     page.wait_for_selector(CURVES, state="attached")
@@ -126,15 +134,15 @@ def test_a_run_and_its_base_answer_side_by_side(visit):
 
 def test_pairs_are_picked_planned_and_trained(served, visit):
     write_recipe(served, max_steps=2, eval_steps=2, sample_answers=0, learning_rate=3e-4, load_in_4bit="false")
-    page = visit("data")
-    page.fill("#data-name", "support-pairs")
-    page.click("text=Use it")
-    page.wait_for_selector("#data-head >> text=450 of 450 rows are ready")
-    page.wait_for_selector("#data-row pre mark")
-    page.click("text=Next: Fit")
-    page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-    page.wait_for_function("document.body.textContent.includes('method dpo takes')")  # with the other plans
-    page.click("#fit-start")
+    page = visit("")
+    page.click("[data-panel=data]")
+    page.fill("[data-key=path]", "support-pairs")
+    page.click("#nr-panel >> text=Use it")
+    page.wait_for_selector("#nr-panel >> text=450 of 450 rows are ready")
+    page.wait_for_selector("#nr-panel pre mark")
+    page.click("[data-close]")
+    page.wait_for_selector(".nr-verdict.ok")
+    page.click("#nr-start:enabled")
     page.wait_for_url("**/run?run=*")
     page.wait_for_selector("#run-head [data-state=finished]")
     page.click("text=More curves")
@@ -150,7 +158,7 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     context = chromium.new_context()  # of which the console has the connections that are refused
     context.set_default_timeout(LONG_S * 1000)
     fit, followed = context.new_page(), context.new_page()
-    fit.goto(f"{served.link}fit?token={TOKEN}")
+    fit.goto(f"{served.link}?token={TOKEN}")
     settled(fit)
     followed.goto(f"{served.link}run?run=at%20work")
     followed.wait_for_selector("#run-head >> text=Step 10 of")
@@ -162,16 +170,16 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     seen.close()
     planner = planner_of(served)
     planner.suspend()
-    fit.fill("#fit-rank input[type=number]", "27")
+    type_number(fit, "lora_r", 27)
     fit.wait_for_selector("body[data-planning]:not([data-unsaved])")
     served.kill()
     planner.kill()
-    fit.fill("#fit-rank input[type=number]", "40")
+    type_number(fit, "lora_r", 40)
     fit.wait_for_selector("body[data-unsaved]")
     append(run, steps(11, 12))
     followed.wait_for_selector("#run-lost:not([hidden])")
     served.start(warm_python, port=served.link.strip("/").rpartition(":")[2])
-    fit.wait_for_function("document.querySelector('#fit-reasons')?.textContent.includes('rank 40')")
+    fit.wait_for_selector("body:not([data-unsaved])")
     assert settled(fit)[1] == 40 == drafted(served)[1]
     followed.wait_for_selector("#run-head >> text=Step 12 of")
     followed.wait_for_selector("body:not([data-lost])")
@@ -189,9 +197,9 @@ def test_two_apps_on_one_folder_start_one_run_once(served, visit, warm_python):
     try:
         write_recipe(served, max_steps=2, save_steps=0, eval_steps=0, max_grad_norm=7)
         before = set((served.folder / "runs").glob("[!.]*/plan.json"))
-        page = visit("fit")
-        page.wait_for_selector("#fit-verdict .ft-verdict.ok")
-        page.click("#fit-start")
+        page = visit("")
+        page.wait_for_selector(".nr-verdict.ok")
+        page.click("#nr-start:enabled")
         page.wait_for_url("**/run?run=*")
         page.wait_for_selector("#run-head [data-state=finished]")
         assert "Finished" in page.title()
@@ -216,121 +224,104 @@ def planner_of(served):
     return next(child for child in children if "planning" in " ".join(child.cmdline()))
 
 
+def type_number(page, name, number):
+    page.fill(f"#nr-{name}", str(number))
+    page.press(f"#nr-{name}", "Enter")
+
+
 def test_a_planner_that_is_killed_with_a_question_is_started_again(served, visit):
     write_recipe(served, lora_r=16)
-    page = visit("fit")
+    page = visit("")
     settled(page)
     planner = planner_of(served)
     planner.suspend()
-    page.fill("#fit-rank input[type=number]", "29")
+    type_number(page, "lora_r", 29)
     page.wait_for_selector("body[data-planning]:not([data-unsaved])")
     planner.kill()
-    page.wait_for_selector("#fit-reasons >> text=rank 29")
     assert settled(page)[1] == 29 == drafted(served)[1]
     write_recipe(served)
 
 
 def settled(page):
-    """Wait until the plan shown is that of the recipe, and return card and sliders as they then stand."""
-    page.wait_for_selector("body:not([data-planning])")
-    page.wait_for_timeout(2500)  # once more the sliders are set, a second after the last change
-    return [int(page.input_value(f"#fit-{name} input[type=number]")) for name in ("length", "rank", "batch")]
+    """Wait until the plan shown is that of the draft; returns the numbers as they then stand."""
+    page.wait_for_selector("#nr-lora_r")
+    page.wait_for_selector("body:not([data-planning]):not([data-unsaved])")
+    return [int(page.input_value(f"#nr-{name}")) for name in ("max_length", "lora_r", "effective_batch_size")]
 
 
 def drafted(served):
-    recipe = load_recipe(str(served.folder / "runs/.app/draft/recipe.yaml"))
+    recipe = Draft(Workspace(served.folder, served.folder / "runs")).read().recipe
     return [recipe.max_length, recipe.lora_r, recipe.effective_batch_size]
 
 
-def test_no_choice_of_a_number_is_lost_and_each_goes_back_to_auto(served, visit):
+def test_no_choice_of_a_number_is_lost_and_each_goes_back_to_the_recommended_one(served, visit):
     write_recipe(served, max_length=256, lora_r=16, effective_batch_size=8, per_device_train_batch_size="auto")
-    page = visit("fit")
-    page.wait_for_selector("[data-key='auto-lora_r']")
-    for name, number in (("rank", 64), ("length", 512), ("batch", 16), ("rank", 128)):
-        page.fill(f"#fit-{name} input[type=number]", str(number))
-    page.wait_for_selector("#fit-reasons >> text=rank 128")
+    page = visit("")
+    settled(page)
+    chance = random.Random(0)
+    for _ in range(200):
+        page.evaluate(
+            """([name, number]) => { const box = document.querySelector(`#nr-${name}`); box.value = number;
+                box.dispatchEvent(new Event("change", { bubbles: true })); }""",
+            [chance.choice(("lora_r", "max_length", "effective_batch_size")), chance.randrange(8, 200)],
+        )
+    for name, number in (("max_length", 512), ("lora_r", 128), ("effective_batch_size", 16)):
+        type_number(page, name, number)
     assert settled(page) == drafted(served) == [512, 128, 16]
     page.click("[data-key='auto-lora_r']")
-    page.wait_for_selector("#fit-rank-auto .ft-badge")
-    assert "lora_r" not in page.input_value("#fit-yaml textarea")
+    page.wait_for_selector("[data-key='auto-lora_r']", state="detached")
+    assert "lora_r" not in Draft(Workspace(served.folder, served.folder / "runs")).read().values
     write_recipe(served)
 
 
 def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit):
     write_recipe(served)
-    page = visit("fit")
+    page = visit("")
     settled(page)
-    page.evaluate("""() => { const real = fetch; window.fetch = (address, ...options) => {
-        if (!String(address).endsWith("fields.html")) return real(address, ...options);
-        window.fetch = real;
-        return Promise.reject();
-    }; }""")
-    for _ in range(3):  # opened without an answer of the server, closed, and opened again
-        page.click("#fit-advanced > summary")
-    page.click("#fit-advanced details:has([data-field=weight_decay]) > summary")
+    page.click("[data-panel=settings]")
+    page.click("#nr-panel details:has([data-field=weight_decay]) > summary")
     page.fill("[data-field=weight_decay]", "0.25")
-    page.press("[data-field=weight_decay]", "Enter")
-    page.wait_for_function("document.querySelector('#fit-yaml textarea').value.includes('weight_decay: 0.25')")
+    page.press("[data-field=weight_decay]", "Tab")
+    wait_for(lambda: drafted_values(served).get("weight_decay") == 0.25)
     page.fill("[data-field=weight_decay]", "much")
-    page.press("[data-field=weight_decay]", "Enter")
-    page.wait_for_selector("#fit-refused >> text=weight_decay")
+    page.press("[data-field=weight_decay]", "Tab")
+    page.wait_for_selector("[data-part=refused] >> text=weight_decay")
     write_recipe(served, weight_decay=0.5)
-    page.locator("[data-field=weight_decay]").blur()
     page.wait_for_function("document.querySelector('[data-field=weight_decay]').value === '0.5'")
     page.fill("[data-field=weight_decay]", "0.35")
     page.reload()
-    page.wait_for_function("document.querySelector('#fit-yaml textarea')?.value.includes('weight_decay: 0.35')")
+    wait_for(lambda: drafted_values(served).get("weight_decay") == 0.35)
+    page.click("[data-panel=recipe]")
+    page.wait_for_function("document.querySelector('#nr-text')?.value.includes('weight_decay: 0.35')")
+    page.fill("#nr-text", page.input_value("#nr-text") + "max_grad_norm: 7\n")
+    page.click("[data-use-text]")
+    wait_for(lambda: drafted_values(served).get("max_grad_norm") == 7)
     write_recipe(served)
 
 
-def test_entered_numbers_are_brought_into_range_and_said(served, visit):
-    write_recipe(served, lora_r=16)
-    page = visit("fit")
-    settled(page)
-    box = page.locator("#fit-rank input[type=number]")
-    for typed, used in (("99999", "256"), ("", "256"), ("3.7", "4")):
-        box.fill(typed)
-        box.press("Enter")
-        assert f"{used} is used" in page.inner_text("#fit-rank .ft-range")
-        assert settled(page)[1] == int(used) == drafted(served)[1]
-    assert page.locator(".toast-body").count() == 0
-    write_recipe(served)
+def drafted_values(served):
+    return Draft(Workspace(served.folder, served.folder / "runs")).read().values
 
 
-def test_typed_deleted_and_pasted_text_is_taken(served, visit):
-    write_recipe(served)
-    page = visit("fit")
-    settled(page)
-    page.click("#fit-go [data-drawer]")
-    page.focus("#fit-yaml textarea")
-    page.keyboard.press("Control+End")
-    page.keyboard.type("max_grad_norm: 77")
-    page.keyboard.press("Backspace")
-    page.wait_for_function("document.querySelector('#fit-command textarea').value.includes('max_grad_norm=7')")
-    page.keyboard.insert_text("8\nweight_decay: 0.5")  # as a paste does
-    page.wait_for_function("document.querySelector('#fit-command textarea').value.includes('weight_decay=0.5')")
-    assert page.input_value("#fit-yaml textarea").endswith("max_grad_norm: 78\nweight_decay: 0.5")
-    assert (served.folder / "runs/.app/draft/recipe.yaml").read_text().endswith("max_grad_norm: 78\nweight_decay: 0.5")
-    write_recipe(served)
+def wait_for(condition):
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_what_is_typed_while_an_edit_is_on_its_way_is_kept_when_the_page_is_left(served, visit):
     write_recipe(served, lora_r=16)
-    page = visit("fit")
+    page = visit("")
     settled(page)
     pending = []
-    edit = re.compile(r'\\"set\\"')
-    page.route(
-        "**/run/predict",
-        lambda route: route.continue_() if pending or not edit.search(route.request.post_data) else pending.append(route),
-    )
-    page.fill("#fit-rank input[type=number]", "24")
-    page.fill("#fit-rank input[type=number]", "32")
-    page.click(".ft-steps [href='/data']")
-    page.wait_for_selector("#data-head")
+    page.route("**/ft/new/change", lambda route: route.continue_() if pending else pending.append(route))
+    type_number(page, "lora_r", 24)
+    page.fill("#nr-lora_r", "32")
+    page.click("nav [href='/runs']")
+    page.wait_for_selector("#runs-list")
     assert pending
-    page.go_back()
-    page.wait_for_selector("#fit-verdict .ft-verdict")
+    page.goto(served.link)
     assert settled(page)[1] == 32 == drafted(served)[1]
     write_recipe(served)
 
@@ -341,23 +332,25 @@ def test_problems_of_the_data_are_walked_corrected_and_left_out(served, visit):
     rows[5]["messages"][1]["content"] = ""
     (served.folder / "typed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_recipe(served, dataset="typed.jsonl")
-    page = visit("data")
-    page.click("#data-problems li:has-text('the answer is empty') >> text=Walk")
-    page.wait_for_selector("#data-row >> text=typed.jsonl, row 6")
+    page = visit("")
+    page.click("[data-panel=data]")
+    page.click("#nr-panel li:has-text('the answer is empty') >> text=Walk")
+    page.wait_for_selector("#nr-panel >> text=typed.jsonl, row 6")
     with page.expect_download() as download:
         page.click("text=List as CSV")
     assert Path(download.value.path()).read_text().splitlines()[1].startswith("typed.jsonl,4,messages[0].role")
     page.click("text=Correct")
-    page.wait_for_selector("#data-head >> text=809 rows to train on, 90 held out")
+    page.wait_for_selector("#nr-panel >> text=809 rows to train on, 90 held out")
     page.click("text=Leave 1 out")
-    page.wait_for_selector("#data-problems >> text=1 is left out")
-    page.click("text=Next: Fit")
-    page.wait_for_selector("#fit-start:enabled")
+    page.wait_for_selector("#nr-panel >> text=1 is left out")
+    page.click("[data-close]")
+    page.wait_for_selector("#nr-start:enabled")
     write_recipe(served)
 
 
 #: What test_run_browser.py looks at.
 RUN_PAGES = {"run", "evaluate", "chat", "export"}
+PANELS = ("model", "data", "gpu", "settings", "recipe")
 LARGE_BATCH = {"per_device_train_batch_size": 64, "effective_batch_size": 64}
 
 
@@ -366,18 +359,23 @@ def test_every_page_is_accessible_and_can_be_used_at_phone_width(served, visit, 
     write_recipe(served)
     page = visit("")
     pages = {name: address for name, address in screenshots.ADDRESSES.items() if name not in RUN_PAGES}
-    for name, address in {**pages, "too big": "fit"}.items():
+    for name, address in {**pages, "too big": ""}.items():
         if name == "too big":
             write_recipe(served, gpu="rtx-4090", memory_budget="600MiB", **LARGE_BATCH)
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1200)
-        if address == "fit":
-            page.wait_for_selector(f"#fit-verdict .ft-verdict.{'ok' if name == 'fit' else 'bad'}")
-            page.click("#fit-advanced > summary")
-            page.click("#fit-go [data-drawer]")
+        if address == "":
+            page.wait_for_selector(f".nr-verdict.{'bad' if name == 'too big' else 'ok'}")
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         require_accessible(page, name)
+        for panel in PANELS if name == "new run" else ():
+            page.set_viewport_size({"width": 1360, "height": 900})
+            page.click(f"[data-panel={panel}]")
+            page.wait_for_selector("#nr-panel h2")
+            page.wait_for_function("!document.querySelector('.ft-busy')")
+            require_accessible(page, panel)
+            page.click("[data-close]")
     write_recipe(served)
 
 
@@ -399,15 +397,13 @@ def test_every_page_is_in_the_language_of_the_browser_and_has_no_options_of_comm
         name: address for name, address in screenshots.ADDRESSES.items() if not address.startswith("run?") and name != "run"
     }
     addresses = {**others, **{tab: f"run?run=other%20run&tab={tab}" for tab in tabs}}
-    names = ("fit", "overview", "export") if language == "en-US" else addresses
+    names = ("new run", "overview", "export") if language == "en-US" else addresses
     for name, address in ((name, addresses[name]) for name in names):
         page.goto(f"{served.link}{address}")
         page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(2000)
-        if name == "fit":
+        if name == "new run":
             settled(page)
-            for opened in ("#fit-advanced > summary", "#fit-go [data-drawer]", "#fit-reasons summary"):
-                page.click(opened)
         page.wait_for_function("!document.querySelector('.ft-busy, body[data-planning]')")
         assert [text for text in shown_texts(page) if OPTION.search(text) and "onerror=" not in text] == [], name
         english = english_texts(page, KEPT)
@@ -434,24 +430,30 @@ def stops_of(page, last=""):
     return stops
 
 
-def test_start_and_the_page_are_a_few_tabs_away(served, visit):
+def test_start_and_the_page_are_a_few_tabs_away_and_start_is_always_in_sight(served, visit):
     write_recipe(served)
-    page = visit("fit")
+    page = visit("")
     settled(page)
-    page.wait_for_selector("#fit-start:enabled")
+    page.wait_for_selector("#nr-start:enabled")
+    for width, height in ((1440, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        for position in (0, 10_000):
+            page.evaluate("position => window.scrollTo(0, position)", position)
+            box = page.locator("#nr-start").bounding_box()
+            assert box["y"] >= 0 and box["y"] + box["height"] <= height, (width, position, box)
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "ft-main"
-    page.goto(f"{served.link}fit")
-    page.wait_for_selector("#fit-start:enabled")
+    page.goto(served.link)
+    page.wait_for_selector("#nr-start:enabled")
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    assert 2 + len(stops_of(page, "fit-start")) <= 12
+    assert 2 + len(stops_of(page, "nr-start")) <= 12
 
 
 def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit):
-    for name, last in {"fit": "fit-start", "export": "result-push"}.items():
+    for name, last in {"new run": "nr-start", "export": "result-push"}.items():
         page = visit(screenshots.ADDRESSES[name])
         page.wait_for_selector(f"#{last}", state="attached")
         page.wait_for_timeout(3000)

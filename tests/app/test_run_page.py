@@ -154,7 +154,7 @@ def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
 def test_buttons_of_the_head_do_what_they_say(page):
     page.view.act("finished", '{"run": "resume"}')
     assert page.queued == [{"resume": "finished"}]
-    assert 'data-go="/fit"' in page.view.act("finished", '{"run": "half"}')
+    assert 'data-go="/"' in page.view.act("finished", '{"run": "half"}')
     assert page.draft.read().values["learning_rate"] == 0.002
     page.view.act("finished", '{"run": "duplicate"}')
     assert page.draft.read().values["learning_rate"] == 0.004

@@ -1,7 +1,6 @@
 """The list of runs, what its buttons do, and Home, which shows the newest of them."""
 
 import json
-import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,13 +9,9 @@ from written_runs import make_run, steps
 
 from app.background.queue import Queue
 from app.live import LiveRuns
-from app.machine import Machine
-from app.pages import home as home_page
 from app.pages.runs import _View
 from app.planning.draft import Draft
 from app.scores import Scores
-from app.views import home as home_view
-from app.views.rail import GpuMemory, RunningJob
 from app.views.run_row import row_of
 from app.workspace import Workspace
 from finetune.errors import CommandError
@@ -24,7 +19,6 @@ from finetune.evaluate.results import Comparison, Score
 from finetune.events import Evaluation, Result, State
 from finetune.files import write_json
 from finetune.run.rename_delete import delete_run, deleted_runs, restore_run
-from finetune.units import GIB
 
 ENDED = [Evaluation(step=20, eval_loss=0.5, eval_s=1.0), Result(step=20, eval_loss=0.5), State(state="finished", exit_code=0)]
 
@@ -76,9 +70,9 @@ def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):
 def test_a_run_is_renamed_and_its_recipe_duplicated(context):
     assert "is now called third" in acted(context, deed="rename", runs=["first"], name="third")
     assert "not a valid run name" in acted(context, deed="rename", runs=["second"], name="../x")
-    context.workspace.run("third").recipe.write_text("model_name_or_path: tiny\n")
-    assert 'data-go="/fit"' in acted(context, deed="duplicate", runs=["third"])
-    assert context.draft.read().text == "model_name_or_path: tiny\n"
+    context.workspace.run("third").recipe.write_text("model_name_or_path: tiny\ndataset: support\n")
+    assert 'data-go="/"' in acted(context, deed="duplicate", runs=["third"])
+    assert context.draft.read().model == "tiny" and context.draft.read().data == "support"
 
 
 def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
@@ -97,21 +91,3 @@ def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
 def test_a_message_that_means_nothing_changes_nothing(context, message):
     _View(context).act(message)
     assert len(context.workspace.list_runs()) == 2
-
-
-def test_home_says_what_this_machine_has_and_what_the_last_runs_came_to(context, monkeypatch):
-    scored(context.workspace.run("second"))
-    monkeypatch.setattr(Machine, "status", lambda _: (RunningJob("first", 0.61, 960), []))
-    head, running, recent, _ = home_page._View(context).show("")
-    assert "No GPU here. Plan for one, or run the demo on the CPU." in head
-    assert "61% · 16 min left" in running and "EM 0 → 97 %" in recent and "held out 0.500" in recent
-    assert "Good to go: RTX 4090, 23.0 GiB free" in home_view.machine(
-        [GpuMemory("NVIDIA GeForce RTX 4090", 24 * GIB, 23 * GIB)]
-    )
-
-
-def test_a_hub_dataset_of_home_becomes_the_drafts(context):
-    status, *_ = home_page._View(context).act(json.dumps({"hub": " alice/tickets "}))
-    assert "data-go=" in status and context.draft.read().recipe.dataset.path == "alice/tickets"
-    assert "not supported" in home_page._View(context).upload("/etc/passwd")
-    shutil.rmtree(context.workspace.root / "runs")

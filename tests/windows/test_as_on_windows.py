@@ -136,8 +136,10 @@ def test_the_page_shows_the_run_and_plans(resumed, workspace):
             tab.set_default_timeout(LONG_S * 1000)
             tab.goto(f"{link}runs?token={TOKEN}")
             tab.get_by_text(f"{LAST_STEP} of {LAST_STEP}").wait_for()
-            tab.goto(f"{link}fit")
-            tab.wait_for_selector("#fit-verdict .ft-verdict.ok")
+            tab.goto(link)
+            tab.click("[data-panel=model]")
+            tab.click("[data-key=tiny]")
+            tab.wait_for_selector(".nr-verdict.ok")
     finally:
         for process in [*psutil.Process(page.pid).children(recursive=True), page]:
             process.kill()

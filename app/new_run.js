@@ -1,0 +1,172 @@
+// New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
+import { tr } from "./language.js";
+import { sendBy } from "./message.js";
+
+const TICK_MS = 1500;
+const find = (selector) => document.querySelector(selector);
+// The draft's stamp, the edits that wait for their answer, the plan that is asked for, and what a person opened.
+const state = { stamp: -1, waiting: [], edits: Promise.resolve(), planning: null, panel: "", query: "", why: "", mine: "" };
+
+const ask = async (path, options = {}) => {
+  try {
+    const response = await fetch(`/ft/new/${path}`, options);
+    return response.ok ? await response.json() : null;
+  } catch { return null; }
+};
+// A part is replaced around what is being typed in it: the same field keeps its text, its focus and the cursor.
+const fill = (element, html) => {
+  if (element.dataset.html === html) return;
+  const used = element.contains(document.activeElement) ? document.activeElement : null;
+  const typed = used?.matches("input, textarea") ? [used.value, used.selectionStart, used.selectionEnd] : null;
+  element.innerHTML = element.dataset.html = html;
+  const next = used?.dataset.key && element.querySelector(`[data-key="${CSS.escape(used.dataset.key)}"]`);
+  next?.focus({ preventScroll: true });
+  if (next && typed) {
+    next.value = typed[0];
+    if (next.type !== "number" && typed[1] !== null) next.setSelectionRange(typed[1], typed[2]);
+  }
+};
+const show = (parts) => {
+  for (const [name, html] of Object.entries(parts)) for (const element of document.querySelectorAll(`[data-part="${name}"]`)) fill(element, html);
+  explain();
+};
+const explain = () => {
+  const chosen = find(`[data-why-of="${state.why}"]`) ? state.why : "";
+  for (const text of document.querySelectorAll("[data-why-of]")) text.hidden = text.dataset.whyOf !== chosen;
+};
+const takeScreen = (answer) => {
+  if (!answer) return;
+  const isNew = answer.stamp !== state.stamp;
+  state.stamp = answer.stamp;
+  state.mine = answer.mine || state.mine;
+  show(answer.parts);
+  find("[data-undo]").hidden = !answer.undo;
+  find("#new-run").dataset.doing = answer.doing;
+  for (const field of document.querySelectorAll("[data-field]")) {
+    field.dataset.usual ??= field.value;
+    if (field !== document.activeElement) field.value = answer.values[field.dataset.field] ?? field.dataset.usual;
+  }
+  if (!answer.plan) setPlan(null);
+  else if (isNew) askForPlan();
+  if (isNew && state.panel === "data") look();
+};
+const setPlan = (answer) => {
+  document.body.toggleAttribute("data-planning", false);
+  find("#nr-start").disabled = !answer?.start;
+};
+const askForPlan = async () => {
+  state.planning?.abort();
+  const { signal } = (state.planning = new AbortController());
+  document.body.toggleAttribute("data-planning", true);
+  find("#nr-start").disabled = true;
+  for (const complete of ["", "?complete=true"]) {
+    const answer = await ask(`plan${complete}`, { signal });
+    if (signal.aborted) return;
+    if (!answer || answer.stamp !== state.stamp) return void setTimeout(() => signal.aborted || askForPlan(), 500); // a newer draft, or no server
+    show(answer.parts);
+    setPlan(answer);
+    if (answer.complete !== false) return;
+  }
+};
+// Edits wait for one another, so that none overtakes another; one that the server did not get is sent again.
+const posted = (message) => ({ method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(message), keepalive: true });
+const send = (message) => {
+  state.waiting.push(message);
+  state.edits = state.edits.then(async () => {
+    let answer = null;
+    while (!(answer = await ask("change", posted(message)))) await new Promise((done) => setTimeout(done, 1000));
+    state.waiting.shift();
+    takeScreen(answer);
+    if (["model", "gpu", "recipe"].some((name) => name in message) && !answer.parts.refused) find("#nr-panel").close();
+  });
+  document.body.toggleAttribute("data-unsaved", true);
+  state.edits.then(() => document.body.toggleAttribute("data-unsaved", state.waiting.length > 0));
+};
+// What waits, and what is being typed, is sent when the page is left; the first one that waits is on its way.
+window.addEventListener("pagehide", () => {
+  const box = document.activeElement, typed = box.matches("[data-set], [data-field]") && box.value !== box.defaultValue && edit(box);
+  for (const message of [...state.waiting.slice(1), ...(typed ? [typed] : [])]) fetch("/ft/new/change", posted(message));
+});
+const edit = (box) => {
+  const { set, field, send: name, column } = box.dataset;
+  if (set === "text" || !box.checkValidity()) return null;
+  if (set || field) return { set: set ?? field, text: box.value };
+  if (column) return { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((each) => [each.dataset.column, each.value])) };
+  return name ? { [name]: box.value } : null;
+};
+sendBy((message) => ("search" in message ? open("model", message.search) : send(message)));
+
+// Panels: fetched when they are opened; that of the models again and again, while it is open, as verdicts come.
+const look = async () => {
+  const answer = await ask("panel/look"), shown = find("[data-look]");
+  if (answer !== null && shown) fill(shown, answer);
+};
+const open = async (name, query = "") => {
+  [state.panel, state.query] = [name, query];
+  const panel = find("#nr-panel"), body = panel.querySelector("[data-panel-body]");
+  panel.dataset.panelOf = name;
+  if (!panel.open) panel.showModal();
+  const html = await ask(`panel/${name}?query=${encodeURIComponent(query)}`);
+  if (state.panel !== name || state.query !== query) return;
+  panel.scrollTop = 0;
+  fill(body, html ?? tr("The page's server does not answer: close this and open it again."));
+  takeScreen(await ask(`screen?mine=${state.mine}`));
+  if (name === "data") look();
+};
+document.addEventListener("close", () => { state.panel = ""; }, true);
+
+const upload = async (file) => {
+  const form = new FormData(), shown = find("[data-look]");
+  form.append("files", file);
+  shown.textContent = tr("Uploading {name} …", { name: file.name });
+  const response = await fetch("/gradio_api/upload", { method: "POST", body: form }).catch(() => null);
+  if (response?.ok) send({ upload: (await response.json())[0] });
+  else shown.textContent = response ? await response.text() : tr("The page's server does not answer: close this and open it again.");
+};
+const chooser = Object.assign(document.createElement("input"), { type: "file", id: "nr-file", hidden: true });
+chooser.addEventListener("change", () => chooser.files[0] && upload(chooser.files[0]));
+document.body.append(chooser);
+
+document.addEventListener("click", ({ target }) => {
+  const element = target.closest?.("[data-panel], [data-close], [data-why], [data-upload], [data-use-text], #nr-start");
+  if (!element) return;
+  if (element.dataset.panel) open(element.dataset.panel);
+  else if (element.dataset.why) { state.why = state.why === element.dataset.why ? "" : element.dataset.why; explain(); }
+  else if (element.matches("[data-close]")) find("#nr-panel").close();
+  else if (element.matches("[data-upload]")) { chooser.value = ""; chooser.click(); }
+  else if (element.matches("[data-use-text]")) send({ set: "text", text: find("#nr-text").value });
+  else send({ start: true, name: find("#nr-name").value });
+});
+document.addEventListener("change", ({ target }) => {
+  const message = edit(target);
+  if (message) send(message);
+});
+document.addEventListener("submit", (event) => {
+  const form = event.target.closest?.("[data-form]");
+  if (!form) return;
+  event.preventDefault();
+  if (form.dataset.form === "search") open("model", form.elements.value.value);
+  else send({ [form.dataset.form]: form.elements.value.value });
+});
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, async (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault(); // a dropped file does not replace the page
+    const [file] = event.dataTransfer.files;
+    if (name !== "drop" || !file) return;
+    if (state.panel !== "data") await open("data");
+    upload(file);
+  });
+}
+const tick = async () => {
+  if (find("#new-run")) {
+    if (!state.waiting.length) takeScreen(await ask(`screen?mine=${state.mine}`));
+    if (state.panel === "settings") fill(find("[data-measured]"), await ask("panel/measured") ?? "");
+    if (state.panel === "model") {
+      const [query, html] = [state.query, await ask(`panel/model?query=${encodeURIComponent(state.query)}`)];
+      if (html && state.panel === "model" && query === state.query) fill(find("[data-panel-body]"), html);
+    }
+  }
+  setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS);
+};
+tick();

@@ -1,0 +1,385 @@
+"""New run: one screen from the model, the data and the GPU to the start. `new_run.js` asks the routes below.
+
+Each edit is one `POST /ft/new/change`, answered with the screen as it then is. The plan of that draft is asked for apart, as it
+takes seconds: an answer has the stamp of its draft, and the browser drops one of an older draft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from fastapi import Request, Response
+
+from finetune.errors import CommandError, FinetuneError, RecipeError
+from finetune.planner.plan import Plan
+from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
+from finetune.units import format_seconds
+
+from ..background.queue import Entry
+from ..background.tasks import Task
+from ..context import Context
+from ..language import tr
+from ..planning.badges import Badges
+from ..planning.blocker import blocker_of
+from ..planning.catalogue import Model, local_datasets, local_models, search_models
+from ..planning.draft import FIRST, Edited
+from ..planning.own_data import choose_data, take_upload
+from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
+from ..views import data as data_views
+from ..views import new_run as views
+from ..views.binding import show
+from ..views.markup import Safe, note
+from ..views.problems import problem, settings_problem
+from ..views.recipe_form import as_settings, changed_values, fields
+from ..views.templates import render
+from ..web.own_files import compressed
+from ..worker import SupersededError
+from .starting import progress_of
+
+_PLAN_GOOD_S = 10.0
+#: Seconds for which the list of models on this machine is good.
+_GOOD_S = 10.0
+_LISTED = 30
+_RUN_NAME = re.compile(r"[^\w.-]+")
+
+
+def build(context: Context, page: gr.Blocks) -> None:
+    """The empty screen; the browser fills it."""
+    show(lambda: render("new_run"))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A plan that was asked for; every tab that shows the same draft waits for the same one.
+
+    `first`: the plan. `complete`: the plan with the forecasts of its alternatives.
+    """
+
+    recipe: str
+    has_data: bool
+    first: Future[Plan] = field(default_factory=Future)
+    complete: Future[Plan] = field(default_factory=Future)
+    asked_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether to ask again: free memory changes, and an error may have gone."""
+        return self.complete.done() and (bool(self.complete.exception()) or time.monotonic() - self.asked_s > _PLAN_GOOD_S)
+
+    def ask(self, context: Context) -> None:
+        """Ask the planner, which ends its work on an earlier question, and wait."""
+
+        def report(value: Any) -> None:
+            if isinstance(value, dict) and not self.first.done():
+                self.first.set_result(Plan.from_json(value))
+
+        context.planner.cancel()  # a badge of the list of models is being made
+        try:
+            answer = context.planner.call("plan", newest=True, report=report, recipe=self.recipe, has_data=self.has_data)
+            report(answer)
+            self.complete.set_result(Plan.from_json(answer))
+        except Exception as error:  # noqa: BLE001 - raised in every tab that waits
+            for future in [future for future in (self.first, self.complete) if not future.done()]:
+                future.set_exception(error)
+
+
+class NewRun:
+    """Answers to the browser. Every tab shows the same draft."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self._lock = context, threading.Lock()
+        self._badges = Badges(context.planner, context.draft)
+        self._fields = {field.name: field for field in fields()}
+        self._question: _Question | None = None
+        self._measuring = Task(context.workspace.folder("measured"))
+        self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
+        #: The entry of the queue that was started here, and the stamp of its draft.
+        self._started: tuple[Entry | None, int] = (None, 0)
+
+    # -- the screen
+
+    def screen(self, mine: str = "") -> dict[str, Any]:
+        """The draft, what the planner does, and how far the start `mine` of the queue is, which this tab asked for."""
+        self.context.queue.ensure_starter()
+        edited, (entry, stamp) = self.context.draft.read(), self._started
+        if entry and stamp == edited.stamp and entry.status()["state"] == "started":
+            edited = self.context.draft.clear()  # the next run begins anew
+        parts = {"sentence": views.sentence(edited), "progress": progress_of(self.context.queue, mine) if mine else ""}
+        if not edited.model:
+            parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
+        return {
+            "stamp": edited.stamp, "parts": parts, "plan": bool(edited.model), "doing": self.context.planner.doing,
+            "undo": self.context.draft.can_undo, "values": changed_values(edited),
+        }  # fmt: skip
+
+    def plan(self, complete: bool = False) -> dict[str, Any]:
+        """The plan of the draft. `complete`: waits for the forecasts of the other plans."""
+        edited = self.context.draft.read()
+        if not edited.model:
+            return {"stamp": edited.stamp, "parts": {}}
+        question = self._question_of(edited)
+        is_complete = complete or question.complete.done()
+        try:
+            plan = (question.complete if is_complete else question.first).result()
+        except SupersededError:  # the draft has changed
+            return {"stamp": -1, "parts": {}}
+        except FinetuneError as error:
+            shown = views.trouble(problem(error.title, error.problems, error.fix), tr("Unknown: there is no plan"))
+            parts = {
+                "answer": shown,
+                "plans": "",
+                "settings": views.settings(edited, None),
+                "ready": views.ready(edited, None, None)[0],
+            }
+            return {"stamp": edited.stamp, "parts": parts, "start": False}
+        blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
+        ready, can_start = views.ready(edited, plan, blocked)
+        parts = {
+            "answer": views.answer(plan, blocked), "plans": views.plans(plan, is_complete=is_complete),
+            "settings": views.settings(edited, plan), "ready": ready,
+        }  # fmt: skip
+        return {"stamp": edited.stamp, "parts": parts, "start": can_start, "complete": is_complete}
+
+    def _question_of(self, edited: Edited) -> _Question:
+        text, has_data = write_recipe(edited.recipe), bool(edited.data)
+        with self._lock:
+            question = self._question
+            if question is None or question.is_old or (question.recipe, question.has_data) != (text, has_data):
+                question = self._question = _Question(text, has_data)
+                threading.Thread(target=question.ask, args=(self.context,), daemon=True).start()
+        return question
+
+    # -- edits
+
+    def change(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what the page asks for; the screen, and why something was refused."""
+        refused, parts = "", {}
+        try:
+            parts = self._change(message)
+        except RecipeError as error:
+            refused = settings_problem(error.problems, error.fix)
+        except FinetuneError as error:
+            refused = problem(error.title, error.problems, error.fix)
+        except OSError as error:  # a full disk, among others
+            refused = problem(FinetuneError.title, [str(error)])
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+            refused = problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+        mine = self._started[0].path.name if self._started[0] and not refused and {"start", "demo"} & {*message} else ""
+        screen = self.screen(mine)
+        return {**screen, "mine": mine, "parts": {**screen["parts"], "refused": refused, **parts}}
+
+    def _change(self, message: Mapping[str, Any]) -> dict[str, str]:
+        draft = self.context.draft
+        match message:
+            case {"set": "text", "text": str(text)}:
+                draft.write(text, is_typed=True)
+            case {"set": str(name), "text": text}:
+                draft.change(**as_settings(self._fields[name], text))
+            case {"model": str(name)}:
+                draft.change(model_name_or_path=name.strip() or None)
+            case {"gpu": str(name)}:
+                draft.change(gpu=name)
+            case {"data": str(path)}:
+                self._choose_data(path)
+            case {"upload": str(path)}:
+                self._choose_data(take_upload(self.context.workspace, self._uploaded(path)))
+            case {"override": str(override)}:
+                draft.apply(override)
+            case {"recipe": str(name)} if name in shipped_recipes():
+                draft.write(find_recipe(name).read_text(encoding="utf-8"), keep=("model_name_or_path", "dataset"))
+            case {"columns": {**roles}}:
+                self._set_columns({str(name): str(role) for name, role in roles.items()})
+            case {"leave_out": True}:
+                draft.change(dataset__on_bad_rows="skip")
+            case {"correct": number}:
+                rows = self._problems()[int(number)].rows
+                draft.change(dataset__path=with_roles_corrected(self.context.workspace, rows))
+            case {"hold_out": share}:
+                part = float(share)
+                draft.change(dataset__test_split_size=int(part) if part >= 1 or not part else part)
+            case {"template": str(name)}:
+                draft.change(chat_template=name or None)
+            case {"row": _} | {"walk": _}:
+                return {"row": self._row(message)}
+            case {"measure": True}:
+                self._measure()
+            case {"undo": True}:
+                draft.undo()
+            case {"clear": True}:
+                draft.clear()
+            case {"demo": True}:
+                self._start(load_recipe(FIRST))
+            case {"start": True}:
+                self._start_draft(str(message.get("name") or ""), force=bool(message.get("force")))
+            case _:
+                raise KeyError(message)
+        return {}
+
+    def _choose_data(self, path: str) -> None:
+        """Set the data, and what its columns are where the engine would ask."""
+        edited = choose_data(self.context.draft, path)
+        if edited.data:
+            with contextlib.suppress(FinetuneError):  # the panel says why it can't be read
+                answer = self.context.planner.call("columns", recipe=write_recipe(edited.recipe))
+                if answer["is_guess"] and {"instruction", "output"}.issubset(answer["roles"].values()):
+                    self._set_columns(answer["roles"])
+
+    def _set_columns(self, roles: dict[str, str]) -> None:
+        """Each column's role; several of a role can't be read."""
+        used = [role for role in roles.values() if role != "ignore"]
+        if twice := sorted({views.ROLES[role] for role in used if used.count(role) > 1}):
+            raise CommandError([tr("two columns are {role}", role=tr(twice[0]))], tr("Choose Ignore for one of them."))
+        columns = {role: name for name, role in roles.items() if role != "ignore"}
+        ignored = [name for name, role in roles.items() if role == "ignore"]
+        self.context.draft.change(dataset__columns=columns or None, dataset__ignore_columns=ignored or None)
+
+    def _uploaded(self, path: str) -> str:
+        """An uploaded file's path. Raises CommandError for any other file of this machine."""
+        folder = self.context.uploads.resolve()
+        if not Path(path).resolve().is_relative_to(folder):
+            raise CommandError("this file was not uploaded here")
+        return path
+
+    def _row(self, action: Mapping[str, Any]) -> str:
+        if "row" in action:
+            text = write_recipe(self.context.draft.read().recipe)
+            return data_views.marked(self.context.planner.call("row", recipe=text, index=int(action["row"])))
+        number, at = int(action["walk"]), int(action["at"])
+        kind = self._problems()[number]
+        return data_views.refused_row(number, at, kind, source_text(self.context.workspace.root, kind.rows[at]))
+
+    def _problems(self) -> list[Problem]:
+        return problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
+
+    def _start_draft(self, name: str, *, force: bool) -> None:
+        edited = self.context.draft.read()
+        if not edited.is_complete:
+            raise CommandError("nothing to train", "Choose a model and your data.")
+        self._start(edited.recipe, name, force=force)
+
+    def _start(self, recipe: Any, name: str = "", *, force: bool = False) -> None:
+        """Queue a recipe; the starter does what the command line does."""
+        if name := _RUN_NAME.sub("-", name).strip("-. "):
+            folder = self.context.workspace.runs / name
+            if folder.exists():
+                raise CommandError(f"there is a run called {name} already", "Choose another name.")
+            recipe = recipe.model_copy(update={"output_dir": str(folder)})
+        entry = self.context.queue.add(recipe, force=force)
+        self._started = entry, self.context.draft.read().stamp
+
+    # -- panels
+
+    def panel(self, name: str, query: str = "") -> str:
+        """A panel's HTML."""
+        edited = self.context.draft.read()
+        match name:
+            case "model":
+                return self._model_panel(edited, query.strip()[:200])
+            case "gpu":
+                return views.gpu_panel(edited)
+            case "data":
+                return views.data_panel(edited, local_datasets(self.context.workspace))
+            case "look":
+                return self._look(edited)
+            case "settings":
+                return views.settings_panel(self._plan_now())
+            case "measured":
+                return self._measured()
+            case "recipe":
+                return views.recipe_panel(edited)
+        return ""
+
+    def _measure(self) -> None:
+        """Measure what quantising costs on the held-out rows, in a process of its own; end a measurement that is running."""
+        task = self._measuring
+        if not task.end():
+            path = task.path / "recipe.yaml"
+            path.write_text(self.context.draft.read().text, encoding="utf-8")
+            self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
+
+    def _measured(self) -> str:
+        """The button, and what is known by now."""
+        status, result = self._measuring.status(), self._measuring.result() or {}
+        button, shown = tr("Test what 4-bit costs in quality"), ""
+        if status and status["state"] == "running":
+            text = tr("Measuring for {time} …", time=format_seconds(time.time() - status["began_s"]))
+            button, shown = tr("Stop measuring"), note(text)
+        elif "quantisation" in result:
+            shown = note(result["quantisation"]["sentence"])
+        elif error := FinetuneError.written_by(self._measuring.output()):
+            shown = problem(error.title, error.problems, error.fix)
+        elif status:
+            shown = note(tr("Measuring was stopped."))
+        return render("measured", button=button, shown=Safe(shown))
+
+    def _plan_now(self) -> Plan | None:
+        question = self._question
+        return question.first.result() if question and question.first.done() and not question.first.exception() else None
+
+    def _model_panel(self, edited: Edited, query: str) -> str:
+        looked_s, models = self._models
+        if time.monotonic() - looked_s > _GOOD_S:
+            self._models = time.monotonic(), (models := local_models(self.context.workspace))
+        shown = [model for model in models if query.lower() in model.name.lower()]
+        offline = ""
+        if query:
+            try:
+                shown = [*shown, *search_models(query)]
+            except FinetuneError as error:
+                offline = note("; ".join(error.problems))
+        named = list({model.name: model for model in shown}.values())[:_LISTED]
+        return views.model_panel(named, edited, self._badges.of([model.name for model in named]), query, offline)
+
+    def _look(self, edited: Edited) -> str:
+        """What the data has: its columns, how a run reads it, its problems, and a row as the model sees it."""
+        if not edited.data:
+            return ""
+        text = write_recipe(edited.recipe)
+        try:
+            shown = views.columns(self.context.planner.call("columns", recipe=text))
+        except FinetuneError as error:
+            return problem(error.title, error.problems, error.fix)
+        try:
+            answer = self.context.planner.call("look", recipe=text)
+        except FinetuneError as error:
+            return shown + problem(error.title, error.problems, error.fix)
+        edited = self.context.draft.read()
+        return (
+            data_views.head(answer, edited.recipe) + data_views.problems(problems_of(answer), answer, edited.recipe) + shown
+            + f'<div data-part="row">{data_views.marked(answer)}</div>' + data_views.lengths(answer, edited.recipe)
+        )  # fmt: skip
+
+    # -- routes
+
+    def add_routes(self, api: Any) -> None:
+        """The routes that new_run.js asks."""
+
+        def answered(request: Request, answer: Any) -> Response:
+            content, encoding = compressed(json.dumps(answer).encode(), request.headers.get("accept-encoding", ""))
+            return Response(content, media_type="application/json", headers={"cache-control": "no-store", **encoding})
+
+        @api.get("/ft/new/screen")
+        def screen(request: Request, mine: str = "") -> Response:
+            return answered(request, self.screen(mine))
+
+        @api.get("/ft/new/plan")
+        def plan(request: Request, complete: bool = False) -> Response:
+            return answered(request, self.plan(complete))
+
+        @api.get("/ft/new/panel/{name}")
+        def panel(request: Request, name: str, query: str = "") -> Response:
+            return answered(request, self.panel(name, query))
+
+        @api.post("/ft/new/change")
+        def change(request: Request, message: dict[str, Any]) -> Response:
+            return answered(request, self.change(message))

@@ -1,0 +1,362 @@
+"""New run as HTML: the sentence, the verdict with its bar, three plans, the settings that people change, and the panels."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.card.visible import usable_devices
+from finetune.planner.history import read_history
+from finetune.planner.plan import Alternative, Plan, ResourceCheck, Suggestion, Verdict
+from finetune.recipe import shipped_recipes
+from finetune.settings import AUTO
+from finetune.units import GIB, format_count, gib
+
+from ..language import mark, tr, tr_n
+from ..planning.blocker import Blocker
+from ..planning.catalogue import DATA_ENDINGS, Model, card_choices
+from ..planning.draft import Edited, command_line
+from .choices import chosen as reasons_of
+from .markup import Safe, action, as_on_page
+from .memory_parts import parts_of
+from .plan import blocker_note, data_note
+from .rail import short_name
+from .recipe_form import form
+from .templates import render
+from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, slower_in_words
+
+#: The settings with a field: name -> its label, lowest and highest value, and step.
+FIELDS = {
+    "num_train_epochs": (SETTING_NAMES["num_train_epochs"], "0.01", "1000", "any"),
+    "learning_rate": (SETTING_NAMES["learning_rate"], "1e-8", "1", "any"),
+    "max_length": (mark("Longest row, tokens"), "8", "1048576", "1"),
+    "lora_r": (SETTING_NAMES["lora_r"], "1", "1024", "1"),
+    "effective_batch_size": (SETTING_NAMES["effective_batch_size"], "1", "65536", "1"),
+}  # fmt: skip
+#: What a column of the data is; the fields of `dataset.columns` that read it.
+ROLES = {
+    "instruction": mark("Prompt"), "output": mark("Answer"), "input": mark("Context"), "system": mark("System prompt"),
+    "reasoning": mark("Reasoning"),
+    "ignore": mark("Ignore"),
+}  # fmt: skip
+_CARDS = 3
+#: A plan of at most this share of the usable memory leaves room.
+_ROOMY = 0.75
+
+
+def sentence(edited: Edited) -> str:
+    """Train [model] on [data] with [GPU]."""
+    data = edited.data
+    name = tr("{n} files", n=len(data)) if isinstance(data, list) else Path(data).name
+    return render("sentence", model=Path(edited.model).name, data=name, gpu=gpu_name(edited.recipe.gpu))
+
+
+def gpu_name(gpu: str) -> str:
+    """The GPU of a recipe as a person calls it."""
+    if gpu == "cpu":
+        return "CPU"
+    devices = [device for device in usable_devices() if gpu in (AUTO, device.index)]
+    if devices:
+        return f"{short_name(devices[0].name)} · {gib(devices[0].total_bytes)}"
+    return {name: label for label, name in card_choices()}.get(gpu, gpu)
+
+
+def settings(edited: Edited, plan: Plan | None) -> str:
+    """The fields: each with its value, the recommended one where nothing was typed, and its price."""
+    planned, fields = plan.settings if plan else None, []
+    for name, (label, lowest, highest, step) in FIELDS.items():
+        value = edited.values.get(name)
+        is_yours = value not in (None, AUTO)
+        shown = value if is_yours else getattr(planned, name, "")
+        shown = "" if shown is None else f"{shown:g}" if isinstance(shown, float) else str(shown)
+        price = _price(name, plan) if plan else ""
+        fields.append(
+            {"name": name, "label": tr(label), "lowest": lowest, "highest": highest, "step": step, "value": shown,
+             "price": price, "is_yours": is_yours}
+        )  # fmt: skip
+    return render("settings", fields=fields)
+
+
+def _price(name: str, plan: Plan) -> str:
+    """What a setting costs in time and memory."""
+    forecast, steps = plan.forecast, plan.total_steps
+    match name:
+        case "num_train_epochs":
+            step_s, epochs = forecast.step_s if forecast else None, plan.settings.num_train_epochs
+            if not step_s or not steps or plan.settings.max_steps:
+                return tr("takes time, no memory")
+            return tr("{time} each, no memory", time=minutes(step_s * steps / epochs))
+        case "learning_rate":
+            return tr("takes no memory")
+        case "max_length":
+            return as_on_page(plan.reasons.get(name, "")) if plan.data else tr("full rows until your data is read")
+        case "lora_r":
+            sizes = [forecast.parts.get(part, 0) for part in ("adapters", "gradients", "optimizer")] if forecast else [0]
+            return tr("{size} for adapter, gradients and optimizer", size=gib(sum(sizes)))
+        case _:
+            return tr("{n} updates, no memory", n=f"{steps:,}") if steps else tr("no memory")
+
+
+def answer(plan: Plan, blocked: Blocker | None) -> str:
+    """The verdict, its figures, and the GPU's memory to scale."""
+    forecast, level = plan.forecast, plan.verdict.level
+    is_plain = plan.verdict in (Verdict.FITS, Verdict.NO_FIT)
+    return render(
+        "answer",
+        notes=[Safe(blocker_note(blocked))] if blocked else [],
+        level="warn" if level == "ok" and (_failed(plan) or (blocked and not blocked.elsewhere)) else level,
+        title=capital(tr(plan.verdict)),
+        text="" if is_plain else _because(plan),
+        figures=_figures(plan) if forecast else [],
+        bar=_bar(plan) if forecast else None,
+        trust=_trust(plan),
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """The verdict and its figures, without the bar."""
+    title, figures = capital(tr(plan.verdict)), _figures(plan) if plan.forecast else []
+    text = _because(plan)
+    return render("answer", notes=[], level=plan.verdict.level, title=title, text=text, figures=figures, bar=None, trust="")
+
+
+def _because(plan: Plan) -> str:
+    """What the verdict's sentence says beside the verdict."""
+    template, values = plan.verdict_sentence()
+    return capital(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
+
+
+def trouble(note: str, title: str) -> str:
+    """Only an error, and its fix."""
+    return render("answer", notes=[Safe(note)], level="unknown", title=title, text="", figures=[], bar=None, trust="")
+
+
+def _figures(plan: Plan) -> list[dict[str, str]]:
+    forecast = plan.forecast
+    assert forecast is not None
+    spare, step_s, steps = plan.headroom_bytes or 0, forecast.step_s, plan.total_steps
+    figures = [
+        {"value": tr("{likely} of {usable}", likely=gib(forecast.peak_bytes), usable=gib(plan.usable_bytes)), "css": "",
+         "text": tr("peak while training, at most {most}", most=gib(forecast.peak_high_bytes))},
+        {"value": tr("{size} to spare" if spare >= 0 else "{size} too much", size=gib(abs(spare))),
+         "css": "ok" if spare >= 0 else "bad",
+         "text": tr("with other programs at {size}", size=gib(max(0, plan.card.total_bytes - plan.usable_bytes)))},
+    ]  # fmt: skip
+    epochs = plan.settings.num_train_epochs
+    counted = tr_n("{n} update", "{n} updates", steps) if steps else ""
+    if not plan.settings.max_steps and steps:
+        counted = tr("{epochs} epochs, {updates}", epochs=f"{epochs:g}", updates=counted)
+    if step_s and steps:
+        cost = f", {plan.cost:,.2f}" if plan.cost is not None else ""
+        figures.append({"value": tr("about {time}", time=minutes(step_s * steps)), "css": "", "text": counted + cost})
+    elif step_s:
+        speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "–"
+        figures.append({"value": tr("{n} tokens/s", n=speed), "css": "", "text": tr("with full rows, until your data is read")})
+    elif steps:
+        why = tr("a run measures the time" if plan.card.is_cpu else "this GPU's speed is not known")
+        figures.append({"value": counted, "css": "", "text": why})
+    return figures
+
+
+def _bar(plan: Plan) -> dict[str, Any]:
+    """Parts with their widths in percent of the GPU, or of what is needed where that is more."""
+    parts, over = parts_of(plan, "train")
+    total = plan.card.total_bytes
+    whole, step = total + over, next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if total / GIB / step <= 7)
+    shown = [
+        {"key": part.key, "name": part.name, "size": gib(part.size), "why": part.why, "width": 100 * part.size / whole}
+        for part in parts if part.size
+    ]  # fmt: skip
+    end = 100 * total / whole
+    values = [step * number for number in range(int(total / GIB / step * 0.85) + 1)]
+    lefts = {value: 100 * value * GIB / whole for value in values}
+    ticks = [
+        {"left": left, "text": f"{value:g}" if value else "0 GiB"}
+        for value, left in lefts.items()
+        if left < end - 9 or not value
+    ]
+    too_big = tr("{size} too big", size=gib(over))
+    label = tr(", ").join([f"{part['name']} {part['size']}" for part in shown] + ([too_big] if over else []))
+    of = tr("{size} memory" if plan.card.is_cpu else "{size} GPU", size=gib(total))
+    return {"parts": shown, "ticks": ticks, "end": end, "end_text": of, "label": label, "over": too_big if over else ""}
+
+
+def _trust(plan: Plan) -> str:
+    """How the forecast is made, and how far earlier runs on this GPU were from theirs."""
+    how = tr("Forecast by running this very training step on tensors without data.")
+    history = read_history(plan.card.name)
+    errors = history.process_errors if plan.card.is_cpu else history.allocated_errors
+    if not errors:
+        return how
+    off = f"{100 * statistics.median(map(abs, errors)):.1f}"
+    return f"{how} {tr('Your last {n} runs here were {off} % off.', n=len(errors), off=off)}"
+
+
+def plans(plan: Plan, *, is_complete: bool) -> str:
+    """Ways to run the same recipe as cards: only plans that fit, the fastest first."""
+    fitting = [row for row in plan.alternatives if row.verdict.fits or row.chosen]
+    if plan.verdict == Verdict.NO_FIT:
+        items = sorted((item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes), key=_saves)[:_CARDS]
+        cards = [_suggestion(item, plan) for item in items] or [_card(row, plan, mark("Fits")) for row in fitting[:_CARDS]]
+        largest = plan.shortfall.largest_model_that_fits if plan.shortfall else None
+        largest_text = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else ""
+        return render(
+            "plans", title=tr("Make it fit"), cards=cards, otherwise=largest_text or tr("No smaller plan of this recipe fits.")
+        )
+    otherwise = tr("There is no other way to fit these settings." if is_complete else "being planned …")
+    cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
+    return render("plans", title=tr("Ways to run it: same rows, same batch"), cards=cards, otherwise=otherwise)
+
+
+def _saves(item: Suggestion) -> int:
+    return item.saves_bytes
+
+
+def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternative]]:
+    """The fastest plan, the fastest with room to spare, and the smallest one; first the chosen one where it is none of them."""
+
+    def speed(row: Alternative) -> float:
+        return row.tokens_per_s or 0.0
+
+    roomy = [row for row in rows if row.peak_high_bytes <= _ROOMY * usable]
+    named = {
+        mark("Fastest"): max(rows, key=speed) if any(map(speed, rows)) else next((row for row in rows if row.chosen), rows[0]),
+        mark("Leaves room"): max(roomy, key=speed, default=None),
+        mark("Smallest"): min(rows, key=lambda row: row.peak_high_bytes),
+    }  # fmt: skip
+    others: list[tuple[str, Alternative]] = []
+    for name, row in named.items():
+        if row is not None and row not in [other for _, other in others]:
+            others.append((name, row))
+    mine = [(mark("Yours"), row) for row in rows if row.chosen and row not in [other for _, other in others]]
+    return [*mine, *others][: _CARDS + 1]
+
+
+def _card(row: Alternative, plan: Plan, name: str) -> dict[str, Any]:
+    chosen = next((other for other in plan.alternatives if other.chosen), row)
+    steps, has_time = plan.total_steps, bool(row.step_s and plan.total_steps)
+    time = minutes((row.step_s or 0) * (steps or 0)) if has_time else f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else ""
+    return {
+        "name": tr(name), "chosen": row.chosen, "how": plan_in_words(plan.settings) if row.chosen else in_words(row.differs),
+        "share": min(100.0, 100 * row.peak_high_bytes / plan.card.total_bytes), "memory": gib(row.peak_high_bytes),
+        "time": time, "time_name": tr("time" if has_time else "tokens/s"), "act": Safe(action(override=row.differs)),
+        "price": "" if row.chosen else slower_in_words(row.tokens_per_s, chosen.tokens_per_s),
+    }  # fmt: skip
+
+
+def _suggestion(item: Suggestion, plan: Plan) -> dict[str, Any]:
+    return {
+        "name": in_words(item.override), "chosen": False, "how": as_on_page(item.cost), "memory": gib(item.peak_bytes),
+        "share": min(100.0, 100 * item.peak_bytes / plan.card.total_bytes), "time": "", "time_name": "",
+        "act": Safe(action(override=item.override)), "price": "",
+    }  # fmt: skip
+
+
+def _failed(plan: Plan) -> ResourceCheck | None:
+    return next((check for check in plan.checks if check.enough is False), None)
+
+
+def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[str, bool]:
+    """What keeps a run from starting, or that nothing does; and whether it may start."""
+    missing = tr("Choose a model.") if not edited.model else tr("Choose your data.") if not edited.data else ""
+    if missing or plan is None:
+        return render("ready", state=missing or tr("Not yet."), text=""), False
+    if blocked:
+        text = tr("Planned for another machine." if blocked.elsewhere else blocked.title)
+        return render("ready", state=tr("Not yet."), text=text), False
+    if short := _failed(plan):
+        values = {"needs": gib(short.needs_bytes), "free": gib(short.free_bytes or 0)}
+        needs_disk = tr("{needs} of disk are needed, {free} are free.", **values)
+        needs_host = tr("{needs} of host memory are needed, {free} are free.", **values)
+        return render("ready", state=tr("Not ready."), text=needs_disk if short.what == "disk" else needs_host), False
+    if plan.verdict == Verdict.NO_FIT:
+        text = Safe(f'<button type="button" class="ft-link" {action(start=True, force=True)}>{tr("Start anyway")}</button>')
+        return render("ready", state=tr("Choose a plan that fits."), text=text), False
+    disk = next((check for check in plan.checks if check.what == "disk" and check.free_bytes), None)
+    needs = tr("{size} of {free} free disk", size=gib(disk.needs_bytes), free=gib(disk.free_bytes or 0)) if disk else ""
+    return render("ready", state=tr("Ready."), text=needs), True
+
+
+def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
+    """The models by whether they fit, the largest of those that fit first."""
+
+    def group_of(model: Model) -> Any:
+        return Verdict(badges[model.name]["verdict"]) if model.name in badges else None
+
+    def parameters(model: Model) -> int:
+        return model.parameters or badges.get(model.name, {}).get("parameters") or 0
+
+    groups = []
+    for verdict in (*Verdict, None):
+        members = sorted((model for model in models if group_of(model) == verdict), key=parameters, reverse=True)
+        if members:
+            title = tr("being checked") if verdict is None else capital(tr(verdict))
+            shown = [
+                {"name": model.name, "chosen": model.name == edited.model, "facts": _facts(model, badges.get(model.name) or {})}
+                for model in members
+            ]
+            groups.append({"title": title, "level": verdict.level if verdict else "", "models": shown})
+    tokens = "2,048" if edited.recipe.max_length == AUTO else f"{edited.recipe.max_length:,}"
+    gpu = gpu_name(edited.recipe.gpu)
+    return render("panel_model", groups=groups, query=query, gpu=gpu, tokens=tokens, trouble=Safe(note))
+
+
+def _facts(model: Model, badge: Mapping[str, Any]) -> str:
+    parameters = model.parameters or badge.get("parameters")
+    facts = [
+        tr("{n} parameters", n=format_count(parameters)) if parameters else "",
+        gib(badge["peak_bytes"]) if badge.get("peak_bytes") else "",
+        tr("{bits}-bit", bits=badge["bits"]) if badge.get("bits") else "",
+        tr(model.source, recipe=model.recipe) if model.source else "",
+        model.licence or "",
+        as_on_page(badge["because"]) if badge.get("because") else "",
+    ]
+    return " · ".join(filter(None, facts))
+
+
+def gpu_panel(edited: Edited) -> str:
+    """This machine's GPUs first, then the catalogue by memory."""
+    here = [
+        (tr("{gpu}, {size} free", gpu=short_name(card.name), size=gib(card.free_bytes)), card.index)
+        for card in usable_devices()
+    ]
+    if len(here) == 1:
+        here = [(here[0][0], AUTO)]
+    elif here:
+        here = [(tr("the fastest with free memory"), AUTO), *here]
+    groups = [{"title": tr("This machine"), "cards": [*here, ("CPU", "cpu")]}]
+    for size, cards in itertools.groupby(sorted(card_choices(), key=_memory_gb), key=_memory_gb):
+        groups.append({"title": f"{size} GB", "cards": [(label.partition(" · ")[0], name) for label, name in cards]})
+    return render("panel_gpu", groups=groups, chosen=edited.recipe.gpu)
+
+
+def _memory_gb(choice: tuple[str, str]) -> int:
+    return int(choice[0].rpartition(" · ")[2].split()[0])
+
+
+def data_panel(edited: Edited, names: Sequence[str]) -> str:
+    """Where the data is from. What it has is asked for by the browser, as reading it takes time."""
+    path = edited.data if isinstance(edited.data, str) else ", ".join(edited.data)
+    return render("panel_data", path=path, names=names, kinds=", ".join(DATA_ENDINGS))
+
+
+def columns(answer: Mapping[str, Any]) -> str:
+    """The first rows, with what each column is where that can be chosen."""
+    roles = [(role, tr(text)) for role, text in ROLES.items()]
+    shown = [{"name": name, "role": answer["roles"].get(name)} for name in answer["columns"]]
+    rows = [[row.get(name, "") for name in answer["columns"]] for row in answer["rows"]]
+    return render("columns", columns=shown, rows=rows, roles=roles)
+
+
+def settings_panel(plan: Plan | None) -> str:
+    """Each setting with its reason, and a field for all of them."""
+    return render("panel_settings", reasons=Safe(reasons_of(plan) + data_note(plan)) if plan else "", form=Safe(form()))
+
+
+def recipe_panel(edited: Edited) -> str:
+    """The recipe as text, the command, and the shipped recipes."""
+    command = command_line(edited.recipe) if edited.is_complete else ""
+    return render("panel_recipe", text=edited.text, command=command, recipes=list(shipped_recipes()))

@@ -1,0 +1,32 @@
+"""Renders the HTML templates of app/templates; what they insert is escaped and can't change colours or text direction."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from ..language import tr, tr_n
+from .markup import Safe, action, as_on_page, inert
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: Any) -> Any:
+        return value if isinstance(value, Markup) else Markup(value if isinstance(value, Safe) else inert(value))
+
+    folder = Path(__file__).parents[1] / "templates"
+    environment = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.globals.update(tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page)
+    return environment
+
+
+def render(name: str, **values: Any) -> Safe:
+    """The HTML of a template."""
+    return Safe(_environment().get_template(f"{name}.html").render(**values).strip())

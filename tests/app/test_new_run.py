@@ -1,0 +1,409 @@
+"""New run: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
+
+import dataclasses
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from app.context import Context
+from app.pages.new_run import NewRun
+from app.planning.blocker import blocker_of
+from app.planning.process import Questions
+from app.views import memory_parts, new_run
+from app.views import plan as plan_view
+from app.views.recipe_form import fields, form
+from app.views.words import in_words
+from app.worker import SupersededError, Work, answer_of, result_of
+from app.workspace import Workspace
+from finetune.bundled import dataset_paths
+from finetune.card import find_card
+from finetune.memory.forecast import Forecast
+from finetune.planner.plan import LayerCopies, Plan, ResourceCheck, Suggestion, verdict_of
+from finetune.recipe import load_recipe, recipe_from
+from finetune.units import GIB
+
+#: A plan that no test waits for any more is still made.
+ONE_AT_A_TIME = threading.Lock()
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    context.uploads.mkdir(parents=True)
+    monkeypatch.setattr(context.queue, "ensure_starter", lambda: None)  # no run: only what is queued
+    page, questions = NewRun(context), Questions()
+
+    def call(method, report=lambda _: None, newest=False, **values):
+        with ONE_AT_A_TIME:
+            return result_of(answer_of(questions, method, values, Work(report)))
+
+    context.planner.call = call
+    yield page
+    context.close()
+
+
+@pytest.fixture
+def tiny(page):
+    page.change({"model": "tiny"})
+    page.change({"data": "support"})
+    page.change({"gpu": "cpu"})
+    return page
+
+
+def recipe(page):
+    return page.context.draft.read().recipe
+
+
+def plan_of(peak=8, high=9, budget=11, **values):
+    forecast = Forecast(
+        *[round(peak * GIB)] * 4, round(high * GIB), {"weights": peak * GIB}, {"train": peak * GIB, "load": GIB}
+    )
+    card, budget = find_card("rtx-3060"), budget * GIB
+    plan = Plan(load_recipe("tiny-cpu"), {}, card, verdict_of(forecast, budget), forecast=forecast, budget_bytes=budget,
+                headroom_bytes=round(budget - high * GIB))  # fmt: skip
+    return dataclasses.replace(plan, **values)
+
+
+# -- the draft
+
+
+def test_a_new_run_begins_without_settings_and_asks_for_a_model(page):
+    screen = page.screen()
+    assert page.context.draft.read().values == {} and screen["plan"] is False
+    assert "Choose a model." in screen["parts"]["ready"] and "3-minute demo" in screen["parts"]["sentence"]
+    page.change({"model": "tiny"})
+    assert "Choose your data." in page.plan()["parts"]["ready"]
+
+
+def test_another_model_drops_what_nobody_typed_and_keeps_what_was(page):
+    draft = page.context.draft
+    draft.write((Path(__file__).parents[2] / "recipes/tiny-cpu.yaml").read_text())
+    page.change({"set": "lora_r", "text": "32"})
+    page.change({"model": "tiny-vision"})
+    assert draft.read().values == {
+        "model_name_or_path": "tiny-vision",
+        "dataset": {"path": "support"},
+        "gpu": "cpu",
+        "lora_r": 32,
+    }
+    page.change({"undo": True})
+    assert recipe(page).learning_rate == 0.004
+
+
+def test_a_shipped_recipe_keeps_the_model_and_the_data(tiny):
+    tiny.change({"recipe": "7b-4090"})
+    assert (recipe(tiny).model_name_or_path, recipe(tiny).dataset.path, recipe(tiny).gpu) == ("tiny", "support", "rtx-4090")
+
+
+def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
+    stamps = [tiny.change({"set": "lora_r", "text": str(rank)})["stamp"] for rank in range(1, 200)]
+    assert len(set(stamps)) == len(stamps) and recipe(tiny).lora_r == 199
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"set": "learning_rate", "text": "quick"}, "learning_rate"), ({"set": "lora_r", "text": "-1"}, "lora_r"),
+        ({"set": "trust_remote_code", "text": "true"}, "Not done"), ({"set": "text", "text": "lora_rr: 3"}, "lora_rr"),
+        ({"override": "lora_r=many"}, "lora_r"), ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
+        ({"upload": "/etc/passwd"}, "was not uploaded here"), ({"row": 1, "x": "y"}, ""), ({}, "Not done"),
+        ({"walk": 9}, "Not done"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason):
+    before = tiny.context.draft.read()
+    assert reason in unescape(tiny.change(message)["parts"]["refused"])
+    assert tiny.context.draft.read() == before
+
+
+def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(tiny):
+    tiny.change({"set": "lora_r", "text": "24"})
+    assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["progress"]
+    [entry] = tiny.context.queue.entries()
+    assert "lora_r: 24" in entry.recipe.read_text() and "runs/bikes-7B" in entry.recipe.read_text()
+    entry.set_status("started", run="bikes-7B")
+    assert 'data-go="/run?run=bikes-7B"' in tiny.screen(entry.path.name)["parts"]["progress"]
+    assert tiny.screen()["parts"]["progress"] == ""
+    assert tiny.context.draft.read().values == {}
+
+
+def test_nothing_starts_without_a_model_and_data_or_under_a_name_that_is_taken(page):
+    assert "nothing to train" in page.change({"start": True})["parts"]["refused"]
+    page.change({"model": "tiny"})
+    page.change({"data": "support"})
+    (page.context.workspace.runs / "taken").mkdir(parents=True)
+    assert "run called taken" in page.change({"start": True, "name": "taken"})["parts"]["refused"]
+    assert page.context.queue.entries() == []
+
+
+def test_the_form_has_each_setting_once_with_its_name_and_help():
+    names = {field.name for field in fields()}
+    shown = form()
+    assert set(re.findall(r'data-field="([^"]+)"', shown)) == names and len(names) > 70
+    assert set(re.findall(r'for="key-([^"]+)"', shown)) == {name.replace(".", "-") for name in names}
+    assert "trust_remote_code" not in shown
+
+
+# -- data
+
+
+def test_a_table_with_its_own_columns_is_read_as_guessed_without_its_ids(page, tmp_path):
+    rows = "".join(f"T-{n},brakes,My bike {n} is broken.,Bring bike {n} on Monday.\n" for n in range(60))
+    (tmp_path / "own.csv").write_text(f"ticket,topic,customer_message,our_reply\n{rows}")
+    page.change({"model": "tiny"})
+    page.change({"data": "own.csv"})
+    dataset = recipe(page).dataset
+    assert dataset.columns == {"instruction": "customer_message", "output": "our_reply"}
+    assert dataset.ignore_columns == ["ticket", "topic"]
+    shown = page.panel("look")
+    assert "54 rows to train on, 6 held out" in shown and "Bring bike 0" in shown and "T-4" in shown
+    assert re.search(r'data-column="ticket".*?<option value="ignore" selected>', shown, re.S)
+    page.change({"columns": {"ticket": "ignore", "topic": "input", "customer_message": "instruction", "our_reply": "output"}})
+    assert "brakes" in re.search(r'<pre class="ft-marked".*?</pre>', page.panel("look"), re.S)[0]
+
+
+@pytest.mark.parametrize("name", ["support", "support-pairs", "parcels"])
+def test_rows_that_a_run_reads_by_itself_are_not_asked_about(page, name):
+    page.change({"data": name})
+    assert recipe(page).dataset.columns == {} and "data-column" not in page.panel("look")
+
+
+def test_an_upload_keeps_its_name(page):
+    for name in ("rows.jsonl", "rows-2.jsonl"):
+        (page.context.uploads / "rows.jsonl").write_text(dataset_paths("support")["train"].read_text())
+        page.change({"upload": str(page.context.uploads / "rows.jsonl")})
+        assert Path(recipe(page).dataset.path).name == name
+
+
+# -- the plan
+
+
+def test_before_there_is_data_the_plan_is_for_full_rows(page):
+    page.change({"model": "tiny"})
+    page.change({"gpu": "rtx-4090"})
+    parts = page.plan()["parts"]
+    assert ">Fits</h1>" in parts["answer"] and "with full rows" in parts["answer"] and "Choose your data." in parts["ready"]
+
+
+def test_a_number_left_to_the_planner_shows_the_plans(tiny):
+    parts = tiny.plan()["parts"]
+    shown = parts["settings"]
+    assert re.search(r'data-set="effective_batch_size"[^>]*value="16"', shown), parts["answer"]
+    assert "Use recommended" not in shown
+    tiny.change({"set": "effective_batch_size", "text": "8"})
+    shown = tiny.plan()["parts"]["settings"]
+    assert re.search(r'data-set="effective_batch_size"[^>]*value="8"', shown) and "Use recommended" in shown
+    tiny.change({"set": "effective_batch_size", "text": ""})
+    assert "effective_batch_size" not in tiny.context.draft.read().values
+
+
+def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(tiny):
+    asked, newer, call = threading.Event(), threading.Event(), tiny.context.planner.call
+
+    def slow(method, recipe, **values):
+        if "lora_r: 48" in recipe:
+            asked.set()
+            assert newer.wait(60)
+            raise SupersededError
+        newer.set()
+        return call(method, recipe=recipe, **values)
+
+    tiny.context.planner.call = slow
+    with ThreadPoolExecutor() as pool:
+        tiny.change({"set": "lora_r", "text": "48"})
+        first = pool.submit(tiny.plan)
+        assert asked.wait(60)
+        stamp = tiny.change({"set": "lora_r", "text": "64"})["stamp"]
+        newest = tiny.plan()
+        assert first.result()["stamp"] == -1
+    assert newest["stamp"] == stamp and re.search(r'data-set="lora_r"[^>]*value="64"', newest["parts"]["settings"])
+
+
+def test_a_plan_is_shown_before_its_alternatives_are_forecast(tiny):
+    call, shown = tiny.context.planner.call, threading.Event()
+
+    def slow(method, report, **values):
+        result = call(method, report=report, **values)
+        assert shown.wait(60)
+        return result
+
+    tiny.context.planner.call = slow
+    first = tiny.plan()
+    assert "being planned" in first["parts"]["plans"] and not first["complete"]
+    shown.set()
+    complete = tiny.plan(complete=True)
+    assert complete["stamp"] == first["stamp"] and "nr-plan" in complete["parts"]["plans"]
+
+
+def test_an_error_leaves_only_its_sentence(page):
+    page.change({"model": "no/such/folder"})
+    page.change({"gpu": "voodoo-2"})
+    answer = page.plan()
+    assert "voodoo-2" in answer["parts"]["answer"] and answer["parts"]["plans"] == "" and answer["start"] is False
+
+
+def blocked(**values):
+    wanted = recipe_from({"model_name_or_path": "tiny", "dataset": "support", "gpu": "cpu", "max_length": 256, **values})
+    return wanted, Questions().make_plan(wanted)
+
+
+def test_a_missing_file_blocks_run_though_its_plan_fits(page):
+    wanted, plan = blocked(dataset="data/nothere.jsonl")
+    blocker = blocker_of(wanted, plan, Path.cwd())
+    assert "nothere.jsonl" in blocker.problems[0] and blocker.override == ""
+    assert 'data-panel="data"' in plan_view.blocker_note(blocker)
+    assert 'nr-verdict warn"' in new_run.answer(plan, blocker)
+
+
+def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_process_is(page, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.jsonl").write_text("{}")
+    wanted, plan = blocked(dataset="support")
+    wanted = wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"path": "data/mine.jsonl"})})
+    unread = dataclasses.replace(plan, data=None)  # as where the model's tokenizer is not on this machine yet
+    monkeypatch.chdir("/")
+    assert blocker_of(wanted, unread, tmp_path) is None
+    missing = wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"path": "else/mine.jsonl"})})
+    assert str(tmp_path) in blocker_of(missing, unread, tmp_path).fix
+
+
+def test_a_card_that_is_not_here_blocks_run(page):
+    blocker = blocker_of(*blocked(gpu="rtx-3060"), Path.cwd())
+    assert blocker is not None and blocker.elsewhere and "RTX 3060" in blocker.problems[0]
+    assert "Planned for another machine" in plan_view.blocker_note(blocker)
+    assert blocker_of(*blocked(), Path.cwd()) is None
+
+
+def test_refused_rows_block_run_with_a_button_that_leaves_them_out(tiny, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(dataset_paths("support")["train"].read_text() + '{"messages": []}\n' * 36)
+    tiny.change({"data": "bad.jsonl"})
+    shown = tiny.plan()
+    assert shown["start"] is False and "Leave out 36 rows" in shown["parts"]["answer"] and "Not yet." in shown["parts"]["ready"]
+    tiny.change({"override": "dataset.on_bad_rows=skip"})
+    assert recipe(tiny).dataset.on_bad_rows == "skip" and tiny.plan()["start"] is True
+
+
+# -- what the plan is shown as
+
+
+@pytest.mark.parametrize(
+    ("peak", "high", "title", "spare"),
+    [(8, 9, "Fits", "2.0 GiB to spare"), (10, 12, "Tight", "1.0 GiB too much"), (12, 19, "Does not fit", "8.0 GiB too much")],
+)
+def test_the_verdict_has_its_gib(peak, high, title, spare):
+    shown = new_run.answer(plan_of(peak, high), None)
+    assert f"</i>{title}</h1>" in shown and spare in shown
+
+
+def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
+    copies = LayerCopies("", 80, 80, 33 * GIB, GIB, 256 * GIB, 1e10)
+    forecast = dataclasses.replace(plan_of().forecast, step_s=125.0)
+    slow, slower = (
+        new_run.answer(plan_of(verdict=verdict_of(forecast, 11 * GIB, target), forecast=forecast, layer_copies=copies), None)
+        for target in ("cpu", "nvme")
+    )
+    assert 'nr-verdict warn"' in slow and ">Fits, slow</h1>" in slow and "33.0 GiB of layers in host memory." in slow
+    assert ">Fits, very slow</h1>" in slower and "Layers on disk, 256.0 GiB moved and 2 min 05 s in each step." in slower
+
+
+def test_the_time_is_the_runs_and_the_cost_the_plans_own():
+    plan = plan_of(total_steps=10)
+    plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, step_s=360.0))
+    assert "about 1 h 00 min" in new_run.answer(plan, None)
+    assert "10 updates, 2.00" in new_run.answer(dataclasses.replace(plan, cost=2.0), None)
+
+
+@pytest.mark.parametrize("high", [9, 19])
+def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
+    plan = plan_of(8, high)
+    parts, over = memory_parts.parts_of(plan, "train")
+    assert sum(part.size for part in parts) - over == plan.card.total_bytes and over == max(0, high - 11) * GIB
+    bar = new_run._bar(plan)
+    assert sum(part["width"] for part in bar["parts"]) == pytest.approx(100)
+    assert bar["end"] == pytest.approx(100 * plan.card.total_bytes / (plan.card.total_bytes + over)) and bool(bar["over"]) == (
+        high > 11
+    )
+
+
+def test_when_it_does_not_fit_only_changes_that_do_are_offered():
+    items = [Suggestion(f"lora_r={rank}", rank * GIB, (19 - rank) * GIB, "a smaller adapter") for rank in (4, 9)]
+    plan = plan_of(12, 19, suggestions=tuple(items))
+    shown = new_run.plans(plan, is_complete=True)
+    assert "LoRA rank 9" in shown and "LoRA rank 4" not in shown
+    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)
+    assert "Choose a plan that fits." in ready and "Start anyway" in ready and not can_start
+
+
+def test_a_check_that_fails_keeps_a_run_from_starting():
+    plan = plan_of(checks=(ResourceCheck("disk", 175 * GIB, 37 * GIB, False),))
+    ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)
+    assert "175.0 GiB of disk are needed, 37.0 GiB are free." in ready and not can_start
+    assert 'nr-verdict warn"' in new_run.answer(plan, None)
+
+
+def test_a_change_is_said_without_option_syntax():
+    assert in_words("load_in_4bit=true load_in_8bit=false") == "Use 4-bit weights"
+    assert in_words("activation_checkpointing=true activation_checkpointing_every_n_layers=3") == "Recompute 1 layer in 3"
+    assert in_words("per_device_train_batch_size=2 gradient_accumulation_steps=8") == "2 rows at a time"
+
+
+def test_the_gpus_of_the_panel_are_grouped_by_memory_and_the_chosen_one_is_marked(page):
+    page.change({"gpu": "rtx-4090"})
+    shown = page.panel("gpu")
+    assert shown.index("This machine") < shown.index(">12 GB<") < shown.index(">24 GB<")
+    assert re.search(r'data-key="rtx-4090" aria-pressed="true"', shown) and shown.count('aria-pressed="true"') == 1
+
+
+# -- what quantising costs
+
+MEASURED = "model_name_or_path: tiny\ndataset: {path: support, max_rows: 60, test_split_size: 20}\n"
+
+
+def ended(page):
+    """What the panel shows at the end."""
+    deadline_s = time.monotonic() + 120
+    while page._measuring.status()["state"] == "running" and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    shown = unescape(page.panel("measured"))
+    assert "Test what 4-bit costs" in shown
+    return shown
+
+
+@pytest.mark.slow
+def test_the_loss_of_each_format_is_shown_with_its_interval(page):
+    page.change({"set": "text", "text": f"{MEASURED}gpu: cpu\n"})
+    page.change({"measure": True})
+    shown = page.panel("measured")
+    assert "Stop measuring" in shown and "Measuring for" in shown
+    shown = ended(page)
+    assert re.search(r"on 20 held-out rows the base model has a loss of [\d.]+ in 32 bit; int8 .*; NF4 ", shown)
+    assert shown.count("95 % interval") == 2
+
+
+def test_a_measurement_that_can_not_be_is_refused_in_words(page):
+    page.change({"set": "text", "text": f"{MEASURED}gpu: rtx-4090\n"})
+    page.change({"measure": True})
+    assert "RTX 4090; this machine has" in ended(page)
+
+
+def test_a_folder_that_can_not_be_written_is_said(page):
+    (page._measuring.path / "recipe.yaml").mkdir()
+    assert "recipe.yaml" in page.change({"measure": True})["parts"]["refused"]
+
+
+def test_a_second_press_ends_it_and_its_processes(page):
+    page.change({"set": "text", "text": f"{MEASURED}gpu: cpu\n"})
+    page.change({"measure": True})
+    process = psutil.Process(page._measuring.status()["process"]["pid"])
+    time.sleep(2)
+    family = [process, *process.children(recursive=True)]
+    page.change({"measure": True})
+    assert "stopped" in ended(page) and psutil.wait_procs(family, timeout=30)[1] == []
