@@ -1,4 +1,4 @@
-"""The settings of the page as HTML: looks, prices, budget, the hub's login, and what is wrong with this machine."""
+"""The settings of the page as HTML: looks, the hub's login, and what is wrong with this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CHECKS = (
 )  # fmt: skip
 
 
-def choices(price: str, budget: str, token_from: str) -> str:
-    """Theme, language, price, memory budget and login."""
+def choices(token_from: str) -> str:
+    """Theme, language and login."""
     themes = "".join(f'<option value="{value}">{tr(name)}</option>' for value, name in _THEMES.items())
     languages = "".join(
         f'<option value="{code}"{" selected" if code == current() else ""}>{name}</option>' for code, name in LANGUAGES.items()
@@ -32,34 +32,22 @@ def choices(price: str, budget: str, token_from: str) -> str:
         if token_from
         else tr("Not logged in. Models that ask for consent, and pushing, need {command} in a terminal.", command=_LOGIN)
     )
-    forms = _form("price", tr("Price of an hour"), price, "0", tr("Of the recipe that is being made; empty: no cost is shown."))
-    hint = tr("Of the recipe that is being made; empty: all that is free.")
-    forms += _form("budget", tr("Most GPU memory to use"), budget, "20GiB", hint)
     return (
         f'<h1 class="ft-title" data-title="{tr("Settings")}">{tr("Settings")}</h1><section class="ft-box ft-settings">'
         f'<label class="ft-field">{tr("Theme")} <select data-theme-choice>{themes}</select></label>'
-        f'<label class="ft-field">{tr("Language")} <select data-language-choice>{languages}</select></label>{forms}'
+        f'<label class="ft-field">{tr("Language")} <select data-language-choice>{languages}</select></label>'
         f"<p><b>Hugging Face</b> {login}</p></section>"
     )
 
 
 _LOGIN = "<code>hf auth login</code>"
-_THEMES = {"": mark("As the system"), "light": mark("Light"), "dark": mark("Dark")}
-
-
-def _form(name: str, label: str, value: str, example: str, hint: str) -> str:
-    return (
-        f'<form class="ft-pick" data-form="{name}"><label for="set-{name}">{label}</label><input id="set-{name}" name="value" '
-        f'value="{inert(value)}" placeholder="{example}" maxlength="20" autocomplete="off">'
-        f'<button class="ft-act">{tr("Save")}</button>'
-        f"<small>{hint}</small></form>"
-    )
+_THEMES = {"": mark("System"), "light": mark("Light"), "dark": mark("Dark")}
 
 
 def examined(answer: Mapping[str, Any] | None, *, is_running: bool) -> str:
     """What `finetune doctor` found, what is wrong first; and the button that asks it."""
     button = (
-        f"<button type='button' class='ft-act' {action(examine=True)} data-key='examine'>{tr('Examine this machine')}</button>"
+        f"<button type='button' class='ft-act' {action(examine=True)} data-key='examine'>{tr('Check this machine')}</button>"
     )
     if is_running:
         button = f'<span class="ft-note" role="status"><span class="ft-busy"></span> {tr("examining, about 10 s")}</span>'

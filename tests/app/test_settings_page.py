@@ -1,12 +1,9 @@
 """Settings that stay, the examination of this machine, and the list of models that runs have made."""
 
-import json
-
 import pytest
 
 from app.context import Context
 from app.pages.models import _of
-from app.pages.settings import _View
 from app.views.models import models_table
 from app.views.settings import examined
 from app.workspace import Workspace
@@ -18,24 +15,6 @@ def context(tmp_path):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
     yield context
     context.close()
-
-
-def acted(context, **action):
-    return _View(context).act(json.dumps(action))[0]
-
-
-def test_the_price_is_the_drafts_and_a_wrong_one_is_said(context):
-    assert "Saved" in acted(context, price="1,25") and context.draft.read().recipe.price_per_hour == 1.25
-    for text in ("a", "-1"):
-        assert "1 setting to correct" in acted(context, price=text)
-    assert 'value="1.25"' in _View(context).choices()
-    assert "Saved" in acted(context, price="") and context.draft.read().recipe.price_per_hour is None
-
-
-def test_the_budget_is_the_drafts_and_a_wrong_one_is_said(context):
-    assert "Saved" in acted(context, budget="20GiB") and context.draft.read().recipe.memory_budget != "auto"
-    assert "1 setting to correct" in acted(context, budget="much")
-    assert "Saved" in acted(context, budget="") and context.draft.read().recipe.memory_budget == "auto"
 
 
 def test_what_is_wrong_with_the_machine_stands_first():
