@@ -7,8 +7,10 @@ takes seconds: an answer has the stamp of its draft, and the browser drops one o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from fastapi import Request, Response
 from finetune.errors import CommandError, FinetuneError, RecipeError
 from finetune.planner.plan import Plan
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
+from finetune.settings import AUTO
 from finetune.units import format_seconds
 
 from ..background.queue import Entry
@@ -31,9 +34,8 @@ from ..context import Context
 from ..language import tr
 from ..planning.badges import Badges
 from ..planning.blocker import blocker_of
-from ..planning.catalogue import Model, local_datasets, local_models, search_models
+from ..planning.catalogue import DATA_ENDINGS, Model, local_datasets, local_models, search_models
 from ..planning.draft import FIRST, Edited
-from ..planning.own_data import choose_data, take_upload
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
@@ -44,13 +46,13 @@ from ..views.recipe_form import as_settings, changed_values, fields
 from ..views.templates import render
 from ..web.own_files import compressed
 from ..worker import SupersededError
-from .starting import progress_of
 
 _PLAN_GOOD_S = 10.0
 #: Seconds for which the list of models on this machine is good.
 _GOOD_S = 10.0
 _LISTED = 30
-_RUN_NAME = re.compile(r"[^\w.-]+")
+#: Letters that no name of a run or a file has.
+_NO_NAME = re.compile(r"[^\w.-]+")
 
 
 def build(context: Context, page: gr.Blocks) -> None:
@@ -114,7 +116,8 @@ class NewRun:
         edited, (entry, stamp) = self.context.draft.read(), self._started
         if entry and stamp == edited.stamp and entry.status()["state"] == "started":
             edited = self.context.draft.clear()  # the next run begins anew
-        parts = {"sentence": views.sentence(edited), "progress": progress_of(self.context.queue, mine) if mine else ""}
+        asked = next((asked.status() for asked in self.context.queue.entries() if asked.path.name == mine), None)
+        parts = {"sentence": views.sentence(edited), "progress": views.progress(asked) if asked else ""}
         if not edited.model:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
         return {
@@ -192,7 +195,7 @@ class NewRun:
             case {"data": str(path)}:
                 self._choose_data(path)
             case {"upload": str(path)}:
-                self._choose_data(take_upload(self.context.workspace, self._uploaded(path)))
+                self._choose_data(self._take_upload(path))
             case {"override": str(override)}:
                 draft.apply(override)
             case {"recipe": str(name)} if name in shipped_recipes():
@@ -227,7 +230,7 @@ class NewRun:
 
     def _choose_data(self, path: str) -> None:
         """Set the data, and what its columns are where the engine would ask."""
-        edited = choose_data(self.context.draft, path)
+        edited = self.context.draft.change(dataset={"path": path.strip()}, method=AUTO)
         if edited.data:
             with contextlib.suppress(FinetuneError):  # the panel says why it can't be read
                 answer = self.context.planner.call("columns", recipe=write_recipe(edited.recipe))
@@ -243,12 +246,23 @@ class NewRun:
         ignored = [name for name, role in roles.items() if role == "ignore"]
         self.context.draft.change(dataset__columns=columns or None, dataset__ignore_columns=ignored or None)
 
-    def _uploaded(self, path: str) -> str:
-        """An uploaded file's path. Raises CommandError for any other file of this machine."""
-        folder = self.context.uploads.resolve()
-        if not Path(path).resolve().is_relative_to(folder):
+    def _take_upload(self, path: str) -> str:
+        """Move an uploaded file to the app's uploads; returns its path as a recipe names it.
+
+        Raises CommandError when it was not uploaded here, or has no type of data.
+        """
+        source, root = Path(path).resolve(), self.context.workspace.root
+        if not source.is_relative_to(self.context.uploads.resolve()):
             raise CommandError("this file was not uploaded here")
-        return path
+        suffix = source.suffix.lower()
+        if suffix not in DATA_ENDINGS:
+            raise CommandError("this file type is not supported", f"Use {', '.join(DATA_ENDINGS)}.")
+        stem = _NO_NAME.sub("-", source.stem)[:60].strip("-. ") or "data"
+        stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        folder = self.context.workspace.folder("uploads")
+        target = next(free for name in stems if not (free := folder / f"{name}{suffix}").exists())
+        shutil.move(source, target)
+        return (target.relative_to(root) if target.is_relative_to(root) else target).as_posix()
 
     def _row(self, action: Mapping[str, Any]) -> str:
         if "row" in action:
@@ -269,7 +283,7 @@ class NewRun:
 
     def _start(self, recipe: Any, name: str = "", *, force: bool = False) -> None:
         """Queue a recipe; the starter does what the command line does."""
-        if name := _RUN_NAME.sub("-", name).strip("-. "):
+        if name := _NO_NAME.sub("-", name).strip("-. "):
             folder = self.context.workspace.runs / name
             if folder.exists():
                 raise CommandError(f"there is a run called {name} already", "Choose another name.")

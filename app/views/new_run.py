@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from finetune.card.visible import usable_devices
 from finetune.planner.history import read_history
@@ -20,9 +21,10 @@ from ..planning.blocker import Blocker
 from ..planning.catalogue import DATA_ENDINGS, Model, card_choices
 from ..planning.draft import Edited, command_line
 from .choices import chosen as reasons_of
-from .markup import Safe, action, as_on_page
+from .markup import Safe, action, as_on_page, inert
 from .memory_parts import parts_of
 from .plan import blocker_note, data_note
+from .problems import problem
 from .rail import short_name
 from .recipe_form import form
 from .templates import render
@@ -278,6 +280,20 @@ def ready(edited: Edited, plan: Plan | None, blocked: Blocker | None) -> tuple[s
     disk = next((check for check in plan.checks if check.what == "disk" and check.free_bytes), None)
     needs = tr("{size} of {free} free disk", size=gib(disk.needs_bytes), free=gib(disk.free_bytes or 0)) if disk else ""
     return render("ready", state=tr("Ready."), text=needs), True
+
+
+#: The queue's states as they are shown.
+_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting")}
+
+
+def progress(status: Mapping[str, Any]) -> str:
+    """How far a start is; the page goes to the run when it has started."""
+    if status["state"] == "failed":
+        return problem(status["message"], status.get("problems") or [], status.get("fix") or "")
+    if status["state"] == "started":
+        return render("started", run=status["run"], link=f"/run?run={quote(status['run'])}")
+    state, message = _STATES.get(status["state"], status["state"]), status["message"]
+    return Safe(f'<p class="ft-note" role="status"><span class="ft-busy"></span> {inert(tr(state))}: {inert(tr(message))}</p>')
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:

@@ -113,7 +113,10 @@ def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
     [
         ({"set": "learning_rate", "text": "quick"}, "learning_rate"), ({"set": "lora_r", "text": "-1"}, "lora_r"),
         ({"set": "trust_remote_code", "text": "true"}, "Not done"), ({"set": "text", "text": "lora_rr: 3"}, "lora_rr"),
-        ({"override": "lora_r=many"}, "lora_r"), ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
+        ({"override": "lora_r=many"}, "lora_r"),
+        ({"set": "price_per_hour", "text": "-1"}, "price_per_hour"),
+        ({"set": "memory_budget", "text": "much"}, "memory_budget"),
+        ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
         ({"upload": "/etc/passwd"}, "was not uploaded here"), ({"row": 1, "x": "y"}, ""), ({}, "Not done"),
         ({"walk": 9}, "Not done"),
     ],
@@ -177,6 +180,8 @@ def test_rows_that_a_run_reads_by_itself_are_not_asked_about(page, name):
 
 
 def test_an_upload_keeps_its_name(page):
+    (page.context.uploads / "rows.exe").write_text("")
+    assert "not supported" in page.change({"upload": str(page.context.uploads / "rows.exe")})["parts"]["refused"]
     for name in ("rows.jsonl", "rows-2.jsonl"):
         (page.context.uploads / "rows.jsonl").write_text(dataset_paths("support")["train"].read_text())
         page.change({"upload": str(page.context.uploads / "rows.jsonl")})
