@@ -17,7 +17,7 @@ export const send = (message) => post(message);
 export const sendBy = (way) => { post = way; };
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-act]");
-  if (element) send(JSON.parse(element.dataset.act));
+  if (element && (!element.dataset.confirm || confirm(element.dataset.confirm))) send(JSON.parse(element.dataset.act));
 });
 
 let focus = "";

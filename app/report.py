@@ -30,10 +30,10 @@ from finetune.units import format_bytes
 
 from .live import LiveRun
 from .views import new_run as plan_head
-from .views import plan as plan_view
 from .views import run as run_view
 from .views import run_figures, run_head
 from .views.answers import answers
+from .views.choices import chosen
 from .views.compare import comparison
 from .views.markup import Safe, inert, note, table
 from .views.scores import forgetting_notes, no_call_note, scores, task_table
@@ -98,7 +98,7 @@ def _one(live: LiveRun) -> str:
         "Curves": run_view.curves(live, 0.8),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": edited + f'<div id="new-run">{plan_head.verdict(plan)}</div>' + notes + plan_view.reasons(plan),
+        "Plan": edited + f'<div id="new-run">{plan_head.answer(plan, has_bar=False)}</div>' + notes + chosen(plan),
         "Data": _data(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
         "Messages": run_view.messages(digest),

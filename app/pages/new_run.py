@@ -1,7 +1,7 @@
 """New run: one screen from the model, the data and the GPU to the start. `new_run.js` asks the routes below.
 
-Each edit is one `POST /ft/new/change`, answered with the screen as it then is. The plan of that draft is asked for apart, as it
-takes seconds: an answer has the stamp of its draft, and the browser drops one of an older draft.
+An edit is one `POST /ft/new/change`, answered with the new screen. The plan takes seconds and is asked for apart; its answer
+has the stamp of its draft, and the browser drops an answer for an older draft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_rec
 from finetune.settings import AUTO
 from finetune.units import format_seconds
 
-from ..background.queue import Entry
 from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
@@ -106,18 +105,18 @@ class NewRun:
         self._measuring = Task(context.workspace.folder("measured"))
         self._models: tuple[float, list[Model]] = (-_GOOD_S, [])
         #: The entry of the queue that was started here, and the stamp of its draft.
-        self._started: tuple[Entry | None, int] = (None, 0)
+        self._started = ("", 0)
 
     # -- the screen
 
     def screen(self, mine: str = "") -> dict[str, Any]:
         """The draft, what the planner does, and how far the start `mine` of the queue is, which this tab asked for."""
         self.context.queue.ensure_starter()
-        edited, (entry, stamp) = self.context.draft.read(), self._started
-        if entry and stamp == edited.stamp and entry.status()["state"] == "started":
+        edited, (started, stamp) = self.context.draft.read(), self._started
+        asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
+        if started in asked and stamp == edited.stamp and asked[started]["state"] == "started":
             edited = self.context.draft.clear()  # the next run begins anew
-        asked = next((asked.status() for asked in self.context.queue.entries() if asked.path.name == mine), None)
-        parts = {"sentence": views.sentence(edited), "progress": views.progress(asked) if asked else ""}
+        parts = {"sentence": views.sentence(edited), "progress": views.progress(asked[mine]) if mine in asked else ""}
         if not edited.model:
             parts |= {"answer": "", "plans": "", "settings": "", "ready": views.ready(edited, None, None)[0]}
         return {
@@ -177,7 +176,7 @@ class NewRun:
             refused = problem(FinetuneError.title, [str(error)])
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):
             refused = problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
-        mine = self._started[0].path.name if self._started[0] and not refused and {"start", "demo"} & {*message} else ""
+        mine = self._started[0] if {"start", "demo"} & {*message} and not refused else ""
         screen = self.screen(mine)
         return {**screen, "mine": mine, "parts": {**screen["parts"], "refused": refused, **parts}}
 
@@ -289,7 +288,7 @@ class NewRun:
                 raise CommandError(f"there is a run called {name} already", "Choose another name.")
             recipe = recipe.model_copy(update={"output_dir": str(folder)})
         entry = self.context.queue.add(recipe, force=force)
-        self._started = entry, self.context.draft.read().stamp
+        self._started = entry.path.name, self.context.draft.read().stamp
 
     # -- panels
 
@@ -306,7 +305,8 @@ class NewRun:
             case "look":
                 return self._look(edited)
             case "settings":
-                return views.settings_panel(self._plan_now())
+                asked = self._question.first if self._question else Future()
+                return views.settings_panel(asked.result() if asked.done() and not asked.exception() else None)
             case "measured":
                 return self._measured()
             case "recipe":
@@ -335,10 +335,6 @@ class NewRun:
         elif status:
             shown = note(tr("Measuring was stopped."))
         return render("measured", button=button, shown=Safe(shown))
-
-    def _plan_now(self) -> Plan | None:
-        question = self._question
-        return question.first.result() if question and question.first.done() and not question.first.exception() else None
 
     def _model_panel(self, edited: Edited, query: str) -> str:
         looked_s, models = self._models

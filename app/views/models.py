@@ -26,15 +26,16 @@ class ModelFile:
     score: str = ""
 
 
-def models_of(run: RunDirectory) -> Iterable[tuple[str, Path, int]]:
-    """Kind, path and size of what a run has: its adapter, folders of merged models, GGUF files."""
+def models_of(run: RunDirectory, base: str, score: str) -> Iterable[ModelFile]:
+    """What a run has: its adapter with its score, folders of merged models, GGUF files."""
+    name = run.path.name
     if run.adapter.is_dir():
-        yield mark("adapter"), run.adapter, _size(run.adapter.rglob("*"))
+        yield ModelFile(name, base, mark("adapter"), run.adapter, _size(run.adapter.rglob("*")), score)
     for config in sorted(run.path.glob("*/config.json")):
         if any(config.parent.glob("*.safetensors")):
-            yield mark("merged model"), config.parent, _size(config.parent.rglob("*"))
+            yield ModelFile(name, base, mark("merged model"), config.parent, _size(config.parent.rglob("*")))
     for path in sorted([*run.path.glob("*.gguf"), *run.path.glob("*/*.gguf")]):
-        yield "GGUF", path, path.stat().st_size
+        yield ModelFile(name, base, "GGUF", path, path.stat().st_size)
 
 
 def models_table(models: Sequence[ModelFile], root: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -102,27 +103,19 @@ def _price(name: str, plan: Plan) -> str:
             return tr("{n} updates, no memory", n=f"{steps:,}") if steps else tr("no memory")
 
 
-def answer(plan: Plan, blocked: Blocker | None) -> str:
+def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) -> str:
     """The verdict, its figures, and the GPU's memory to scale."""
     forecast, level = plan.forecast, plan.verdict.level
-    is_plain = plan.verdict in (Verdict.FITS, Verdict.NO_FIT)
     return render(
         "answer",
         notes=[Safe(blocker_note(blocked))] if blocked else [],
         level="warn" if level == "ok" and (_failed(plan) or (blocked and not blocked.elsewhere)) else level,
         title=capital(tr(plan.verdict)),
-        text="" if is_plain else _because(plan),
+        text="" if plan.verdict in (Verdict.FITS, Verdict.NO_FIT) else _because(plan),
         figures=_figures(plan) if forecast else [],
-        bar=_bar(plan) if forecast else None,
+        bar=_bar(plan) if forecast and has_bar else None,
         trust=_trust(plan),
     )
-
-
-def verdict(plan: Plan) -> str:
-    """The verdict and its figures, without the bar."""
-    title, figures = capital(tr(plan.verdict)), _figures(plan) if plan.forecast else []
-    text = _because(plan)
-    return render("answer", notes=[], level=plan.verdict.level, title=title, text=text, figures=figures, bar=None, trust="")
 
 
 def _because(plan: Plan) -> str:
@@ -201,7 +194,9 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
     """Ways to run the same recipe as cards: only plans that fit, the fastest first."""
     fitting = [row for row in plan.alternatives if row.verdict.fits or row.chosen]
     if plan.verdict == Verdict.NO_FIT:
-        items = sorted((item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes), key=_saves)[:_CARDS]
+        items = sorted(
+            (item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes), key=attrgetter("saves_bytes")
+        )[:_CARDS]
         cards = [_suggestion(item, plan) for item in items] or [_card(row, plan, mark("Fits")) for row in fitting[:_CARDS]]
         largest = plan.shortfall.largest_model_that_fits if plan.shortfall else None
         largest_text = tr("The largest model in the catalogue that fits: {model}.", model=largest) if largest else ""
@@ -211,10 +206,6 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
     otherwise = tr("There is no other way to fit these settings." if is_complete else "being planned …")
     cards = [_card(row, plan, name) for name, row in _three(fitting, plan.usable_bytes)] if len(fitting) > 1 else []
     return render("plans", title=tr("Ways to run it: same rows, same batch"), cards=cards, otherwise=otherwise)
-
-
-def _saves(item: Suggestion) -> int:
-    return item.saves_bytes
 
 
 def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternative]]:
@@ -239,12 +230,12 @@ def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternat
 
 def _card(row: Alternative, plan: Plan, name: str) -> dict[str, Any]:
     chosen = next((other for other in plan.alternatives if other.chosen), row)
-    steps, has_time = plan.total_steps, bool(row.step_s and plan.total_steps)
-    time = minutes((row.step_s or 0) * (steps or 0)) if has_time else f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else ""
+    seconds = (row.step_s or 0) * (plan.total_steps or 0)
+    time = minutes(seconds) if seconds else f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else ""
     return {
         "name": tr(name), "chosen": row.chosen, "how": plan_in_words(plan.settings) if row.chosen else in_words(row.differs),
         "share": min(100.0, 100 * row.peak_high_bytes / plan.card.total_bytes), "memory": gib(row.peak_high_bytes),
-        "time": time, "time_name": tr("time" if has_time else "tokens/s"), "act": Safe(action(override=row.differs)),
+        "time": time, "time_name": tr("time" if seconds else "tokens/s"), "act": Safe(action(override=row.differs)),
         "price": "" if row.chosen else slower_in_words(row.tokens_per_s, chosen.tokens_per_s),
     }  # fmt: skip
 
@@ -326,9 +317,9 @@ def _facts(model: Model, badge: Mapping[str, Any]) -> str:
         tr("{n} parameters", n=format_count(parameters)) if parameters else "",
         gib(badge["peak_bytes"]) if badge.get("peak_bytes") else "",
         tr("{bits}-bit", bits=badge["bits"]) if badge.get("bits") else "",
-        tr(model.source, recipe=model.recipe) if model.source else "",
+        tr(model.source, recipe=model.recipe),
         model.licence or "",
-        as_on_page(badge["because"]) if badge.get("because") else "",
+        as_on_page(badge.get("because", "")),
     ]
     return " · ".join(filter(None, facts))
 

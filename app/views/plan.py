@@ -1,4 +1,4 @@
-"""What keeps a run from starting, its rows, and each setting with its reason, as HTML."""
+"""What keeps a run from starting, and its rows, as HTML."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from finetune.units import format_count
 
 from ..language import tr
 from ..planning.blocker import Blocker
-from .markup import action, inert, note, table
+from .markup import action, inert, note
 from .problems import problem
-from .words import rows, value_text
-
-
-def reasons(plan: Plan) -> str:
-    """Each setting with the reason for it."""
-    lines = [[name, value_text(getattr(plan.settings, name, None)), reason] for name, reason in plan.reasons.items()]
-    return table(["setting", "value", "reason"], lines, "Settings and reasons", hidden_caption=True)
+from .words import rows
 
 
 def blocker_note(blocker: Blocker) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from finetune.errors import DiskFull
-from finetune.events import Checkpoint, OutOfMemory, Result, State
+from finetune.events import Checkpoint, OutOfMemory, Result, Retry, State
 from finetune.run.out_of_memory import explanation_lines
 from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun
 from .markup import action, as_on_page, inert
-from .words import day, loss_text, minutes, precision
+from .words import day, in_words, loss_text, minutes, precision
 
 #: Address and name of each tab.
 TABS = {
@@ -59,7 +59,8 @@ def title(live: LiveRun, state: RunState) -> str:
     if state.state in ("running", "starting"):
         buttons += _button(tr("Pause"), "pause", hint=tr("Stops after this step with a checkpoint, and frees the GPU."))
         if not live.run.finish_request.exists():
-            buttons += _button(tr("Finish"), "finish", hint=tr("Ends the run after this step; its best step is the result."))
+            buttons += _button(tr("Finish"), "finish", hint=tr("Ends the run after this step; its best step is the result."),
+                               confirm=_lost(live))  # fmt: skip
     elif state.state == "pausing":
         buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
     elif state.state == "paused":
@@ -71,8 +72,16 @@ def title(live: LiveRun, state: RunState) -> str:
     )
 
 
-def _button(label: str, deed: str, css: str = "", hint: str = "") -> str:
-    tooltip = f' title="{inert(hint)}"' if hint else ""
+def _lost(live: LiveRun) -> str:
+    """What ending a run now leaves out, as a question."""
+    newest = live.digest.newest_step
+    total = (newest.total_steps if newest else None) or live.plan().total_steps or 0
+    left = max(0, total - live.digest.step)
+    return tr("Finish now? {n} of {total} steps are not trained, and can't be later.", n=f"{left:,}", total=f"{total:,}")
+
+
+def _button(label: str, deed: str, css: str = "", hint: str = "", confirm: str = "") -> str:
+    tooltip = (f' title="{inert(hint)}"' if hint else "") + (f' data-confirm="{inert(confirm)}"' if confirm else "")
     return (
         f'<button type="button" class="ft-act {css}" data-key="act-{deed}"{tooltip} {action(run=deed)}>{inert(label)}</button>'
     )
@@ -164,6 +173,18 @@ def tabs(name: str, n_samples: int, current: str) -> str:
         for tab, label in TABS.items()
     )
     return f'<nav class="ft-tabs" aria-label="{tr("This run")}">{links}</nav>'
+
+
+def survived(live: LiveRun) -> str:
+    """How a run continued after it ran out of memory; empty without that."""
+    retry, failed = live.digest.newest.get(Retry.kind), live.digest.newest.get(OutOfMemory.kind)
+    if not isinstance(retry, Retry) or not isinstance(failed, OutOfMemory) or not retry.changes:
+        return ""
+    changes = in_words(" ".join(f"{name}={str(value).lower()}" for name, value in retry.changes.items()))
+    happened = tr(_OUT_OF_MEMORY.get(failed.phase or "", mark("Out of memory in a step")))
+    text = tr("Continued with a smaller plan: {changes}.", changes=changes)
+    link = f'<a href="{_address(live, "log")}" data-tab="log">{tr("What happened")}</a>'
+    return f'<div class="ft-now warn" role="status"><p><b>{inert(happened)}.</b> {inert(text)} {link}</p></div>'
 
 
 def next_steps(live: LiveRun, state: RunState) -> str:

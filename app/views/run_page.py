@@ -21,7 +21,7 @@ from .answers import answers
 from .choices import chosen
 from .markup import inert, note
 from .run_figures import figures, memory
-from .run_head import BROKEN, failure, next_steps, progress, tabs, title
+from .run_head import BROKEN, failure, next_steps, progress, survived, tabs, title
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
@@ -70,7 +70,11 @@ def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[s
 def _texts(live: LiveRun, tab: str) -> dict[str, str]:
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
-    texts = {"title": title(live, state), "progress": progress(live, state) + reading, "now": next_steps(live, state)}
+    texts = {
+        "title": title(live, state),
+        "progress": progress(live, state) + reading,
+        "now": survived(live) + next_steps(live, state),
+    }
     texts["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
     if tab == "overview":
         texts["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)

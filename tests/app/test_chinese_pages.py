@@ -63,7 +63,7 @@ def new_run_of(verdict):
     )
     refused = Blocker(DataError.title, REFUSED, label=in_words("dataset.on_bad_rows=skip"), override="x")
     return [
-        new_run.answer(planned, None), new_run.answer(planned, refused), new_run.plans(planned, is_complete=True),
+        new_run.answer(planned), new_run.answer(planned, refused), new_run.plans(planned, is_complete=True),
         new_run.plans(replace(planned, alternatives=()), is_complete=False), new_run.settings(edited, planned),
         new_run.ready(edited, planned, None)[0], new_run.ready(edited, planned, refused)[0], new_run.sentence(edited),
         choices.chosen(planned), plan.data_note(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),

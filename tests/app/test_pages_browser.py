@@ -7,7 +7,6 @@ data, on the CPU. Needs /usr/bin/chromium; the check of accessibility needs npm 
 import json
 import random
 import shutil
-import time
 from pathlib import Path
 
 import psutil
@@ -44,9 +43,12 @@ def visit(served, chromium):
     yield from visits(chromium, served.link, TOKEN)
 
 
+def draft_of(served):
+    return Draft(Workspace(served.folder, served.folder / "runs"))
+
+
 def write_recipe(served, **settings):
-    overrides = [f"{name}={value}" for name, value in settings.items()]
-    Draft(Workspace(served.folder, served.folder / "runs")).write(recipe_text(load_recipe("tiny-cpu", overrides)))
+    draft_of(served).write(recipe_text(load_recipe("tiny-cpu", [f"{name}={value}" for name, value in settings.items()])))
 
 
 def fake_run(served, name, steps=50):
@@ -79,7 +81,7 @@ def choose(page, panel, key):
 
 
 def test_a_new_user_gets_from_choosing_to_a_plan(served, visit):
-    Draft(Workspace(served.folder, served.folder / "runs")).clear()
+    draft_of(served).clear()
     page = visit("")
     choose(page, "model", "tiny")
     page.wait_for_selector("[data-part=ready] >> text=Choose your data.")
@@ -115,6 +117,8 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
     second_tab.click("[data-key=act-resume]")
     second_tab.wait_for_selector("#run-body li >> text=resume")
     second_tab.wait_for_selector("#run-head [data-state=running]")
+    second_tab.once("dialog", lambda dialog: dialog.dismiss())
+    second_tab.click("[data-key=act-finish]")
     second_tab.click("[data-key=act-pause]")
     second_tab.wait_for_selector("#run-head [data-state=paused]")
     write_recipe(served)
@@ -250,7 +254,7 @@ def settled(page):
 
 
 def drafted(served):
-    recipe = Draft(Workspace(served.folder, served.folder / "runs")).read().recipe
+    recipe = draft_of(served).read().recipe
     return [recipe.max_length, recipe.lora_r, recipe.effective_batch_size]
 
 
@@ -270,7 +274,7 @@ def test_no_choice_of_a_number_is_lost_and_each_goes_back_to_the_recommended_one
     assert settled(page) == drafted(served) == [512, 128, 16]
     page.click("[data-key='auto-lora_r']")
     page.wait_for_selector("[data-key='auto-lora_r']", state="detached")
-    assert "lora_r" not in Draft(Workspace(served.folder, served.folder / "runs")).read().values
+    assert "lora_r" not in draft_of(served).read().values
     write_recipe(served)
 
 
@@ -282,7 +286,8 @@ def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit)
     page.click("#nr-panel details:has([data-field=weight_decay]) > summary")
     page.fill("[data-field=weight_decay]", "0.25")
     page.press("[data-field=weight_decay]", "Tab")
-    wait_for(lambda: drafted_values(served).get("weight_decay") == 0.25)
+    page.wait_for_selector("body:not([data-unsaved])")
+    assert draft_of(served).read().values["weight_decay"] == 0.25
     page.fill("[data-field=weight_decay]", "much")
     page.press("[data-field=weight_decay]", "Tab")
     page.wait_for_selector("[data-part=refused] >> text=weight_decay")
@@ -290,24 +295,14 @@ def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit)
     page.wait_for_function("document.querySelector('[data-field=weight_decay]').value === '0.5'")
     page.fill("[data-field=weight_decay]", "0.35")
     page.reload()
-    wait_for(lambda: drafted_values(served).get("weight_decay") == 0.35)
+    settled(page)
     page.click("[data-panel=recipe]")
     page.wait_for_function("document.querySelector('#nr-text')?.value.includes('weight_decay: 0.35')")
     page.fill("#nr-text", page.input_value("#nr-text") + "max_grad_norm: 7\n")
     page.click("[data-use-text]")
-    wait_for(lambda: drafted_values(served).get("max_grad_norm") == 7)
+    page.wait_for_selector("body:not([data-unsaved])")
+    assert draft_of(served).read().values["max_grad_norm"] == 7
     write_recipe(served)
-
-
-def drafted_values(served):
-    return Draft(Workspace(served.folder, served.folder / "runs")).read().values
-
-
-def wait_for(condition):
-    deadline_s = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 def test_what_is_typed_while_an_edit_is_on_its_way_is_kept_when_the_page_is_left(served, visit):

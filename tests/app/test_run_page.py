@@ -12,12 +12,13 @@ from app.pages.run import _View
 from app.planning.draft import Draft
 from app.views.answers import answers, marked
 from app.views.run_figures import figures, memory
-from app.views.run_head import failure, next_steps, progress, title
+from app.views.run_head import failure, next_steps, progress, survived, title
 from app.views.run_page import changed
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
-from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Sample, State
+from finetune.events import Checkpoint, Evaluation, OutOfMemory, Result, Retry, Sample, State
+from finetune.run.state import RunState
 from finetune.units import GIB
 
 
@@ -144,6 +145,23 @@ def page(tmp_path, kept_run):
 
 def opened(page, **parameters):
     return page.view.open(SimpleNamespace(query_params=parameters))
+
+
+def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(follow):
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    live = follow(
+        OutOfMemory(phase="train", message="x"), Retry(attempt=2, reason="out of memory", changes=changes), *steps(1, 400)
+    )
+    shown = changed(live, "overview", ())["now"][1]
+    assert "Out of memory in a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
+    live.digest.newest.pop(Retry.kind)
+    assert survived(live) == ""
+
+
+def test_finish_asks_and_says_what_is_not_trained(follow, monkeypatch):
+    live = follow(*steps(1, 160, 250), total=250)
+    monkeypatch.setattr(live, "state", lambda: RunState("running", "", None))
+    assert 'data-confirm="Finish now? 90 of 250 steps are not trained' in title(live, live.state())
 
 
 def test_the_address_names_run_and_tab_and_another_is_the_overview(page):

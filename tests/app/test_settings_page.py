@@ -1,20 +1,8 @@
 """Settings that stay, the examination of this machine, and the list of models that runs have made."""
 
-import pytest
-
-from app.context import Context
-from app.pages.models import _of
-from app.views.models import models_table
+from app.views.models import models_of, models_table
 from app.views.settings import examined
-from app.workspace import Workspace
 from finetune.run.directory import RunDirectory
-
-
-@pytest.fixture
-def context(tmp_path):
-    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
-    yield context
-    context.close()
 
 
 def test_what_is_wrong_with_the_machine_stands_first():
@@ -23,12 +11,12 @@ def test_what_is_wrong_with_the_machine_stands_first():
     assert html.index("Broken") < html.index("Good") and "<b>b</b>" in html and "&lt;b&gt;" in html
 
 
-def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(context, kept_run):
-    run = RunDirectory(kept_run(context.workspace.runs))
+def test_models_are_adapters_merged_folders_and_gguf_files_with_their_size(tmp_path, kept_run):
+    run = RunDirectory(kept_run(tmp_path / "runs"))
     (run.path / "merged").mkdir()
     for name in ("merged/config.json", "merged/model.safetensors", "model.gguf"):
         (run.path / name).write_bytes(b"x" * 100)
-    models = _of(context, run)
+    models = list(models_of(run, "tiny", ""))
     assert [(model.kind, model.bytes) for model in models][1:] == [("merged model", 200), ("GGUF", 100)]
     assert models[0].kind == "adapter" and models[0].bytes > 1000
-    assert "runs/finished/model.gguf" in models_table(models, context.workspace.root)
+    assert "runs/finished/model.gguf" in models_table(models, tmp_path)
