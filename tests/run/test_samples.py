@@ -24,12 +24,12 @@ def test_too_little_memory_for_answers_ends_them_and_not_the_run(make_run, train
     def fault():
         import torch
 
-        from finetune.model import generate
+        from finetune.run import training
 
         def out_of_memory(*_, **__):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-        generate.greedy_answers = out_of_memory
+        training.greedy_answers = out_of_memory
 
     assert train(run, fault) == 0, run.log.read_text()[-2000:]
     assert len([event for event in events_of(run, "warning") if "sample answers" in event.message]) == 1
