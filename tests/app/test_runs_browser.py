@@ -114,16 +114,14 @@ def test_a_sweep_is_in_chinese_where_the_browser_is(served, visit):
     assert set(english_texts(page)) & catalogue("zh").keys() == set()
 
 
-def test_a_file_that_is_dropped_on_home_is_the_data_of_a_new_run(served, visit, tmp_path):
+def test_a_file_that_is_dropped_on_the_page_is_the_data_of_a_new_run(served, visit):
     page = visit("")
-    page.wait_for_selector("[data-pick]")
-    page.wait_for_selector("input[type=file]", state="attached")
+    page.wait_for_selector(".nr-sentence")
     rows = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     page.evaluate(
         """(rows) => { const files = new DataTransfer(); files.items.add(new File([rows], "tickets.jsonl"));
-        const zone = document.querySelector("[data-pick]");
-        zone.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true })); }""",
+        document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true })); }""",
         rows,
     )
-    page.wait_for_url("**/data")
-    page.wait_for_selector("#ft-steps >> text=tickets-")
+    page.wait_for_selector(".nr-blank:has-text('tickets')")
+    page.wait_for_selector("#nr-panel[open] >> text=First rows")
