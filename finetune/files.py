@@ -69,7 +69,7 @@ def read_json(path: Path, kind: type = object, *, max_bytes: int = MAX_JSON_BYTE
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None without such a file, and for one that can't be read."""
+    """Return the object in a JSON file; None if the file is missing or can't be read."""
     try:
         return read_json(path, dict)
     except (OSError, ValueError):
@@ -179,7 +179,7 @@ def write_json(path: Path, values: Any, *, checksum: bool = False) -> None:
 
 
 def write_output(path: Path, text: str, *, new: bool = False) -> None:
-    """Write the file that a command was asked for, whole or not at all, and remove what a killed command left of it.
+    """Write a command's output file, whole or not at all, and remove the leftovers of a killed command.
 
     Raises DiskFull where it can't be written, and CommandError for a name that no file can have or, if `new`, that one has.
     """

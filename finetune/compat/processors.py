@@ -115,7 +115,7 @@ _FOR_PROCESSORS = ("rows", "cols", "num_patches")
 
 
 def processed_pictures(processor: Any, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
-    """What the model gets of the pictures of each row, as tensors."""
+    """The model's input tensors for the pictures of each row."""
     left_out = {*processor.unused_input_names, *_FOR_PROCESSORS}
     return {name: value for name, value in _process(processor, rows)[0].items() if name not in left_out}
 

@@ -63,7 +63,7 @@ def check_compiler() -> Finding:
 
 
 def check_stack(deadline_s: float, progress: Progress) -> Iterator[Finding]:
-    """Does torch see the card, does its wheel have kernels for it, does bitsandbytes quantise, does Triton compile?"""
+    """Does torch see the card, does its wheel have the card's kernels, does bitsandbytes quantise, does Triton compile?"""
     parts, problem = run_probe(deadline_s, progress)
     for name, (check, findings_of) in _PARTS.items():
         part = parts.get(name)

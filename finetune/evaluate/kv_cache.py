@@ -1,4 +1,4 @@
-"""Memory of answering: bytes of the KV cache per token, measured on the model, and the tokens that fit at once."""
+"""Memory of answering: bytes of the KV cache per token, measured on the model, and the tokens that fit together."""
 
 from __future__ import annotations
 

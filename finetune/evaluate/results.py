@@ -160,7 +160,7 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class NoCall:
-    """Share of questions that need none of their tools and are answered without a call, before and after training."""
+    """Share of questions without need for a tool that are answered without a call, before and after training."""
 
     rows: int
     before: float | None

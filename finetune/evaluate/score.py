@@ -46,9 +46,9 @@ def compare(
     run: RunDirectory, *, rows: int | None = None, last: bool = False, score: Scorer | None = None, data: str | None = None,
     forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
 ) -> Comparison:  # fmt: skip
-    """Score held-out rows, or those of the file `data`, with the result or, if `last`, the last step's adapter.
+    """Score held-out rows, or the rows of the file `data`, with the result or, if `last`, the last step's adapter.
 
-    What it is compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
+    Compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
     one. With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
     Without `score` the expected answers choose it.
     `load`: returns an answerer, loaded on the first call.

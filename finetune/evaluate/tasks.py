@@ -107,7 +107,7 @@ def _evaluate(
 
 
 def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
-    """The loaded model as the harness takes one: it computes only what the journal lacks, in batches that fit."""
+    """The loaded model for the harness: computes only answers that the journal lacks, in batches that fit."""
     from lm_eval.models.huggingface import HFLM
 
     # a task's stop strings would end an empty thought, and its limit a long one

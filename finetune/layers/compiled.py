@@ -34,7 +34,7 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
 
 
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What is fixed for the whole run, and may differ between layers: modules, their types and attributes."""
+    """Everything that is fixed for the whole run but may differ between layers: modules, their types and attributes."""
     return tuple((name, type(module), tuple(vars(module))) for name, module in layer.named_modules())
 
 
@@ -126,7 +126,7 @@ def _graph_breaks() -> Counter[str]:
 
 @dataclass
 class Compilations:
-    """Counts of compiling in this process: graphs, those of them that were compiled again for other inputs, with
+    """Counts of compiling in this process: graphs, graphs that were compiled again for other inputs, with
     the reasons, places where a layer's graph had to be broken, and seconds."""
 
     graphs: int = 0

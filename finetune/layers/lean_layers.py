@@ -1,7 +1,7 @@
 """Lean layers: single modules of a model with adapters get a forward that saves about half the bytes for backward.
 
-Recognised are RMSNorms, gated MLPs, linear layers with LoRA, RoPE and a gated delta net's convolution, by what they consist of
-and by what they compute: the class's own forward is tried on small random values. Anything else, and a module in another state
+Recognised are RMSNorms, gated MLPs, linear layers with LoRA, RoPE and a gated delta net's convolution, by their parts and
+their results: the class's own forward is tried on small random values. Anything else, and a module in another state
 (merged, several adapters, another dtype, with hooks), runs as before.
 """
 
@@ -74,7 +74,7 @@ def _make_lean(module: torch.nn.Module) -> None:
 
 
 def tile_mlps(layers: list[torch.nn.Module], tile: int) -> None:
-    """Compute the lean gated MLPs of these layers over tiles of so many tokens, where they get more. See `TiledMlp`."""
+    """Compute the lean gated MLPs of these layers over tiles of at most `tile` tokens. See `TiledMlp`."""
     for module in (module for layer in layers for module in layer.modules() if "parts" in _lean(module)):
         _lean(module)["tile"] = tile
 

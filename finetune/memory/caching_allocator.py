@@ -1,6 +1,6 @@
-"""A simulation of torch's CUDA caching allocator: what it reserves for a sequence of allocations and releases.
+"""A simulation of torch's CUDA caching allocator: the memory reserved for a sequence of allocations and releases.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`; the sizes are those of
+The rules come from c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`; the sizes from
 c10/core/AllocatorConfig.h. Each rule names its function. tests/memory replays random and recorded requests on the allocator of
 each supported torch (`make test-card TORCH=...`), and compares the blocks.
 Frees take effect at once, as they do for tensors that are used on one stream.

@@ -89,7 +89,7 @@ def simulate_deep(
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
-    """Return the fewest layers that represent `kinds`: leading ones that don't repeat (`lead` or more), then three periods."""
+    """Return the fewest layers that represent `kinds`: leading unrepeated layers (`lead` or more), then three periods."""
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):

@@ -75,7 +75,7 @@ class TrainingMethod(ABC):
         return None
 
     def more_inputs(self, rows: int, mismatched_tokens: int) -> dict[str, torch.Tensor]:
-        """What a dry run adds to a batch of `rows` sequences: of the same shapes and dtypes as the collator's."""
+        """Tensors that a dry run adds to a batch of `rows` sequences: of the same shapes and dtypes as the collator's."""
         return {}
 
     @abstractmethod

@@ -85,7 +85,7 @@ def _linear_layers(model: torch.nn.Module) -> str:
 
 
 def _excluded_modules(model: PreTrainedModel, train_vision: str) -> str | None:
-    """PEFT's `exclude_modules`: what is no part of the language model and isn't trained, and linear layers whose result isn't
+    """PEFT's `exclude_modules`: modules outside the language model that aren't trained, and linear layers whose result isn't
     their product."""
     patterns = [outside_language_model(model), untrained_vision(model, train_vision)]
     odd = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_not_a_plain_product(module)})

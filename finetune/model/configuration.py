@@ -123,7 +123,7 @@ def card_value(settings: Recipe, key: str, *, download: bool = False) -> str | N
 def named_model(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the model's hub id in place of a name like it, and a sentence that says so, or nothing.
 
-    What is a folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
+    A folder, or an id that this machine or the hub has, stays; so does a name that could be several models.
     """
     from finetune.settings import resolved
 

@@ -35,7 +35,7 @@ LEAST_OTHER_BYTES = 2**29
 class Largest:
     """The largest `value` of a setting that fits, with its plan; 0 and the plan of the least value when that does not.
 
-    `too_large`: the next value, which does not surely fit; None where `value` is the `limit`. `overrides` set the value. Values
+    `too_large`: the next value, which may not fit; None where `value` is the `limit`. `overrides` set the value. Values
     of `model` are names of the catalogue.
     """
 

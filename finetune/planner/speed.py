@@ -1,7 +1,7 @@
 """Step time from FLOPs, bytes moved and dequantisation at the card's rates.
 
 Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; what a GPU reaches of its published
-rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares all of it with 60 published
+rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares the model with 60 published
 measurements (docs/accuracy.md); earlier runs on a card correct it (history.py). Nothing here decides whether a plan fits.
 """
 
@@ -160,7 +160,7 @@ CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 @dataclass(frozen=True)
 class Job:
-    """What all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
+    """Figures that all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
     the training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` of it.
     `fused_mixers`: a package computes delta rules and scans."""
 

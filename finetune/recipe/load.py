@@ -88,7 +88,7 @@ def load_changes(overrides: list[str]) -> Values:
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML, only what was set, in canonical names; `parse_recipe` reads the same recipe back."""
+    """The recipe as YAML: the settings that were made, in canonical names; `parse_recipe` reads the same recipe back."""
     return yaml.dump(recipe.model_dump(exclude_unset=True, mode="json"))
 
 

@@ -185,8 +185,8 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def take_counts(self) -> dict[str, Any]:
-        """Sums of all ranks since the last call: tokens supervised, real, with padding, and predicted correctly, and what the
-        method counts. Synchronises the device once."""
+        """Sums of all ranks since the last call: tokens supervised, real, with padding, and predicted correctly, and the
+        method's counts. Synchronises the device once."""
         counted, self._counted = self._counted, defaultdict(int)
         if not counted:
             return dict.fromkeys(("supervised", "real", "padded", "correct"))

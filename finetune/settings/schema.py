@@ -1,4 +1,4 @@
-"""The recipe's schema: one row for each setting, with its type, default, unit, help, group and what it decides.
+"""The recipe's schema: one row for each setting, with its type, default, unit, help, group and effects.
 
 Docs, command line, form, errors, cache keys and checkpoint seals are derived from these rows.
 """
@@ -113,7 +113,7 @@ Checkpointing = bool | Literal["selective", "offload"]
 
 
 class Decides(Flag):
-    """What a setting has an effect on.
+    """The effects of a setting.
 
     TOKENS: the training tokens and their labels. PARAMETERS: the parameters, their shapes and dtypes. BYTES: device and host
     memory. SPEED: step time. RESULT: the trained adapter; a checkpoint made with another value can't be continued.
@@ -216,7 +216,7 @@ class LaunchRecipe(_Strict):
 
 
 class Recipe(_Strict):
-    """What the user wants. `auto` leaves a setting to the planner, which gives a reason for its choice."""
+    """The user's choices. `auto` leaves a setting to the planner, which gives a reason for its choice."""
 
     # -- model
     model_name_or_path: str = _model(
@@ -465,7 +465,7 @@ def settings_that_decide(effects: Decides) -> tuple[str, ...]:
 
 
 def decided_by(name: str, model: type[BaseModel] = Recipe) -> Decides:
-    """What the setting `name` affects; for a section, the union over its settings."""
+    """The effects of the setting `name`; for a section, the union over its settings."""
     field = model.model_fields[name]
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         effects = [decided_by(setting, field.annotation) for setting in field.annotation.model_fields]
