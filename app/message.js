@@ -1,16 +1,12 @@
 // Messages to the page's server, of buttons in the page's own HTML and of other scripts; and the focus, which stays where an
 // answer replaces HTML.
 
-// Gradio is told what its box has, or it would copy or send what it had before.
-export const write = (box, text) => {
-  box.value = text;
-  box.dispatchEvent(new Event("input", { bubbles: true }));
-};
-// The text box that takes messages is the one whose name ends so.
-export const messageBox = () => document.querySelector('[id$="-act"] :is(textarea, input)');
+// The text box that takes messages is the one whose name ends so; without the event Gradio would send what the box had before.
 let post = (message) => {
-  const box = messageBox();
-  if (box) write(box, JSON.stringify({ ...message, tick: performance.now() }));
+  const box = document.querySelector('[id$="-act"] :is(textarea, input)');
+  if (!box) return;
+  box.value = JSON.stringify({ ...message, tick: performance.now() });
+  box.dispatchEvent(new Event("input", { bubbles: true }));
 };
 export const send = (message) => post(message);
 // Another way for the messages of this page.

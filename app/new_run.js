@@ -5,14 +5,9 @@ import { sendBy } from "./message.js";
 const TICK_MS = 1500;
 const find = (selector) => document.querySelector(selector);
 // The draft's stamp, the edits that wait for their answer, the plan that is asked for, and what a person opened.
-const state = { stamp: -1, waiting: [], edits: Promise.resolve(), planning: null, panel: "", query: "", why: "", mine: "" };
+const state = { stamp: -1, waiting: [], edits: Promise.resolve(), planning: null, starting: false, mine: "", panel: "", query: "", why: "" };
 
-const ask = async (path, options = {}) => {
-  try {
-    const response = await fetch(`/ft/new/${path}`, options);
-    return response.ok ? await response.json() : null;
-  } catch { return null; }
-};
+const ask = (path, options = {}) => fetch(`/ft/new/${path}`, options).then((response) => (response.ok ? response.json() : null)).catch(() => null);
 // A part is replaced around what is being typed in it: the same field keeps its text, its focus and the cursor.
 const fill = (element, html) => {
   if (element.dataset.html === html) return;
@@ -41,7 +36,8 @@ const takeScreen = (answer) => {
   state.mine = answer.mine || state.mine;
   show(answer.parts);
   find("[data-undo]").hidden = !answer.undo;
-  find("#new-run").dataset.doing = answer.doing;
+  find("[data-doing]").textContent = answer.doing;
+  setStart(state.canStart, answer.starting);
   for (const field of document.querySelectorAll("[data-field]")) {
     field.dataset.usual ??= field.value;
     if (field !== document.activeElement) field.value = answer.values[field.dataset.field] ?? field.dataset.usual;
@@ -52,13 +48,18 @@ const takeScreen = (answer) => {
 };
 const setPlan = (answer) => {
   document.body.toggleAttribute("data-planning", false);
-  find("#nr-start").disabled = !answer?.start;
+  setStart(Boolean(answer?.start), state.starting);
+};
+// A run starts once, however often the button is pressed.
+const setStart = (canStart, starting) => {
+  Object.assign(state, { canStart, starting });
+  find("#nr-start").disabled = !canStart || starting;
 };
 const askForPlan = async () => {
   state.planning?.abort();
   const { signal } = (state.planning = new AbortController());
   document.body.toggleAttribute("data-planning", true);
-  find("#nr-start").disabled = true;
+  setStart(false, state.starting);
   for (const complete of ["", "?complete=true"]) {
     const answer = await ask(`plan${complete}`, { signal });
     if (signal.aborted) return;
@@ -68,15 +69,26 @@ const askForPlan = async () => {
     if (answer.complete !== false) return;
   }
 };
-// Edits wait for one another, so that none overtakes another; one that the server did not get is sent again.
-const posted = (message) => ({ method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(message), keepalive: true });
+// Edits wait for one another, so that none overtakes another. An edit that the server did not get is sent again; a refused one is
+// not. A browser lets a request of at most 64 KiB outlive its page.
+const posted = (message, body = JSON.stringify(message)) => ({ method: "POST", headers: { "content-type": "application/json" }, body, keepalive: body.length < 60_000 });
+const noteOf = (css, textContent) => Object.assign(document.createElement("p"), { className: `ft-note ${css}`, textContent }).outerHTML;
+const answerTo = async (message) => {
+  const response = await fetch("/ft/new/change", posted(message)).catch(() => null);
+  if (!response || response.status >= 500) return null;
+  if (response.ok) return response.json();
+  return { parts: { refused: noteOf("bad", await response.text()) } };
+};
 const send = (message) => {
+  if ((message.start || message.demo) && state.starting) return;
+  setStart(state.canStart, state.starting || Boolean(message.start || message.demo));
   state.waiting.push(message);
   state.edits = state.edits.then(async () => {
     let answer = null;
-    while (!(answer = await ask("change", posted(message)))) await new Promise((done) => setTimeout(done, 1000));
+    while (!(answer = await answerTo(message))) await new Promise((done) => setTimeout(done, 1000));
     state.waiting.shift();
-    takeScreen(answer);
+    if ("stamp" in answer) takeScreen(answer);
+    else show(answer.parts);
     if (["model", "gpu", "recipe"].some((name) => name in message) && !answer.parts.refused) find("#nr-panel").close();
   });
   document.body.toggleAttribute("data-unsaved", true);
@@ -89,7 +101,7 @@ window.addEventListener("pagehide", () => {
 });
 const edit = (box) => {
   const { set, field, send: name, column } = box.dataset;
-  if (set === "text" || !box.checkValidity()) return null;
+  if (set === "text" || !box.reportValidity()) return null;
   if (set || field) return { set: set ?? field, text: box.value };
   if (column) return { columns: Object.fromEntries([...document.querySelectorAll("[data-column]")].map((each) => [each.dataset.column, each.value])) };
   return name ? { [name]: box.value } : null;
@@ -101,17 +113,19 @@ const look = async () => {
   const answer = await ask("panel/look"), shown = find("[data-look]");
   if (answer !== null && shown) fill(shown, answer);
 };
+const panelPath = () => `panel/${state.panel}?query=${encodeURIComponent(state.query)}`;
+const loadPanel = async (path = panelPath()) => {
+  const html = await ask(path);
+  if (path === panelPath()) fill(find("[data-panel-body]"), html ?? tr("The page's server does not answer: close this and open it again."));
+};
 const open = async (name, query = "") => {
   [state.panel, state.query] = [name, query];
-  const panel = find("#nr-panel"), body = panel.querySelector("[data-panel-body]");
-  panel.dataset.panelOf = name;
+  const panel = find("#nr-panel");
   if (!panel.open) panel.showModal();
-  const html = await ask(`panel/${name}?query=${encodeURIComponent(query)}`);
-  if (state.panel !== name || state.query !== query) return;
+  await loadPanel();
   panel.scrollTop = 0;
-  fill(body, html ?? tr("The page's server does not answer: close this and open it again."));
   takeScreen(await ask(`screen?mine=${state.mine}`));
-  if (name === "data") look();
+  if (state.panel === "data") look();
 };
 document.addEventListener("close", () => { state.panel = ""; }, true);
 
@@ -135,6 +149,7 @@ document.addEventListener("click", ({ target }) => {
   else if (element.matches("[data-close]")) find("#nr-panel").close();
   else if (element.matches("[data-upload]")) { chooser.value = ""; chooser.click(); }
   else if (element.matches("[data-use-text]")) send({ set: "text", text: find("#nr-text").value });
+  else if (find(".nr-settings :invalid")) find(".nr-settings :invalid").reportValidity();
   else send({ start: true, name: find("#nr-name").value });
 });
 document.addEventListener("change", ({ target }) => {
@@ -160,12 +175,11 @@ for (const name of ["dragover", "drop"]) {
 }
 const tick = async () => {
   if (find("#new-run")) {
-    if (!state.waiting.length) takeScreen(await ask(`screen?mine=${state.mine}`));
+    const answer = await ask(`screen?mine=${state.mine}`);
+    show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. What you choose is kept in this tab and sent when it answers.")) });
+    if (!state.waiting.length) takeScreen(answer);
     if (state.panel === "settings") fill(find("[data-measured]"), await ask("panel/measured") ?? "");
-    if (state.panel === "model") {
-      const [query, html] = [state.query, await ask(`panel/model?query=${encodeURIComponent(state.query)}`)];
-      if (html && state.panel === "model" && query === state.query) fill(find("[data-panel-body]"), html);
-    }
+    if (state.panel === "model") await loadPanel();
   }
   setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS);
 };

@@ -20,7 +20,7 @@ const update = () => {
 
 // An entered number that its box refuses becomes the nearest one that it takes; an empty box keeps the last one.
 const numbers = new WeakMap();
-const isNumber = (target) => target.matches('input[type="number"]') && target.min !== "";
+const isNumber = (target) => target.matches('input[type="number"]:not([data-set])') && target.min !== "";
 document.addEventListener("focusin", ({ target }) => {
   if (isNumber(target)) numbers.set(target, target.value);
 });

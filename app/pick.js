@@ -1,7 +1,4 @@
-// Choosing a file by dropping it or from a dialog, and forms of the page's own HTML. The file goes the way of Gradio's own upload
-// button, which stands hidden beside the drop zone.
-import { send } from "./message.js";
-
+// A file that is dropped or chosen goes the way of Gradio's own upload button, which stands hidden beside the drop zone.
 const input = ({ dataset }) => document.querySelector(`input[type=file]:has(+ #${dataset.pick})`);
 const zoneOf = ({ target, dataTransfer }) => (dataTransfer?.types.includes("Files") ? target.closest?.("[data-pick]") ?? [...document.querySelectorAll("[data-pick]")].find((zone) => zone.checkVisibility()) : null);
 
@@ -22,12 +19,3 @@ for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
     box.dispatchEvent(new Event("change", { bubbles: true }));
   });
 }
-document.addEventListener("change", ({ target }) => {
-  if (target.dataset.send) send({ [target.dataset.send]: target.value });
-});
-document.addEventListener("submit", (event) => {
-  const form = event.target.closest?.("[data-form]");
-  if (!form) return;
-  event.preventDefault();
-  send({ [form.dataset.form]: form.elements.value.value });
-});

@@ -1,6 +1,6 @@
 """A run, or a comparison of several, as an HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
 
-It has no script and fetches nothing. Its numbers are those of the run directories.
+It has no script and fetches nothing. Its numbers come from the run directories.
 """
 
 from __future__ import annotations

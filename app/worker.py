@@ -59,7 +59,9 @@ class Worker:
         self._silent_s, self._tries = silent_s, tries
         self._process: subprocess.Popen[str] | None = None
         self._calling, self._writing = threading.Lock(), threading.Lock()
-        self._numbers, self._running, self._is_closed = itertools.count(1), 0, False
+        self._numbers, self._is_closed = itertools.count(1), False
+        #: Number and method of the call that is being answered.
+        self._running = (0, "")
         #: Method -> number of its newest call.
         self._newest: dict[str, int] = {}
         #: What the running call last said that it does.
@@ -82,22 +84,23 @@ class Worker:
         number = next(self._numbers)
         if newest:
             older, self._newest[method] = self._newest.get(method, 0), number
-            if self._running == older:
-                self.cancel()
+            if self._running[0] == older:
+                self.cancel(method)
         with self._calling:
-            self._running = number  # before it is compared: a newer call sees this number, or is seen here
+            self._running = number, method  # before it is compared: a newer call sees this number, or is seen here
             try:
                 if newest and number < self._newest[method]:
                     raise SupersededError
                 return result_of(self._answer({"number": number, "method": method, "values": values}, report))
             finally:
-                self._running, self.doing = 0, ""
+                self._running, self.doing = (0, ""), ""
 
-    def cancel(self) -> None:
-        """Cancel the call that is being answered; it ends at its next report."""
-        if self._running and self._process is not None:
+    def cancel(self, method: str) -> None:
+        """Cancel the call that is being answered if it is one of `method`; it ends at its next report."""
+        number, running = self._running
+        if running == method and self._process is not None:
             with contextlib.suppress(OSError, ValueError):  # the process has ended, and with it the call
-                self._send(self._process, {"cancel": self._running})
+                self._send(self._process, {"cancel": number})
 
     def close(self) -> None:
         """End the process. A call that is being answered fails."""

@@ -134,7 +134,7 @@ class Chats:
     def stop(self, run: RunDirectory) -> None:
         """End the answers that are being generated; their text so far stays."""
         if self._worker is not None and self.is_running(run):
-            self._worker.cancel()
+            self._worker.cancel("answer")
 
     def turns(self, run: RunDirectory) -> list[Turn]:
         """The turns so far, oldest first."""

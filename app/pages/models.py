@@ -1,4 +1,4 @@
-"""Models: what the runs have made, adapters, merged models and GGUF files, with size, place, scores, and what is served now."""
+"""Models: the adapters, merged models and GGUF files of all runs, with size, place and scores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """New run: one screen from the model, the data and the GPU to the start. `new_run.js` asks the routes below.
 
-An edit is one `POST /ft/new/change`, answered with the new screen. The plan takes seconds and is asked for apart; its answer
-has the stamp of its draft, and the browser drops an answer for an older draft.
+An edit is one `POST /ft/new/change`, answered with the new screen. The plan takes seconds and has a separate route;
+its answer has the stamp of its draft, and the browser drops an answer for an older draft.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from fastapi import Request, Response
 from finetune.errors import CommandError, FinetuneError, RecipeError
 from finetune.planner.plan import Plan
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
-from finetune.settings import AUTO
+from finetune.settings import AUTO, Recipe
 from finetune.units import format_seconds
 
+from ..background.queue import OPEN
 from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
@@ -61,7 +62,7 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 @dataclass(frozen=True)
 class _Question:
-    """A plan that was asked for; every tab that shows the same draft waits for the same one.
+    """The plan of a draft; every tab that shows the draft waits for the same plan.
 
     `first`: the plan. `complete`: the plan with the forecasts of its alternatives.
     """
@@ -84,7 +85,7 @@ class _Question:
             if isinstance(value, dict) and not self.first.done():
                 self.first.set_result(Plan.from_json(value))
 
-        context.planner.cancel()  # a badge of the list of models is being made
+        context.planner.cancel("badge")  # the plan goes before the list of models
         try:
             answer = context.planner.call("plan", newest=True, report=report, recipe=self.recipe, has_data=self.has_data)
             report(answer)
@@ -110,7 +111,7 @@ class NewRun:
     # -- the screen
 
     def screen(self, mine: str = "") -> dict[str, Any]:
-        """The draft, what the planner does, and how far the start `mine` of the queue is, which this tab asked for."""
+        """Return the draft, the planner's progress, and the progress of `mine`, the queue entry that this tab started."""
         self.context.queue.ensure_starter()
         edited, (started, stamp) = self.context.draft.read(), self._started
         asked = {entry.path.name: entry.status() for entry in self.context.queue.entries()}
@@ -122,6 +123,7 @@ class NewRun:
         return {
             "stamp": edited.stamp, "parts": parts, "plan": bool(edited.model), "doing": self.context.planner.doing,
             "undo": self.context.draft.can_undo, "values": changed_values(edited),
+            "starting": mine in asked and asked[mine]["state"] in OPEN,
         }  # fmt: skip
 
     def plan(self, complete: bool = False) -> dict[str, Any]:
@@ -137,13 +139,8 @@ class NewRun:
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
             shown = views.trouble(problem(error.title, error.problems, error.fix), tr("Unknown: there is no plan"))
-            parts = {
-                "answer": shown,
-                "plans": "",
-                "settings": views.settings(edited, None),
-                "ready": views.ready(edited, None, None)[0],
-            }
-            return {"stamp": edited.stamp, "parts": parts, "start": False}
+            parts = {"answer": shown, "plans": "", "settings": views.settings(edited, None)}
+            return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
         ready, can_start = views.ready(edited, plan, blocked)
         parts = {
@@ -164,7 +161,7 @@ class NewRun:
     # -- edits
 
     def change(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what the page asks for; the screen, and why something was refused."""
+        """Apply a message of the page; return the screen, with the reason of a refusal."""
         refused, parts = "", {}
         try:
             parts = self._change(message)
@@ -220,15 +217,18 @@ class NewRun:
             case {"clear": True}:
                 draft.clear()
             case {"demo": True}:
-                self._start(load_recipe(FIRST))
+                self._start(load_recipe(FIRST), of_draft=-1)
             case {"start": True}:
-                self._start_draft(str(message.get("name") or ""), force=bool(message.get("force")))
+                edited = draft.read()
+                if not edited.is_complete:
+                    raise CommandError("nothing to train", "Choose a model and your data.")
+                self._start(edited.recipe, edited.stamp, str(message.get("name") or ""), force=bool(message.get("force")))
             case _:
                 raise KeyError(message)
         return {}
 
     def _choose_data(self, path: str) -> None:
-        """Set the data, and what its columns are where the engine would ask."""
+        """Set the data, and the roles of its columns where a run would ask."""
         edited = self.context.draft.change(dataset={"path": path.strip()}, method=AUTO)
         if edited.data:
             with contextlib.suppress(FinetuneError):  # the panel says why it can't be read
@@ -274,21 +274,15 @@ class NewRun:
     def _problems(self) -> list[Problem]:
         return problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
-    def _start_draft(self, name: str, *, force: bool) -> None:
-        edited = self.context.draft.read()
-        if not edited.is_complete:
-            raise CommandError("nothing to train", "Choose a model and your data.")
-        self._start(edited.recipe, name, force=force)
-
-    def _start(self, recipe: Any, name: str = "", *, force: bool = False) -> None:
-        """Queue a recipe; the starter does what the command line does."""
+    def _start(self, recipe: Recipe, of_draft: int, name: str = "", *, force: bool = False) -> None:
+        """Queue a recipe. `of_draft`: the stamp of its draft."""
         if name := _NO_NAME.sub("-", name).strip("-. "):
             folder = self.context.workspace.runs / name
             if folder.exists():
                 raise CommandError(f"there is a run called {name} already", "Choose another name.")
             recipe = recipe.model_copy(update={"output_dir": str(folder)})
         entry = self.context.queue.add(recipe, force=force)
-        self._started = entry.path.name, self.context.draft.read().stamp
+        self._started = entry.path.name, of_draft
 
     # -- panels
 
@@ -314,7 +308,7 @@ class NewRun:
         return ""
 
     def _measure(self) -> None:
-        """Measure what quantising costs on the held-out rows, in a process of its own; end a measurement that is running."""
+        """Measure the cost of quantising on the held-out rows in a new process, or end a running measurement."""
         task = self._measuring
         if not task.end():
             path = task.path / "recipe.yaml"
@@ -322,7 +316,7 @@ class NewRun:
             self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
-        """The button, and what is known by now."""
+        """The button, and the result so far."""
         status, result = self._measuring.status(), self._measuring.result() or {}
         button, shown = tr("Test what 4-bit costs in quality"), ""
         if status and status["state"] == "running":
@@ -351,7 +345,7 @@ class NewRun:
         return views.model_panel(named, edited, self._badges.of([model.name for model in named]), query, offline)
 
     def _look(self, edited: Edited) -> str:
-        """What the data has: its columns, how a run reads it, its problems, and a row as the model sees it."""
+        """The data's columns, format, problems, lengths, and one row as the model sees it."""
         if not edited.data:
             return ""
         text = write_recipe(edited.recipe)

@@ -52,7 +52,7 @@ def build(context: Context, page: gr.Blocks) -> None:
 
 
 def _opened(counts: dict[str, int], tab: str, name: str) -> list[Any]:
-    """Only the open tab's timer ticks. Its controls, so many, are shown when it is opened; they stay, with what was typed."""
+    """Only the open tab's timer ticks. A tab's controls are shown when it is opened, and keep typed text."""
     timers = [gr.Timer(active=tab in _WITH_CONTROLS), gr.Timer(active=tab == "chat")]
     controls = [gr.update(visible=True) if pane == tab else gr.skip() for pane, count in counts.items() for _ in range(count)]
     return [*timers, name if tab in counts else gr.skip(), *controls]
@@ -86,7 +86,7 @@ class _View:
         return fingerprint(self.arms(name))
 
     def arms(self, name: str) -> str:
-        """The arms of the open sweep as they are now; nothing where it was deleted."""
+        """The current arms of the open sweep; empty after its deletion."""
         sweep = self.context.workspace.sweep(name)
         return "" if sweep is None else sweep_view.arms(sweep)
 
@@ -99,7 +99,7 @@ class _View:
         return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
 
     def act(self, name: str | None, message: str) -> Any:
-        """What a button of the page's head asks for."""
+        """Handle a button of the page's head."""
         run = self.context.workspace.run(name)
         deeds = {
             "pause": self._stop, "kill": lambda run: self._stop(run, now=True), "finish": self._finish,

@@ -28,7 +28,7 @@ _LISTED = 200
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers. runs.js keeps search, filters and what is chosen, and sends what is to be done."""
+    """Components and their handlers. runs.js keeps search, filters and selection, and sends actions."""
     view = _View(context)
     show(runs_views.controls, elem_id="runs-controls")
     act = gr.Textbox(visible="hidden", elem_id="runs-act")
@@ -62,7 +62,7 @@ class _View:
         return [runs_views.runs_table(rows), sweeps, runs_views.queue(entries), trash]
 
     def act(self, message: str) -> list[Any]:
-        """What a button asks for: what is said of it, the comparison, and the fingerprint of the table as it then is."""
+        """Handle a button: return its status line, the comparison, and the fingerprint of the new table."""
         try:
             action = json.loads(message)
             status, compared = self._done(action)

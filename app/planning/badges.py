@@ -29,7 +29,7 @@ class Badges:
         self._looked_s, self._is_working = 0.0, False
 
     def of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The verdicts that are there; the others are worked on while somebody looks."""
+        """Return the known verdicts; missing ones are computed while a page is open."""
         recipe = self._draft.read().recipe
         key = _key(recipe)
         with self._lock:
@@ -51,7 +51,7 @@ class Badges:
             self._verdicts[_key(recipe.recipe), name] = answer
 
     def _next(self) -> Any:
-        """The draft and a model without a verdict; None, and the work ends, when there is none or nobody looks."""
+        """Return the draft and a model without a verdict; None ends the work."""
         edited = self._draft.read()
         with self._lock:
             if time.monotonic() - self._looked_s < _LOOKED_S:
@@ -64,6 +64,6 @@ class Badges:
 
 
 def _key(recipe: Any) -> str:
-    """What a verdict depends on beside the model."""
+    """Everything but the model that decides a verdict."""
     values = recipe.model_dump(mode="json")
     return json.dumps([values[name] for name in ("dataset", "gpu", "max_length")])

@@ -32,7 +32,7 @@ _UNDOABLE = 50
 
 @dataclass(frozen=True)
 class Edited:
-    """The draft: settings by name, those that a person typed, and the recipe, with stand-ins for what is not chosen.
+    """The draft: settings by name, names of typed settings, and the recipe, with stand-ins for missing choices.
 
     `stamp` changes with each edit.
     """
@@ -59,7 +59,7 @@ class Edited:
 
     @property
     def text(self) -> str:
-        """The recipe as YAML, without what is not chosen yet."""
+        """The recipe as YAML, without stand-ins."""
         return write_recipe(self.recipe) if self.is_complete else dump(self.values) if self.values else ""
 
 
@@ -71,7 +71,7 @@ class Draft:
         self._earlier: list[dict[str, Any]] = []
 
     def read(self) -> Edited:
-        """The draft; without settings when there is none, or none that this version reads."""
+        """Read the draft; an empty one if the file is missing or has another version's settings."""
         stored = read_object(self._path) or {}
         with contextlib.suppress(RecipeError, TypeError, ValueError):
             return _edited(stored.get("values") or {}, stored.get("typed") or (), int(stored.get("stamp") or 0))
@@ -97,19 +97,25 @@ class Draft:
 
     def apply(self, override: str) -> Edited:
         """One or more `key=value` of a suggestion, by the command line's rules."""
-        if any(part.partition("=")[0].strip() == "trust_remote_code" for part in shlex.split(override)):
+        overrides = shlex.split(override)
+        changed = {part.partition("=")[0].strip().split(".")[0] for part in overrides}
+        if "trust_remote_code" in changed:
             return self.read()
         with self._lock:
             now = self.read()
-            recipe = parse_recipe(write_recipe(now.recipe), "recipe", shlex.split(override))
-            values = {name: value for name, value in _values(recipe).items() if name in now.values or name not in _NOT_CHOSEN}
-            return self._store(values, {*now.typed, *(part.partition("=")[0].split(".")[0] for part in shlex.split(override))})
+            recipe = parse_recipe(write_recipe(now.recipe), "recipe", overrides)
+            stand_ins = {*_NOT_CHOSEN, "gpu"} - {*now.values, *changed}
+            return self._store(
+                {name: value for name, value in _values(recipe).items() if name not in stand_ins}, changed.union(now.typed)
+            )
 
     def write(self, text: str, keep: Sequence[str] = (), *, is_typed: bool = False) -> Edited:
-        """Replace the settings by a recipe's, but for the chosen ones of the names in `keep`."""
+        """Replace the settings by a recipe, without its folder unless it `is_typed`; chosen settings in `keep` stay."""
         with self._lock:
             now = self.read()
             values = _values(_without_remote_code(parse_recipe(text, "recipe")))
+            if not is_typed:
+                values.pop("output_dir", None)  # the run that is copied has it
             values |= {name: now.values[name] for name in keep if name in now.values}
             return self._store(values, values if is_typed else ())
 

@@ -74,8 +74,8 @@ class Questions:
 
         dataset = parse_recipe(recipe, "recipe").dataset
         rows = first_rows(dataset)
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        shown = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.items()} for row in rows[:_ROWS_SHOWN]]
+        names = list(dict.fromkeys(name for row in rows for name in row.values))
+        shown = [{name: str(value)[:_CELL_CHARACTERS] for name, value in row.values.items()} for row in rows[:_ROWS_SHOWN]]
         roles, is_guess = roles_of(rows, dataset)
         return {"columns": names, "rows": shown, "roles": roles, "is_guess": is_guess}
 
@@ -124,7 +124,7 @@ class Questions:
         return plan_recipe(recipe, card, rows, progress=report, compare=compare)
 
     def _prepared(self, recipe: Recipe, report: Report) -> PreparedData:
-        """The rows as they are trained on; those of the last recipe stay, as one walks through them."""
+        """The training rows; rows of the last recipe stay in memory for the next question."""
         key = f"{_data_key(recipe)} {recipe.max_length} {recipe.excess_length}"
         if self._selected is None or self._selected[0] != key:
             self._selected = key, self._encode(recipe, report).select(recipe, None).prepared()

@@ -1,4 +1,4 @@
-"""What was chosen and why, and the other plans, as HTML."""
+"""The chosen settings with their reasons, as HTML."""
 
 from __future__ import annotations
 

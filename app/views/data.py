@@ -24,7 +24,7 @@ _HELD_OUT = {0: mark("none"), 0.02: "2 %", 0.05: "5 %", 0.1: "10 %", 0.2: "20 %"
 
 
 def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """How many rows are ready, what is held out, the template."""
+    """Counts of rows, the held-out share, and the template."""
     counts, eval_counts = answer["report"], answer["eval_report"]
     refused = len(counts["rows_refused"])
     share = counts["trained_token_share"]
@@ -48,7 +48,7 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
 
 
 def _held_out(recipe: Recipe, held_out_rows: str, split_off: int) -> str:
-    """The share of the rows to hold out; where they come from a file of their own, only how many."""
+    """The share of rows to hold out; the count for a separate file."""
     dataset = recipe.dataset
     if dataset.eval_path or dataset.eval_split or (held_out_rows and not split_off):
         text = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
@@ -74,7 +74,7 @@ def _select(name: str, label: str, values: Mapping[str, str], now: str) -> str:
 
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
-    """What keeps rows from being trained on: counts first, each with what can be done; then what else was noticed."""
+    """Reasons that keep rows from training, each with a count and a remedy; then warnings."""
     warnings = "".join(note(as_on_page(text), "warn") for text in answer["report"]["warnings"])
     if not kinds:
         return f"<h2>{tr('Problems')}</h2>{note(tr('Every row can be trained on.'), 'ok')}{warnings}"

@@ -77,11 +77,10 @@ def _training(plan: Plan) -> list[Part]:
     sizes = forecast.parts
     state = {name: sizes.get(name, 0) for name in _STATES}
     detail = tr(", ").join(tr(_STATES[name], size=format_bytes(size)) for name, size in state.items())
-    length = plan.data.longest if plan.data and plan.data.longest else settings.max_length
     activations = tr(
         "Kept by {layers} layers for the backward pass of {rows} of up to {tokens} tokens.",
         layers=forecast.layers, rows=rows(settings.per_device_train_batch_size),
-        tokens=f"{min(length, settings.max_length):,}",
+        tokens=f"{settings.max_length:,}",
     )  # fmt: skip
     base = tr("The frozen base model, {precision}.", precision=precision(settings))
     loss = sizes.get("loss", 0) + sizes.get("workspace", 0)

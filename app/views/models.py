@@ -1,4 +1,4 @@
-"""Models as HTML: base models to choose from, each with whether it fits, and what runs have made, with what is served now."""
+"""Models that runs have made, as HTML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelFile:
 
 
 def models_of(run: RunDirectory, base: str, score: str) -> Iterable[ModelFile]:
-    """What a run has: its adapter with its score, folders of merged models, GGUF files."""
+    """A run's adapter with its score, folders of merged models, and GGUF files."""
     name = run.path.name
     if run.adapter.is_dir():
         yield ModelFile(name, base, mark("adapter"), run.adapter, _size(run.adapter.rglob("*")), score)

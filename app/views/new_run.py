@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from finetune.card.visible import usable_devices
+from finetune.errors import DataError
 from finetune.planner.history import read_history
 from finetune.planner.plan import Alternative, Plan, ResourceCheck, Suggestion, Verdict
 from finetune.recipe import shipped_recipes
@@ -22,14 +23,13 @@ from ..planning.blocker import Blocker
 from ..planning.catalogue import DATA_ENDINGS, Model, card_choices
 from ..planning.draft import Edited, command_line
 from .choices import chosen as reasons_of
-from .markup import Safe, action, as_on_page, inert
+from .markup import Safe, action, as_on_page, inert, note
 from .memory_parts import parts_of
-from .plan import blocker_note, data_note
 from .problems import problem
 from .rail import short_name
 from .recipe_form import form
 from .templates import render
-from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, slower_in_words
+from .words import SETTING_NAMES, capital, in_words, minutes, plan_in_words, rows, slower_in_words
 
 #: The settings with a field: name -> its label, lowest and highest value, and step.
 FIELDS = {
@@ -42,8 +42,7 @@ FIELDS = {
 #: What a column of the data is; the fields of `dataset.columns` that read it.
 ROLES = {
     "instruction": mark("Prompt"), "output": mark("Answer"), "input": mark("Context"), "system": mark("System prompt"),
-    "reasoning": mark("Reasoning"),
-    "ignore": mark("Ignore"),
+    "reasoning": mark("Reasoning"), "ignore": mark("Ignore"),
 }  # fmt: skip
 _CARDS = 3
 #: A plan of at most this share of the usable memory leaves room.
@@ -74,17 +73,15 @@ def settings(edited: Edited, plan: Plan | None) -> str:
         value = edited.values.get(name)
         is_yours = value not in (None, AUTO)
         shown = value if is_yours else getattr(planned, name, "")
-        shown = "" if shown is None else f"{shown:g}" if isinstance(shown, float) else str(shown)
-        price = _price(name, plan) if plan else ""
-        fields.append(
-            {"name": name, "label": tr(label), "lowest": lowest, "highest": highest, "step": step, "value": shown,
-             "price": price, "is_yours": is_yours}
-        )  # fmt: skip
+        fields.append({
+            "name": name, "label": tr(label), "lowest": lowest, "highest": highest, "step": step, "is_yours": is_yours,
+            "value": f"{shown:g}" if isinstance(shown, float) else shown, "price": _price(name, plan) if plan else "",
+        })  # fmt: skip
     return render("settings", fields=fields)
 
 
 def _price(name: str, plan: Plan) -> str:
-    """What a setting costs in time and memory."""
+    """The cost of a setting in time and memory."""
     forecast, steps = plan.forecast, plan.total_steps
     match name:
         case "num_train_epochs":
@@ -118,8 +115,21 @@ def answer(plan: Plan, blocked: Blocker | None = None, *, has_bar: bool = True) 
     )
 
 
+def blocker_note(blocker: Blocker) -> str:
+    """Why a run would not start here, and the page with the fix where no button has it."""
+    if blocker.elsewhere:
+        return note(tr("Planned for another machine: {why}.", why=tr("; ").join(blocker.problems)))
+    shown = problem(blocker.title, blocker.problems, "" if blocker.override else blocker.fix)
+    if blocker.override:
+        press = action(override=blocker.override)
+        shown += f'<p><button type="button" class="ft-small" {press}>{inert(blocker.label)}</button></p>'
+    is_data = blocker.title == DataError.title and not blocker.override
+    choose = f'<button type="button" class="ft-act" data-panel="data">{tr("Choose other data")}</button>'
+    return shown + (f"<p>{choose}</p>" if is_data else "")
+
+
 def _because(plan: Plan) -> str:
-    """What the verdict's sentence says beside the verdict."""
+    """The verdict's sentence without the verdict."""
     template, values = plan.verdict_sentence()
     return capital(tr(template, **values).removeprefix(tr(plan.verdict)).lstrip(":,：， ")) + "."
 
@@ -143,13 +153,14 @@ def _figures(plan: Plan) -> list[dict[str, str]]:
     epochs = plan.settings.num_train_epochs
     counted = tr_n("{n} update", "{n} updates", steps) if steps else ""
     if not plan.settings.max_steps and steps:
-        counted = tr("{epochs} epochs, {updates}", epochs=f"{epochs:g}", updates=counted)
+        several = mark("{epochs} epoch, {updates}") if epochs == 1 else mark("{epochs} epochs, {updates}")
+        counted = tr(several, epochs=f"{epochs:g}", updates=counted)
     if step_s and steps:
         cost = f", {plan.cost:,.2f}" if plan.cost is not None else ""
         figures.append({"value": tr("about {time}", time=minutes(step_s * steps)), "css": "", "text": counted + cost})
-    elif step_s:
-        speed = f"{forecast.tokens_per_s:,.0f}" if forecast.tokens_per_s else "–"
-        figures.append({"value": tr("{n} tokens/s", n=speed), "css": "", "text": tr("with full rows, until your data is read")})
+    elif forecast.tokens_per_s:
+        speed = tr("{n} tokens/s", n=f"{forecast.tokens_per_s:,.0f}")
+        figures.append({"value": speed, "css": "", "text": tr("with full rows, until your data is read")})
     elif steps:
         why = tr("a run measures the time" if plan.card.is_cpu else "this GPU's speed is not known")
         figures.append({"value": counted, "css": "", "text": why})
@@ -157,7 +168,7 @@ def _figures(plan: Plan) -> list[dict[str, str]]:
 
 
 def _bar(plan: Plan) -> dict[str, Any]:
-    """Parts with their widths in percent of the GPU, or of what is needed where that is more."""
+    """Parts with their widths in percent of the GPU, or of the needed bytes if they exceed the GPU."""
     parts, over = parts_of(plan, "train")
     total = plan.card.total_bytes
     whole, step = total + over, next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if total / GIB / step <= 7)
@@ -192,8 +203,9 @@ def _trust(plan: Plan) -> str:
 
 def plans(plan: Plan, *, is_complete: bool) -> str:
     """Ways to run the same recipe as cards: only plans that fit, the fastest first."""
-    fitting = [row for row in plan.alternatives if row.verdict.fits or row.chosen]
-    if plan.verdict == Verdict.NO_FIT:
+    is_big = plan.verdict == Verdict.NO_FIT
+    fitting = [row for row in plan.alternatives if row.verdict.fits or (row.chosen and not is_big)]
+    if is_big:
         items = sorted(
             (item for item in plan.suggestions if item.peak_bytes <= plan.usable_bytes), key=attrgetter("saves_bytes")
         )[:_CARDS]
@@ -209,7 +221,7 @@ def plans(plan: Plan, *, is_complete: bool) -> str:
 
 
 def _three(rows: Sequence[Alternative], usable: int) -> list[tuple[str, Alternative]]:
-    """The fastest plan, the fastest with room to spare, and the smallest one; first the chosen one where it is none of them."""
+    """The fastest plan, the fastest plan with room to spare, and the smallest plan; the chosen plan first if it is a fourth."""
 
     def speed(row: Alternative) -> float:
         return row.tokens_per_s or 0.0
@@ -288,7 +300,7 @@ def progress(status: Mapping[str, Any]) -> str:
 
 
 def model_panel(models: Sequence[Model], edited: Edited, badges: Mapping[str, Mapping[str, Any]], query: str, note: str) -> str:
-    """The models by whether they fit, the largest of those that fit first."""
+    """The models by verdict, larger models first."""
 
     def group_of(model: Model) -> Any:
         return Verdict(badges[model.name]["verdict"]) if model.name in badges else None
@@ -345,7 +357,7 @@ def _memory_gb(choice: tuple[str, str]) -> int:
 
 
 def data_panel(edited: Edited, names: Sequence[str]) -> str:
-    """Where the data is from. What it has is asked for by the browser, as reading it takes time."""
+    """The choice of data. The browser fetches the rows afterwards, because reading takes time."""
     path = edited.data if isinstance(edited.data, str) else ", ".join(edited.data)
     return render("panel_data", path=path, names=names, kinds=", ".join(DATA_ENDINGS))
 
@@ -360,7 +372,12 @@ def columns(answer: Mapping[str, Any]) -> str:
 
 def settings_panel(plan: Plan | None) -> str:
     """Each setting with its reason, and a field for all of them."""
-    return render("panel_settings", reasons=Safe(reasons_of(plan) + data_note(plan)) if plan else "", form=Safe(form()))
+    counted = (
+        tr("{rows}, {tokens} tokens.", rows=rows(plan.data.rows), tokens=format_count(plan.data.total_tokens))
+        if plan and plan.data
+        else ""
+    )
+    return render("panel_settings", reasons=Safe(reasons_of(plan)) if plan else "", counted=counted, form=Safe(form()))
 
 
 def recipe_panel(edited: Edited) -> str:

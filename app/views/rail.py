@@ -53,7 +53,7 @@ class GpuMemory:
 
 
 def rail(address: str) -> str:
-    """Skip links, mark, the button for a new run, and the pages; `address` is the one that is open."""
+    """Skip links, logo, the button for a new run, and the pages; `address` is the open page."""
     current = _BELONGS.get(address, address)
     pages = "".join(_link(target, name, current=target == current) for target, name in PAGES)
     to_start = f'<a class="ft-skip" href="#nr-go">{tr("Skip to Start training")}</a>' if not address else ""
@@ -67,7 +67,7 @@ def rail(address: str) -> str:
 
 
 def status(job: RunningJob | None, gpus: Sequence[GpuMemory]) -> str:
-    """What runs now and what it takes, at the foot of the rail."""
+    """The running job and the GPUs' memory, at the foot of the rail."""
     none = f'<div class="row"><b>{tr("No GPU here")}</b></div><p>{tr("Plan for one, or train on the CPU.")}</p>'
     shown = "".join(map(_gpu, gpus)) or none
     return f'<section class="ft-gauge" aria-label="{tr("This machine now")}">{_job(job) if job else ""}{shown}</section>'

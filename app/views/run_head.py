@@ -53,7 +53,7 @@ def pill(state: RunState) -> str:
 
 
 def title(live: LiveRun, state: RunState) -> str:
-    """Name, state and buttons, and what the run is made of."""
+    """Name, state and buttons; model, data, method and GPU."""
     name = live.run.path.name
     buttons = _button(tr("Duplicate…"), "duplicate", "ft-plain", hint=tr("Its recipe, as the draft of a new run."))
     if state.state in ("running", "starting"):
@@ -176,7 +176,7 @@ def tabs(name: str, n_samples: int, current: str) -> str:
 
 
 def survived(live: LiveRun) -> str:
-    """How a run continued after it ran out of memory; empty without that."""
+    """The plan with which a run continued after it ran out of memory; empty otherwise."""
     retry, failed = live.digest.newest.get(Retry.kind), live.digest.newest.get(OutOfMemory.kind)
     if not isinstance(retry, Retry) or not isinstance(failed, OutOfMemory) or not retry.changes:
         return ""
@@ -188,7 +188,7 @@ def survived(live: LiveRun) -> str:
 
 
 def next_steps(live: LiveRun, state: RunState) -> str:
-    """After the end: what there is, and what to do with it."""
+    """The result of an ended run, and the next steps."""
     if state.state == "paused":
         is_full = state.exit_code == DiskFull.exit_code
         why = tr("The disk is full: free some space first." if is_full else "The GPU is free.")

@@ -1,6 +1,6 @@
 """The run's page as HTML: its head, its tabs, and the parts that are followed while it is open.
 
-A part is an element with `data-part`; `changed` answers with those whose text is another one than the browser has.
+A part is an element with `data-part`; `changed` returns the parts that differ from the browser's.
 """
 
 from __future__ import annotations

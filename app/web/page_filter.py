@@ -42,9 +42,10 @@ _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]
 #: Styles and scripts of every page; beside them those of New run and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
 _OF_PAGE: dict[str, tuple[str, ...]] = {
-    "": ("new_run.css", "new_run.js"), "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js")
-}  # fmt: skip
-_OF_OTHERS = ("svg_chart.css", "run.css", "runs.css", "runs.js", "pick.js")
+    "": ("svg_chart.css", "new_run.css", "new_run.js"),
+    "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js"),
+}
+_OF_OTHERS = ("svg_chart.css", "run.css", "runs.css", "runs.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.

@@ -1,4 +1,4 @@
-"""Which settings would read rows that can't be read as they are. Each is tried on the rows before it is suggested."""
+"""Suggest settings that read rows which no format reads. Each suggestion is tried on the rows first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from finetune.data.checks import Values, is_blank, is_missing
 from finetune.data.column_kinds import JUDGEMENTS, describe, is_harmless, kinds_of, words_of
 from finetune.data.column_semantics import CONTEXT, REASONING, PreferenceData, meaning_of, transcript_error, transcripts
-from finetune.data.formats import FORMATS, UnknownColumns, detect, usual_columns
+from finetune.data.formats import FORMATS, UnknownColumns
 from finetune.data.readers import Row
 from finetune.data.report import Refused, printable
 from finetune.data.row_parser import RowParser, choose_parser
@@ -54,44 +54,48 @@ def override(name: str, value: Any) -> str:
     return shlex.quote(f"dataset.{name}={_flow(value)}")
 
 
-def first_rows(dataset: DatasetRecipe) -> list[Values]:
+def first_rows(dataset: DatasetRecipe) -> list[Row]:
     """The first rows of a dataset as they stand in its file. Raises DataError when it can't be read."""
     sources = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
     rows = (row for source in sources for row in source.rows() if isinstance(row, Row))
-    return [row.values for row in itertools.islice(rows, _KIND_ROWS)]
+    return list(itertools.islice(rows, _KIND_ROWS))
 
 
-def roles_of(rows: list[Values], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
-    """Field of an alpaca row that each column is, or `ignore`; and whether a run would not read the rows so without being told.
+def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
+    """Field of an alpaca row that each column is, or `ignore`; and whether the roles are guesses, which a run would ask about.
 
-    By the recipe, else by the columns' names and values. Empty for conversations and other formats than question and answer.
+    Empty for conversations and for formats other than a question and its answer.
     """
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    if any(not isinstance(value, str | int | float | None) for row in rows for value in row.values()):
+    values = [row.values for row in rows]
+    columns = list(dict.fromkeys(name for row in values for name in row))
+    if any(not isinstance(value, str | int | float | None) for row in values for value in row.values()):
         return {}, False
     try:
-        is_known = detect(rows, dataset.path if isinstance(dataset.path, str) else "") == "alpaca"
-        if not is_known:
+        parser = choose_parser("", values, dataset)
+        if parser.format != "alpaca":
             return {}, False
+        fields = {name: name for name in columns if name in FORMATS["alpaca"].columns} | dict(parser.columns)
+        asked = list(parser.parse([*rows]).unused.asked(len(rows)))
+        suggestions = [item for item in _unused_columns(asked, parser, values) if "input" in item[1]["columns"]]
+        is_guess = bool(asked) and not dataset.columns
     except DataError:
-        is_known = False
-    fields = dict(dataset.columns) or _usual_or_guessed(columns, rows)
+        named = [name for name in columns if not _is_identifier(name, values)]
+        fields, suggestions, is_guess = dict(dataset.columns), [*_questions(_by_part(named, values))], not dataset.columns
+    if is_guess:
+        fields = _with_context_first(suggestions, rows, dataset) or fields
     read = {column: field for field, column in fields.items()}
-    roles = {name: read.get(name, "ignore") for name in columns}
-    return roles, not dataset.columns and (not is_known or "ignore" in roles.values())
+    return {name: read.get(name, "ignore") for name in columns}, is_guess
 
 
-def _usual_or_guessed(columns: list[str], rows: list[Values]) -> Values:
-    if {"instruction", "output"}.issubset(columns):
-        return {name: name for name in ("instruction", "output", "input", "system") if name in columns}
-    if usual := usual_columns(rows):
-        return usual
-    parts = _by_part([name for name in columns if not _is_identifier(name, rows)], rows)
-    return next((settings["columns"] for _, settings in reversed([*_questions(parts)])), {})
+def _with_context_first(suggestions: list[Suggestion], rows: list[Row], dataset: DatasetRecipe) -> Values:
+    """The columns of the first suggestion that reads a context, else of the plainest; empty where none reads the rows."""
+    mappings = [settings for _, settings in suggestions]
+    in_order = [settings for settings in mappings if "input" in settings["columns"]] + mappings[-1:]
+    return next((settings["columns"] for settings in in_order if _tried(settings, rows, "", dataset)), {})
 
 
 def _is_identifier(name: str, rows: list[Values]) -> bool:
-    """Whether a column numbers the rows: a value of its own in each, without spaces."""
+    """Whether a column numbers the rows: a different value in each row, without spaces."""
     values = [str(row.get(name, "")) for row in rows]
     return len(rows) > 2 and len({*values}) == len(rows) and not any(" " in value.strip() for value in values)
 
@@ -113,7 +117,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
 
 
 def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
-    """What to type for columns and fields that stop a run: settings that use them, and the one that leaves them out."""
+    """Return settings to type for columns and fields that stop a run: to use them, and to leave them out."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
     leave_out = f"To leave it out on purpose:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
     suggestions = _unused_columns(columns, parser, [row.values for row in rows])

@@ -76,4 +76,4 @@ def visits(chromium, link, token):
     yield visit
     for context in contexts:
         context.close()
-    assert wrong == []
+    assert not wrong, wrong

@@ -14,7 +14,7 @@ from app.language import spoken
 from app.pages.new_run import NewRun
 from app.planning.blocker import Blocker
 from app.planning.refused_rows import Problem
-from app.views import choices, data, models, new_run, plan
+from app.views import choices, data, models, new_run
 from app.views.markup import as_on_page
 from app.views.templates import render
 from app.views.words import in_words
@@ -26,11 +26,7 @@ from finetune.units import GIB
 from tests.app.shown_texts import OPTION
 from tests.app.test_language import marked
 
-CHANGES = {
-    "load_in_4bit=true load_in_8bit=false": "NF4 weights: dequantisation takes a few percent of time",
-    "max_length=512 excess_length=drop": "31 of 900 rows (12.5% of the tokens) are longer",
-    "layer_offloading=cpu": "the layers' weights in host memory, copied to the card beside the computation",
-}
+CHANGES = ("load_in_4bit=true load_in_8bit=false", "max_length=512 excess_length=drop", "layer_offloading=cpu")
 #: As finetune.data says them.
 REFUSED = [
     "15 of 60 row(s) can't be trained on:", "  8 x messages[1].content: the answer is empty (a.jsonl, row 8, 15, 22, ...)",
@@ -46,7 +42,7 @@ def plan_of(verdict):
         Alternative("", 9 * GIB, 10 * GIB, 0.6, 2900.0, Verdict.FITS, "", "load_in_4bit=true"),
         Alternative("", 20 * GIB, 25 * GIB, 0.4, 3300.0, Verdict.NO_FIT, "", "activation_checkpointing=false"),
     ]
-    suggestions = [Suggestion(override, GIB, 5 * GIB, cost) for override, cost in CHANGES.items()]
+    suggestions = [Suggestion(override, GIB, 5 * GIB, "slower") for override in CHANGES]
     return replace(
         now, verdict=verdict, headroom_bytes=9 * GIB if fits else -5 * GIB, budget_bytes=(22 if fits else 8) * GIB,
         suggestions=() if fits else tuple(suggestions), alternatives=tuple(alternatives),
@@ -66,7 +62,7 @@ def new_run_of(verdict):
         new_run.answer(planned), new_run.answer(planned, refused), new_run.plans(planned, is_complete=True),
         new_run.plans(replace(planned, alternatives=()), is_complete=False), new_run.settings(edited, planned),
         new_run.ready(edited, planned, None)[0], new_run.ready(edited, planned, refused)[0], new_run.sentence(edited),
-        choices.chosen(planned), plan.data_note(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),
+        choices.chosen(planned), new_run.gpu_panel(edited), new_run.data_panel(edited, []),
         new_run.model_panel([], edited, {}, "31", ""), render("new_run"),
     ]  # fmt: skip
 

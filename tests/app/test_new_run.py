@@ -1,10 +1,10 @@
 """New run: what a person chose is never lost, the newest question wins, and what is known to stop a run stops it at once."""
 
-import dataclasses
 import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +17,16 @@ from app.pages.new_run import NewRun
 from app.planning.blocker import blocker_of
 from app.planning.process import Questions
 from app.views import memory_parts, new_run
-from app.views import plan as plan_view
-from app.views.recipe_form import fields, form
+from app.views.recipe_form import form
 from app.views.words import in_words
 from app.worker import SupersededError, Work, answer_of, result_of
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
 from finetune.memory.forecast import Forecast
-from finetune.planner.plan import LayerCopies, Plan, ResourceCheck, Suggestion, verdict_of
+from finetune.planner.plan import Alternative, LayerCopies, Plan, ResourceCheck, Suggestion, Verdict, verdict_of
 from finetune.recipe import find_recipe, load_recipe, recipe_from
+from finetune.settings.reference import settings_reference
 from finetune.units import GIB
 
 #: A plan that no test waits for any more is still made.
@@ -69,7 +69,11 @@ def plan_of(peak=8, high=9, budget=11, **values):
     card, budget = find_card("rtx-3060"), budget * GIB
     plan = Plan(load_recipe("tiny-cpu"), {}, card, verdict_of(forecast, budget), forecast=forecast, budget_bytes=budget,
                 headroom_bytes=round(budget - high * GIB))  # fmt: skip
-    return dataclasses.replace(plan, **values)
+    return replace(plan, **values)
+
+
+def typed(page, name, text):
+    return page.change({"set": name, "text": text})
 
 
 # -- the draft
@@ -86,7 +90,7 @@ def test_a_new_run_begins_without_settings_and_asks_for_a_model(page):
 def test_another_model_drops_what_nobody_typed_and_keeps_what_was(page):
     draft = page.context.draft
     draft.write(find_recipe("tiny-cpu").read_text())
-    page.change({"set": "lora_r", "text": "32"})
+    typed(page, "lora_r", "32")
     page.change({"model": "tiny-vision"})
     assert draft.read().values == {
         "model_name_or_path": "tiny-vision",
@@ -104,7 +108,7 @@ def test_a_shipped_recipe_keeps_the_model_and_the_data(tiny):
 
 
 def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
-    stamps = [tiny.change({"set": "lora_r", "text": str(rank)})["stamp"] for rank in range(1, 200)]
+    stamps = [typed(tiny, "lora_r", str(rank))["stamp"] for rank in range(1, 200)]
     assert len(set(stamps)) == len(stamps) and recipe(tiny).lora_r == 199
 
 
@@ -119,16 +123,17 @@ def test_every_edit_has_a_stamp_of_its_own_and_none_is_lost(tiny):
         ({"columns": {"a": "output", "b": "output"}}, "two columns are Answer"),
         ({"upload": "/etc/passwd"}, "was not uploaded here"), ({}, "Not done"),
         ({"walk": 9}, "Not done"),
+        ({"correct": "x"}, "Not done"), ({"hold_out": None}, "Not done"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_done_is_said_and_changes_nothing(tiny, message, reason):
-    before = tiny.context.draft.read()
+    before = recipe(tiny)
     assert reason in unescape(tiny.change(message)["parts"]["refused"])
-    assert tiny.context.draft.read() == before
+    assert recipe(tiny) == before
 
 
 def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(tiny):
-    tiny.change({"set": "lora_r", "text": "24"})
+    typed(tiny, "lora_r", "24")
     assert "In the queue" in tiny.change({"start": True, "name": "bikes / 7B"})["parts"]["progress"]
     [entry] = tiny.context.queue.entries()
     assert "lora_r: 24" in entry.recipe.read_text() and "runs/bikes-7B" in entry.recipe.read_text()
@@ -136,6 +141,15 @@ def test_a_start_queues_the_draft_under_its_name_and_the_next_run_begins_anew(ti
     assert 'data-go="/run?run=bikes-7B"' in tiny.screen(entry.path.name)["parts"]["progress"]
     assert tiny.screen()["parts"]["progress"] == ""
     assert tiny.context.draft.read().values == {}
+
+
+def test_a_copied_run_gets_a_folder_of_its_own_and_the_demo_leaves_the_draft(tiny):
+    draft = tiny.context.draft
+    assert draft.write("model_name_or_path: tiny\ndataset: support\noutput_dir: first\n").recipe.output_dir == "auto"
+    tiny.change({"demo": True})
+    tiny.context.queue.newest().set_status("started", run="demo")
+    tiny.screen()
+    assert draft.read().model == "tiny"
 
 
 def test_nothing_starts_without_a_model_and_data_or_under_a_name_that_is_taken(page):
@@ -148,11 +162,9 @@ def test_nothing_starts_without_a_model_and_data_or_under_a_name_that_is_taken(p
 
 
 def test_the_form_has_each_setting_once_with_its_name_and_help():
-    names = {field.name for field in fields()}
-    shown = form()
+    names, shown = {row.name for row in settings_reference()} - {"trust_remote_code"}, form()
     assert set(re.findall(r'data-field="([^"]+)"', shown)) == names and len(names) > 70
     assert set(re.findall(r'for="key-([^"]+)"', shown)) == {name.replace(".", "-") for name in names}
-    assert "trust_remote_code" not in shown
 
 
 # -- data
@@ -179,6 +191,22 @@ def test_rows_that_a_run_reads_by_itself_are_not_asked_about(page, name):
     assert recipe(page).dataset.columns == {} and "data-column" not in page.panel("look")
 
 
+@pytest.mark.parametrize(
+    ("columns", "roles"),
+    [
+        ("question,answer,context", ["instruction", "output", "input"]), ("instruction,output,reasoning", []), ("a,b,c", []),
+        ("instruction,output,notes", ["instruction", "output", "ignore"]),
+    ],
+)  # fmt: skip
+def test_a_context_is_read_and_other_text_is_ignored_in_sight_where_a_run_would_ask(page, tmp_path, columns, roles):
+    rows = "".join(f"One text {n},Two texts {n},Three texts {n}\n" for n in range(30))
+    (tmp_path / "rows.csv").write_text(f"{columns}\n{rows}")
+    page.change({"data": "rows.csv"})
+    dataset = recipe(page).dataset
+    chosen = {name: role for role, name in dataset.columns.items()} | dict.fromkeys(dataset.ignore_columns, "ignore")
+    assert chosen == dict(zip(columns.split(","), roles, strict=False))
+
+
 def test_an_upload_keeps_its_name(page):
     (page.context.uploads / "rows.exe").write_text("")
     assert "not supported" in page.change({"upload": str(page.context.uploads / "rows.exe")})["parts"]["refused"]
@@ -201,11 +229,11 @@ def test_before_there_is_data_the_plan_is_for_full_rows(page):
 def test_a_number_left_to_the_planner_shows_the_plans(tiny):
     shown = tiny.plan()["parts"]["settings"]
     assert re.search(r'data-set="effective_batch_size"[^>]*value="16"', shown) and "Use recommended" not in shown
-    tiny.change({"set": "effective_batch_size", "text": "8"})
+    typed(tiny, "effective_batch_size", "8")
     shown = tiny.plan()["parts"]["settings"]
     assert re.search(r'data-set="effective_batch_size"[^>]*value="8"', shown) and "Use recommended" in shown
-    tiny.change({"set": "effective_batch_size", "text": ""})
-    assert "effective_batch_size" not in tiny.context.draft.read().values
+    typed(tiny, "effective_batch_size", "")
+    assert recipe(tiny).effective_batch_size == "auto"
 
 
 def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(tiny):
@@ -221,10 +249,10 @@ def test_the_newest_question_ends_an_older_one_and_stale_answers_are_not_shown(t
 
     tiny.context.planner.call = slow
     with ThreadPoolExecutor() as pool:
-        tiny.change({"set": "lora_r", "text": "48"})
+        typed(tiny, "lora_r", "48")
         first = pool.submit(tiny.plan)
         assert asked.wait(60)
-        stamp = tiny.change({"set": "lora_r", "text": "64"})["stamp"]
+        stamp = typed(tiny, "lora_r", "64")["stamp"]
         newest = tiny.plan()
         assert first.result()["stamp"] == -1
     assert newest["stamp"] == stamp and re.search(r'data-set="lora_r"[^>]*value="64"', newest["parts"]["settings"])
@@ -271,7 +299,7 @@ def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_proce
     (tmp_path / "data" / "mine.jsonl").write_text("{}")
     wanted, plan = blocked(dataset="support")
     wanted = wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"path": "data/mine.jsonl"})})
-    unread = dataclasses.replace(plan, data=None)  # as where the model's tokenizer is not on this machine yet
+    unread = replace(plan, data=None)  # as where the model's tokenizer is not on this machine yet
     monkeypatch.chdir("/")
     assert blocker_of(wanted, unread, tmp_path) is None
     missing = wanted.model_copy(update={"dataset": wanted.dataset.model_copy(update={"path": "else/mine.jsonl"})})
@@ -281,7 +309,7 @@ def test_a_file_is_looked_for_where_the_page_was_started_and_not_where_its_proce
 def test_a_card_that_is_not_here_blocks_run(page):
     blocker = blocker_of(*blocked(gpu="rtx-3060"), Path.cwd())
     assert blocker.elsewhere and "RTX 3060" in blocker.problems[0]
-    assert "Planned for another machine" in plan_view.blocker_note(blocker)
+    assert "Planned for another machine" in new_run.blocker_note(blocker)
     assert blocker_of(*blocked(), Path.cwd()) is None
 
 
@@ -308,7 +336,7 @@ def test_the_verdict_has_its_gib(peak, high, title, spare):
 
 def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
     copies = LayerCopies("", 80, 80, 33 * GIB, GIB, 256 * GIB, 1e10)
-    forecast = dataclasses.replace(plan_of().forecast, step_s=125.0)
+    forecast = replace(plan_of().forecast, step_s=125.0)
     slow, slower = (
         new_run.answer(plan_of(verdict=verdict_of(forecast, 11 * GIB, target), forecast=forecast, layer_copies=copies))
         for target in ("cpu", "nvme")
@@ -319,9 +347,9 @@ def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
 
 def test_the_time_is_the_runs_and_the_cost_the_plans_own():
     plan = plan_of(total_steps=10)
-    plan = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, step_s=360.0))
+    plan = replace(plan, forecast=replace(plan.forecast, step_s=360.0))
     assert "about 1 h 00 min" in new_run.answer(plan)
-    assert "10 updates, 2.00" in new_run.answer(dataclasses.replace(plan, cost=2.0))
+    assert "10 updates, 2.00" in new_run.answer(replace(plan, cost=2.0))
 
 
 @pytest.mark.parametrize("high", [9, 19])
@@ -339,6 +367,8 @@ def test_the_bar_is_to_scale_also_beyond_the_gpu(high):
 def test_when_it_does_not_fit_only_changes_that_do_are_offered():
     items = [Suggestion(f"lora_r={rank}", rank * GIB, (19 - rank) * GIB, "a smaller adapter") for rank in (4, 9)]
     plan = plan_of(12, 19, suggestions=tuple(items))
+    mine = Alternative("", 12 * GIB, 19 * GIB, None, None, Verdict.NO_FIT, "", "", chosen=True)
+    assert 'nr-plan"' not in new_run.plans(replace(plan, suggestions=(), alternatives=(mine,)), is_complete=True)
     shown = new_run.plans(plan, is_complete=True)
     assert "LoRA rank 9" in shown and "LoRA rank 4" not in shown
     ready, can_start = new_run.ready(SimpleNamespace(model="a", data="b"), plan, None)

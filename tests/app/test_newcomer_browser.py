@@ -25,45 +25,32 @@ def visit(served, chromium):
     yield from visits(chromium, served.link, TOKEN)
 
 
-class Hand:
-    """Presses, and counts the presses."""
-
-    def __init__(self, page):
-        self.page, self.clicks = page, 0
-
-    def press(self, selector):
-        self.page.click(selector)
-        self.clicks += 1
-
-    def choose(self, selector, path):
-        with self.page.expect_file_chooser() as chooser:
-            self.press(selector)
-        chooser.value.set_files(path)
-
-
-def rows_of(count):
-    return [json.loads(line) for line in dataset_paths("support")["train"].read_text().splitlines()[:count]]
+#: Counts the clicks of a person, of all pages of a tab.
+COUNT = "addEventListener('click', (event) => { sessionStorage.n = Number(sessionStorage.n ?? 0) + event.isTrusted; }, true)"
 
 
 def test_a_file_with_its_own_columns_becomes_a_model_in_six_clicks_that_chats_and_is_exported(served, visit, tmp_path):
     with (tmp_path / "tickets.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = ([f"T-{n}", *(message["content"] for message in row["messages"][:2])] for n, row in enumerate(rows_of(60)))
-        csv.writer(file).writerows([["ticket", "customer_message", "our_reply"], *rows])
+        rows = [json.loads(line)["messages"] for line in dataset_paths("support")["train"].read_text().splitlines()[:60]]
+        texts = ([f"T-{n}", *(message["content"] for message in row[:2])] for n, row in enumerate(rows))
+        csv.writer(file).writerows([["ticket", "customer_message", "our_reply"], *texts])
     page = visit("")
-    hand = Hand(page)
-    hand.press("[data-panel=model]")
-    hand.press("[data-key=tiny]")
-    hand.press("[data-panel=data]")
-    hand.choose("[data-upload]", tmp_path / "tickets.csv")
+    page.evaluate(COUNT)
+    page.click("[data-panel=model]")
+    page.click("[data-key=tiny]")
+    page.click("[data-panel=data]")
+    with page.expect_file_chooser() as chooser:
+        page.click("[data-upload]")
+    chooser.value.set_files(tmp_path / "tickets.csv")
     page.wait_for_selector("#nr-panel >> text=54 rows to train on, 6 held out")
     roles = page.locator("select[data-column]").evaluate_all("all => all.map(({ value }) => value)")
     assert roles == ["ignore", "instruction", "output"]
-    hand.press("[data-close]")
+    page.click("[data-close]")
     page.wait_for_selector(".nr-verdict.ok")
     page.fill("#nr-name", "tickets")
-    hand.press("#nr-start:enabled")
+    page.click("#nr-start:enabled")
     page.wait_for_url("**/run?run=tickets")
-    assert hand.clicks == 6
+    assert page.evaluate("sessionStorage.n") == "6"
     (run,) = list_runs(served.folder / "runs")
 
     page.wait_for_selector("#run-head >> text=/Step \\d+ of/")

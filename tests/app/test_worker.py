@@ -81,11 +81,14 @@ def test_a_newer_call_ends_those_before_it_and_no_other(worker):
         waiting = pool.submit(worker.call, "add", first=1, second=1)
         assert worker.doing == "at work"
         newest = in_a_thread(pool, worker, "work", newest=True)
-        for ended in (first, newest):
-            if ended is newest:
-                worker.cancel()
-            with pytest.raises(SupersededError):
-                ended.result(60)
+        with pytest.raises(SupersededError):
+            first.result(60)
+        worker.cancel("add")
+        with pytest.raises(TimeoutError):
+            newest.result(0.2)
+        worker.cancel("work")
+        with pytest.raises(SupersededError):
+            newest.result(60)
         assert waiting.result(60) == 2 and worker.doing == ""
 
 
@@ -103,7 +106,7 @@ def test_a_call_that_waited_is_not_made_when_a_newer_one_waits_too(worker):
 def test_a_cancelled_call_may_return_what_it_has(worker):
     with ThreadPoolExecutor() as pool:
         call = in_a_thread(pool, worker, "until_cancelled")
-        worker.cancel()
+        worker.cancel("until_cancelled")
         assert call.result(60) == "so far"
 
 
