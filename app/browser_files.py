@@ -18,7 +18,7 @@ def fetched_files() -> list[Path]:
 
 
 def has_charts() -> bool:
-    """True where `<ft-chart>` can draw; else charts are SVG from the server."""
+    """True where `<ft-chart>` can draw; else tables replace charts."""
     return (FOLDER / "uplot.js").is_file()
 
 

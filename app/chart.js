@@ -1,394 +1,307 @@
-// <ft-chart data-runs='["name"]'>: the curves of a run, or of several in comparison, drawn by uPlot. It asks /ft/series/RUN for what
-// is new, once a second while a run goes on and the tab is seen. The server's HTML never changes it.
-import { Followed, duration, smoothed, steps, text, timeline } from "./chart_data.js";
-import { LEFT, RIGHT, compared, dataOf, linesOf, optionsOf, sharedTop } from "./chart_lines.js";
-import { eventsOf } from "./chart_events.js";
+// <ft-chart data-runs='["name"]'>: loss and memory of a run, or of several runs in comparison, over the same steps, drawn by uPlot.
+// It asks /ft/series/RUN once a second while a run goes on and the tab is seen.
 import { tr } from "./language.js";
 
-const TICK_MS = 1000, IDLE_MS = 5000;
-const MARKUP = `<div class="ftc-tools">
-  <div class="ftc-segments" role="group" aria-label="${tr("Horizontal axis")}"><button type="button" data-axis="step">${tr("Step")}</button><button type="button"
-    data-axis="time">${tr("Time")}</button><button type="button" data-axis="epoch">${tr("Epoch")}</button></div>
-  <div class="ftc-segments" role="group" aria-label="${tr("Loss axis")}"><button type="button" data-log="">${tr("Linear")}</button><button type="button"
-    data-log="1">${tr("Log scale")}</button></div>
-  <label>${tr("Smoothing")} <input type="range" min="0" max="0.99" step="0.01"></label>
-  <span class="ftc-actions"><button type="button" data-do="scale" aria-pressed="false" hidden>${tr("All runs on the scale")}</button><button type="button" data-do="whole" hidden>${tr("Whole run")}</button><button type="button" data-do="in"
-    aria-label="${tr("Zoom in")}">+</button><button type="button" data-do="out" aria-label="${tr("Zoom out")}">−</button><button type="button" data-do="table"
-    aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="png">PNG</button></span></div>
-  <p class="ft-note ftc-note" role="status" hidden></p>
-  <div class="ftc-main" tabindex="0" role="slider" aria-orientation="horizontal"></div>
-  <p class="ftc-help">${tr("Drag to zoom, double click for the whole run, arrow keys to read values.")}</p>
-  <div class="ftc-table" hidden></div><details class="ftc-more" hidden><summary>${tr("More curves")}</summary><div class="ftc-small"></div></details><p class="sr-only" aria-live="polite"></p>`;
+const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5, TABLE_ROWS = 12;
+const MARKUP = `<div class="ftc-tools"><label><input type="checkbox" data-view="isLog"> ${tr("Log scale")}</label>
+  <label>${tr("Smoothing")} <input type="range" data-view="smoothing" min="0" max="0.99" step="0.01"></label>
+  <span class="ftc-actions"><button type="button" data-do="whole" hidden>${tr("Whole run")}</button><button type="button" data-do="table"
+    aria-pressed="false">${tr("Table")}</button><button type="button" data-do="csv">CSV</button><button type="button" data-do="copy">${tr("Copy picture")}</button></span></div>
+  <p class="ft-note ftc-note" role="status" hidden></p><div class="ftc-main"></div><p class="ftc-marks"></p><div class="ftc-table" hidden></div>
+  <details class="ftc-more" hidden><summary>${tr("More curves")}</summary><div class="ftc-small"></div></details>`;
+// Strokes by kind of line: colour, width, dash, and the value of a bin that the line shows; colours of events, and their names.
+const STROKES = {
+  high: ["raw", 1, [], "high"], low: ["raw", 0, [], "low"], loss: ["loss", 2.25, [], "smooth"], held: ["eval", 1.75, [], "mean"],
+  process: ["memory", 1.75, [], "high"], allocated: ["reserved", 1, [], "high"], whole: ["soft", 1, [2, 2], "high"], mean: ["loss", 1.5, [], "mean"],
+};
+const RUNS = [["loss", []], ["forecast", [8, 3]], ["memory", [2, 3]], ["eval", [12, 3, 2, 3]], ["card", [5, 5]]];
+const MARKS = { retry: ["bad", tr("retry")], resume: ["whole", tr("resume")], evaluation: ["eval", tr("evaluation")], save: ["ok", tr("checkpoint")] };
+const isRare = (name) => name === "retry" || name === "resume";
 
-let library = null;
-// uPlot and the styles, when the first chart is on a page.
-const loaded = () => library ??= Promise.all([document.fonts.load("11px Inter"), ...["uplot.css", "chart.css", "uplot.js"].map((name) => new Promise((done, failed) => {
-  const address = new URL(name, import.meta.url).href, isScript = name.endsWith(".js"), element = document.createElement(isScript ? "script" : "link");
-  Object.assign(element, isScript ? { src: address } : { rel: "stylesheet", href: address }, { onload: done, onerror: failed });
-  document.head.append(element);
-}))]);
-// The table and the files are of a script that is fetched when the first is asked for. A browser remembers an address that gave
-// none, so another attempt has another one.
-let attempt = 0;
-const exporting = () => import(`./chart_export.js?${attempt}`).catch(() => { attempt += 1; });
-const span = (low, high) => tr("{low} to {high}", { low, high });
+const count = (value) => Math.round(value).toLocaleString("en-US"), short = (value) => String(+value.toPrecision(3));
+const tick = (value, step) => (step < 1e-3 ? short(value) : value.toLocaleString("en-US", { minimumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 0.3)) }));
+const FORMATS = {
+  loss: (value) => value.toFixed(Math.abs(value) < 0.1 ? 4 : 3), GiB: (value) => value.toFixed(2), count, short,
+  percent: (value) => `${(100 * value).toFixed(1)} %`, "°C": (value) => `${value.toFixed(0)} °C`, W: (value) => `${value.toFixed(0)} W`,
+};
+const text = (value, unit) => (value === null || value === undefined ? tr("not a number") : FORMATS[unit](value));
+const span = (low, high) => (low === high ? high : tr("{low} to {high}", { low, high }));
+const escaped = (value) => String(value).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
+const colour = (name) => getComputedStyle(document.body).getPropertyValue(`--ft-${name}`).trim() || "#888";
 const saved = () => { try { return JSON.parse(localStorage.getItem("ft-chart")) || {}; } catch { return {}; } };
+let library = null;
+const loaded = () => library ??= new Promise((done, failed) => { document.head.append(Object.assign(document.createElement("script"), { src: new URL("uplot.js", import.meta.url).href, onload: done, onerror: failed })); });
+const save = (blob, download) => {
+  const href = URL.createObjectURL(blob);
+  Object.assign(document.createElement("a"), { href, download }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+};
+
+// A run as the server has sent it: the bins of each metric by index, and what happened at which step.
+class Followed {
+  constructor(name, label = name) { Object.assign(this, { name, label, key: "", step: 0, total: 0, alive: true, panels: [], marks: [], metrics: {}, answered: Date.now() }); }
+  async ask() {
+    const response = await fetch(`/ft/series/${encodeURIComponent(this.name)}?have=${this.key && `${this.key}.${this.step}`}`).catch(() => null);
+    this.isGone = response?.status === 404;
+    if (!response?.ok) return;
+    const { series, marks, from, ...answer } = await response.json();
+    if (!from) [this.metrics, this.marks] = [{}, []];
+    for (const [name, { width, bins }] of Object.entries(series)) {
+      const metric = this.metrics[name] ??= { width, bins: new Map() };
+      if (metric.width !== width) { this.key = ""; return this.ask(); } // the server's bins are wider by now
+      for (const [index, mean, low = mean, high = mean, gaps = 0] of bins) metric.bins.set(index, { mean, low, high, gaps });
+    }
+    this.marks = this.marks.filter(([, step]) => step < from).concat(marks);
+    Object.assign(this, answer, { answered: Date.now() });
+  }
+  rows(name) {
+    const { width = 1, bins = [] } = this.metrics[name] ?? {};
+    return [...bins].map(([index, bin]) => ({ first: Math.max(index * width, width > 1 ? 1 : 0), last: Math.max(index * width, Math.min((index + 1) * width - 1, this.step)), ...bin }));
+  }
+}
+
+// Exponential moving average of the means without the pull of its beginning; gaps stay.
+function smoothed(rows, factor) {
+  let average = 0, weight = 0;
+  return rows.map(({ mean }) => {
+    if (mean === null) return null;
+    [average, weight] = [factor * average + (1 - factor) * mean, factor * weight + 1 - factor];
+    return average / weight;
+  });
+}
+
+// The panels of several runs: a line for each run in each.
+function compared(runs) {
+  const panel = (title, unit, value, of) => ({
+    title, unit, levels: [],
+    lines: runs.map((run, n) => ({ ...of(run), run: n, label: run.label, kind: "run", value })).filter(({ name }, n) => runs[n].metrics[name]),
+  });
+  const held = panel(tr("Held-out loss"), "loss", "mean", () => ({ name: "eval_loss" }));
+  return [panel(tr("Loss, smoothed"), "loss", "smooth", () => ({ name: "loss" })), ...(held.lines.length ? [held] : []),
+    panel(tr("Memory of the process, GiB"), "GiB", "high", ({ panels }) => panels[1]?.lines[0])];
+}
+
+// The series that uPlot draws of a panel: the loss is three; a level is a line of one value, with its range a band.
+function linesOf({ lines, levels, unit }) {
+  const drawn = lines.flatMap((line) => (line.kind !== "loss" ? [line] : [{ ...line, kind: "high" }, { ...line, kind: "low", label: "" }, { ...line, kind: "loss", label: tr("smoothed") }]));
+  const plain = { width: 1.5, dash: [] };
+  return [...drawn.map((line) => {
+    const [stroke, width, dash, value] = line.kind === "run" ? [RUNS[line.run][0], 1.75, RUNS[line.run][1], line.value] : STROKES[line.kind];
+    return { ...line, stroke, width, dash, value };
+  }), ...levels.flatMap(({ label, value, kind, low, high }) => (low === undefined ? [{ ...plain, label, stroke: kind, level: value, reading: text(value, unit) }] : [
+    { width: 0, label: "", stroke: kind, level: high, kind: "high" }, { width: 0, label: "", stroke: kind, level: low },
+    { ...plain, dash: [6, 4], label, stroke: kind, level: value, reading: `${text(value, unit)} (${span(text(low, unit), text(high, unit))})` }]))];
+}
+
+// The range of a panel's vertical axis; a level that would flatten the lines is outside.
+function heights({ levels, unit }, isLog, low, high) {
+  if (low === null || low === undefined) [low, high] = isLog ? [0.1, 1] : levels.length ? [Infinity, -Infinity] : [0, 1];
+  if (isLog) return window.uPlot.rangeLog(low, high, 10, false);
+  for (const level of [...levels].sort((a, b) => a.value - b.value)) {
+    if (high > 0 && level.value > 1.3 * high && level.kind !== "forecast") continue;
+    [low, high] = [Math.min(low, level.low ?? level.value), Math.max(high, level.high ?? level.value)];
+  }
+  const margin = (high - low) * 0.07 || Math.abs(high) * 0.07 || 1;
+  if (unit === "GiB" && !levels.length) return [0, high * 1.07]; // else the noise of runs that take as much fills the plot
+  return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
+}
 
 class Chart extends HTMLElement {
-  static observedAttributes = ["data-runs"];
-
-  // Gradio may move the element, or keep it for other runs, without what is in it.
-  connectedCallback() { if (this.runs) this.follow(); else this.start(); }
-  attributeChangedCallback(name, before, after) { if (before !== null && before !== after) this.start(); }
+  connectedCallback() { if (this.runs) this.follow(); else this.start(); } // Gradio may move the element
   disconnectedCallback() { this.leave(); }
-
   async start() {
-    this.leave();
     const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
-    this.runs = runs;
-    this.view = { axis: "step", isLog: true, smoothing: 0.8, ...saved() };
-    this.charts = [];
-    this.at = this.zoom = this.strip = this.panels = this.signature = this.timelines = null; // at, zoom: step under the pointer, shown steps
+    Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
     await loaded();
-    if (this.runs !== runs) return;
     this.innerHTML = MARKUP;
-    this.main = this.querySelector(".ftc-main");
-    this.listen();
+    for (const box of this.querySelectorAll("[data-view]")) {
+      const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";
+      box[property] = this.view[name];
+      box.addEventListener("input", () => {
+        this.view[name] = box[property];
+        try { localStorage.setItem("ft-chart", JSON.stringify(this.view)); } catch { /* a browser without storage */ }
+        if (name === "isLog") this.build(); else this.draw();
+      });
+    }
+    this.addEventListener("click", ({ target }) => this[`do_${target.dataset.do}`]?.());
+    this.part("more").addEventListener("toggle", () => this.build());
     if (this.isConnected) this.follow();
   }
-
+  part(name) { return this.querySelector(`.ftc-${name}`); }
   leave() {
     clearTimeout(this.timer);
     this.observers?.forEach((observer) => observer.disconnect());
   }
-
-  // Follows the runs, the size, and whether it is light or dark.
+  // Follows the runs, the width, and whether it is light or dark.
   follow() {
     this.leave();
-    const sizes = new ResizeObserver(() => this.resize()), themes = new MutationObserver(() => this.charts.forEach(({ u }) => u.redraw()));
-    sizes.observe(this);
+    const resize = () => this.charts.forEach(({ u, section }) => { if (section.clientWidth && section.clientWidth !== u.width) u.setSize({ width: section.clientWidth, height: u.height }); });
+    const widths = new ResizeObserver(resize), themes = new MutationObserver(() => this.charts.forEach(({ u }) => u.redraw())), seen = new AbortController();
+    widths.observe(this);
     themes.observe(document.body, { attributeFilter: ["class"] });
-    const seen = new AbortController();
     document.addEventListener("visibilitychange", () => { if (!document.hidden) this.poll(); }, { signal: seen.signal });
-    this.observers = [sizes, themes, { disconnect: () => seen.abort() }];
+    this.observers = [widths, themes, { disconnect: () => seen.abort() }];
     this.poll();
   }
-
-  listen() {
-    this.querySelector(".ftc-tools").addEventListener("click", ({ target }) => {
-      const { axis, log, do: action } = target.closest("button")?.dataset ?? {};
-      if (axis) this.set({ axis });
-      else if (log !== undefined) this.set({ isLog: Boolean(log) });
-      else if (action) this[`do_${action}`]();
-    });
-    const slider = this.querySelector("input");
-    slider.value = this.view.smoothing;
-    slider.addEventListener("input", () => this.set({ smoothing: Number(slider.value) }));
-    this.querySelector(".ftc-more").addEventListener("toggle", () => this.draw());
-    this.main.addEventListener("keydown", (event) => this.key(event));
-    this.main.addEventListener("blur", () => this.read(null));
-    this.pinch();
-  }
-
-  set(change) {
-    const smoothingOnly = Object.keys(change).join() === "smoothing";
-    Object.assign(this.view, change);
-    try { localStorage.setItem("ft-chart", JSON.stringify(this.view)); } catch { /* a browser without storage */ }
-    if (smoothingOnly) this.draw(); else this.build();
-  }
-
-  // One request for each run that goes on: what is new, or, after a zoom, its finer bins.
   async poll() {
     clearTimeout(this.timer);
-    if (document.hidden || this.isPolling || !this.main) return;
     const { runs } = this;
+    if (document.hidden || this.isPolling || !this.innerHTML) return;
     this.isPolling = true;
-    const answers = await Promise.all(runs.map((run) => this.ask(run)));
+    await Promise.all(runs.filter(({ isGone }) => !isGone).map((run) => run.ask()));
     this.isPolling = false;
     if (!this.isConnected) return;
-    if (this.runs !== runs) return this.poll();
-    if (answers.some(Boolean)) this.update();
+    const isOn = runs.some(({ alive, key, read }) => alive || !key || read !== null);
+    if (runs.some(({ isGone }) => !isGone)) this.timer = setTimeout(() => this.poll(), isOn ? TICK_MS : IDLE_MS);
+    const panels = runs.length > 1 ? compared(runs) : runs[0].panels, signature = JSON.stringify(panels);
+    if (signature === this.signature) this.draw();
+    else [this.panels, this.signature] = [panels, signature], this.build();
     this.say();
-    const isComplete = this.runs.every((run) => run.version && !run.read);
-    if (this.runs.some((run) => !run.isGone)) {
-      this.timer = setTimeout(() => this.poll(), isComplete && !this.runs.some((run) => run.alive) ? IDLE_MS : TICK_MS);
-    }
   }
-
-  async ask(run) {
-    const [from, to] = this.range().map((place, n) => Math.max(0, Math[n ? "ceil" : "floor"](place)));
-    const isZoom = this.zoom && run.version && run.isCoarse(from, to);
-    const points = Math.max(100, Math.min(400, Math.round(this.clientWidth / 2)));
-    if (run.isGone) return false;
-    try {
-      const query = new URLSearchParams(isZoom ? { points, from, to } : { points, have: run.version });
-      this.dispatchEvent(new CustomEvent("ft-ask", { bubbles: true, detail: query })); // the run's page asks for its parts, too
-      const response = await fetch(`${run.address}?${query}`);
-      if (response.status === 404) { run.isGone = true; return true; }
-      if (!response.ok) throw new Error(response.status);
-      const answer = await response.json(), before = run.version;
-      run.answered = Date.now();
-      this.dispatchEvent(new CustomEvent("ft-answer", { bubbles: true, detail: answer }));
-      if (isZoom) run.takeZoom(answer);
-      else if (!run.take(answer)) return this.ask(run);
-      return isZoom || run.version !== before || run.read !== null;
-    } catch { return false; }
-  }
-
-  // What there is to say beside the curves: history that is being read, an empty run, a server that does not answer.
-  say() {
+  // What there is to say beside the curves: a history that is being read, a run without steps, a server that does not answer.
+  say(done = "") {
     const lines = this.runs.map((run) => {
       const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.label}: ` : "";
       if (run.isGone) return of + tr("This run is no longer there.");
-      if (silent_s > 5) return of + tr("No answer for {time}; the curves are as of then.", { time: duration(silent_s) });
-      if (run.read) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
-      return run.version && !run.step ? of + tr("No step is complete yet.") : "";
-    }).filter(Boolean);
-    if (this.isRefused) lines.push(tr("The page's server does not answer: try again when it is back."));
-    const note = this.querySelector(".ftc-note"), line = lines.join(" ");
-    note.hidden = !line;
-    if (note.textContent !== line) note.textContent = line;
+      if (silent_s > SILENT_S) return of + tr("No answer for {s} s; the curves are as of then.", { s: silent_s });
+      if (run.read !== null && run.key) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
+      return run.key && !run.step ? of + tr("No step is complete yet.") : "";
+    });
+    Object.assign(this.part("note"), { hidden: !(done || lines.join("")), textContent: done || lines.filter(Boolean).join(" ") });
   }
 
-  update() {
-    const panels = this.runs.length > 1 ? compared(this.runs) : this.runs[0].panels, signature = JSON.stringify(panels);
-    if (signature === this.signature) return this.draw();
-    [this.panels, this.signature] = [panels, signature];
-    this.build();
-  }
-
-  // Makes the plots anew: other panels, another axis.
+  // Makes the plots anew: other panels, or another axis.
   build() {
     if (!this.panels) return;
-    this.charts.forEach(({ u }) => u.destroy());
-    this.main.replaceChildren();
-    this.querySelector(".ftc-small").replaceChildren();
-    const large = this.panels.filter((panel) => !panel.small);
-    this.querySelector(".ftc-more").hidden = large.length === this.panels.length;
-    this.charts = this.panels.map((panel) => {
-      const section = document.createElement("section");
-      section.innerHTML = '<div class="ftc-values"></div><div class="ftc-plot"></div>';
-      (panel.small ? this.querySelector(".ftc-small") : this.main).append(section);
-      const lines = linesOf(panel), chart = { panel, lines, section, values: section.firstChild, plot: section.lastChild };
-      const isLog = panel.log && this.view.isLog;
-      const view = {
-        ...this.view, isLog, isLast: panel === large.at(-1), width: Math.max(120, chart.plot.clientWidth),
-        height: panel.small ? 120 : panel === large[0] ? 240 : 200, now: () => this.axes().reduce((most, axis, n) => Math.max(most, axis.to(this.runs[n].step)), 0),
-        range: () => this.places(), isWhole: () => Boolean(this.isWhole), whole: () => this.do_whole(),
-        hooks: { setCursor: [(u) => this.pointed(u)], setSelect: [(u) => this.selected(u)] },
-      };
-      chart.u = new window.uPlot(optionsOf(panel, lines, view), dataOf(lines, this.runs, this.axes(), this.view.smoothing, isLog), chart.plot);
-      if (panel.small) { chart.plot.setAttribute("role", "img"); }
-      if (panel === large[0] && this.runs.length === 1) {
-        this.strip = document.createElement("div");
-        this.strip.className = "ftc-strip";
-        section.append(this.strip);
-      }
-      return chart;
+    this.charts.forEach(({ u, section }) => { u.destroy(); section.remove(); });
+    const { open } = this.part("more"), large = this.panels.filter(({ small }) => !small);
+    this.part("more").hidden = large.length === this.panels.length;
+    this.charts = (open ? this.panels : large).map((panel) => {
+      const section = document.createElement("section"), lines = linesOf(panel);
+      section.append(Object.assign(document.createElement(panel.small ? "h3" : "h2"), { textContent: panel.title }));
+      this.part(panel.small ? "small" : "main").append(section);
+      const u = new window.uPlot({ ...this.options(panel, lines, panel === large[0]), width: Math.max(120, section.clientWidth) }, this.dataOf(panel, lines), section);
+      Object.entries({ role: "img", "aria-label": panel.title }).forEach(([name, value]) => u.root.querySelector(".u-wrap").setAttribute(name, value));
+      return { panel, lines, section, u };
     });
     this.draw();
   }
-
+  isLog({ unit }) { return this.view.isLog && unit === "loss"; }
+  range() { return this.zoom ?? [0, Math.max(1, ...this.runs.map(({ total, step }) => Math.max(total, step)))]; }
+  options(panel, lines, isFirst) {
+    const axis = { stroke: () => colour("soft"), font: "11px Inter, system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
+    const isLog = this.isLog(panel), shown = (u, n, index) => u.data[n].slice(0, index + 1).findLast((value) => value !== undefined);
+    const reading = (u, value, n, index) => {
+      const line = lines[n - 1], number = index === null ? undefined : shown(u, n, index);
+      if (line.reading || number === undefined) return line.reading ?? "";
+      return line.kind === "high" ? span(text(shown(u, n + 1, index), panel.unit), text(number, panel.unit)) : text(number, panel.unit);
+    };
+    return {
+      height: panel.small ? 120 : 210, padding: [8, 26, 0, 0], legend: { markers: { stroke: (u, n) => `var(--ft-${lines[n - 1].stroke})`, fill: "none" } },
+      scales: { x: { time: false, range: () => this.range() }, y: { distr: isLog ? 3 : 1, range: (u, low, high) => heights(panel, isLog, low, high) } },
+      axes: [{ ...axis, size: 30, values: (u, steps) => steps.map(count), incrs: [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((base) => base * 10 ** power)) },
+        { ...axis, size: 56, values: (u, values, n, space, step) => values.map((value) => (value === null ? null : isLog ? short(value) : tick(value, step))) }],
+      cursor: { y: false, sync: { key: "ft-chart" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.do_whole() } },
+      series: [{ label: tr("step"), class: isFirst ? null : "ftc-unnamed", value: (u, step) => (step === null ? "" : count(Math.min(this.runs[0].step || step, Math.ceil(step)))) },
+        ...lines.map(({ label, stroke, width, dash, level }) => ({
+          label, width, dash, value: reading, class: label || panel.small ? null : "ftc-unnamed", stroke: () => colour(stroke), auto: level === undefined,
+          points: level === undefined && width ? { size: 5 } : { show: false },
+        }))],
+      bands: lines.flatMap(({ kind, stroke }, n) => (kind === "high" ? [{ series: [n + 1, n + 2], fill: () => colour(`${stroke}-band`) }] : [])),
+      hooks: {
+        draw: panel.small ? [] : [(u) => this.drawMarks(u)], setSelect: [(u) => this.selected(u)],
+        setCursor: [(u) => { if (u.cursor.idx === null) this.readNewest(u); }],
+      },
+    };
+  }
+  // uPlot's data of a panel: the places of all lines, and for each line its values there; undefined where it has no point.
+  dataOf(panel, lines) {
+    return window.uPlot.join([[this.range()], ...lines.map(({ name, run = 0, value, add = 0, level }) => {
+      if (level !== undefined) return [[0, this.range()[1]], [level, level]];
+      const rows = this.runs[run].rows(name), averages = value === "smooth" ? smoothed(rows, this.view.smoothing) : null, places = [], values = [];
+      rows.forEach((row, n) => {
+        const number = averages ? averages[n] : row[value];
+        places.push((row.first + row.last) / 2);
+        values.push(number === null || (this.isLog(panel) && number <= 0) ? null : number + add);
+        if (row.gaps && row.mean !== null) { places.push(row.last + 0.4); values.push(null); }
+      });
+      return [places, values];
+    })]);
+  }
   // New points into the plots that are there; the range stays.
   draw() {
-    this.timelines = null;
-    const { open } = this.querySelector(".ftc-more"); // what is folded is drawn when it is opened
-    for (const { panel, lines, u } of this.charts.filter(({ panel }) => open || !panel.small)) {
-      u.setData(dataOf(lines, this.runs, this.axes(), this.view.smoothing, panel.log && this.view.isLog));
+    for (const { panel, lines, u } of this.charts) {
+      u.setData(this.dataOf(panel, lines));
+      if (u.cursor.idx === null || u.cursor.idx === undefined) this.readNewest(u);
     }
-    for (const button of this.querySelectorAll("[data-axis], [data-log]")) {
-      const { axis, log } = button.dataset;
-      button.setAttribute("aria-pressed", axis ? axis === this.view.axis : Boolean(log) === this.view.isLog);
-    }
-    this.querySelector("[data-axis=epoch]").hidden = !this.runs.every((run) => run.epochs);
     this.querySelector("[data-do=whole]").hidden = !this.zoom;
-    this.querySelector("[data-do=scale]").hidden = !this.charts.some(({ panel, u }) => panel.shared && sharedTop(u.data, panel.log && this.view.isLog) !== null);
-    if (this.strip) eventsOf(this.strip, this.runs[0], ...this.range());
-    this.fillTable();
-    this.read(this.at);
+    this.part("marks").textContent = this.runs.length > 1 ? "" : this.happened().map(([value, step]) => tr("{value} at step {step}", { value, step: count(step) })).join(" · ");
+    if (!this.part("table").hidden) this.fillTable();
   }
-
-  resize() {
-    for (const { u, plot } of this.charts) {
-      if (plot.clientWidth && plot.clientWidth !== u.width) u.setSize({ width: plot.clientWidth, height: u.height });
+  readNewest(u) { u.setLegend({ idx: u.data[0].length - 1 }, false); }
+  // Retries, resumes and losses that are no number; of the evaluations and checkpoints the newest.
+  happened() {
+    const [run] = this.runs, gaps = run.rows("loss").filter((row) => row.gaps).map(({ first }) => [tr("not a number"), first]);
+    const named = new Map(run.marks.filter(([name]) => MARKS[name]).map(([name, step]) => [isRare(name) ? `${name} ${step}` : name, [MARKS[name][1], step]]));
+    return [...named.values(), ...gaps].sort(([, a], [, b]) => a - b);
+  }
+  drawMarks(u) {
+    const { left, top, width, height } = u.bbox, scale = devicePixelRatio;
+    for (const [name, step] of this.runs.length > 1 ? [] : this.runs[0].marks) {
+      const x = u.valToPos(step, "x", true), tall = isRare(name) ? height : 7 * scale;
+      if (!MARKS[name] || x < left || x > left + width) continue;
+      u.ctx.fillStyle = colour(MARKS[name][0]);
+      u.ctx.fillRect(x - scale / 2, top + height - tall, scale, tall);
     }
   }
-
-  // Axes of the runs; the shown steps; and the places of these on the first one's axis.
-  axes() { return this.timelines ??= this.runs.map((run) => timeline(run, this.view.axis)); }
-  last() { return Math.max(1, ...this.runs.map((run) => run.total || run.step)); }
-  range() { return this.zoom ?? [0, this.last()]; }
-  places() {
-    const axes = this.axes();
-    if (this.zoom) return this.zoom.map(axes[0].to);
-    return [0, Math.max(...axes.map((axis, n) => axis.to(Math.max(1, this.runs[n].total || this.runs[n].step))))];
-  }
-
-  setZoom(from, to) {
-    const last = this.last(), width = Math.max(Math.min(4, last), to - from);
-    const start = Math.max(0, Math.min(from, last - width));
-    this.zoom = width >= last ? null : [start, start + width];
-    this.draw();
-    this.querySelector("[aria-live]").textContent = this.zoom ? tr("Steps {from} to {to}", { from: steps(start), to: steps(start + width) }) : tr("Whole run");
-    this.poll();
-  }
-  zoomBy(factor, at = this.at) {
-    const [from, to] = this.range(), middle = at !== null && at >= from && at <= to ? at : (from + to) / 2;
-    this.setZoom(middle - (middle - from) * factor, middle + (to - middle) * factor);
-  }
-  do_whole() { if (this.zoom) this.setZoom(0, this.last()); }
-  do_scale() {
-    this.isWhole = !this.isWhole;
-    this.querySelector("[data-do=scale]").setAttribute("aria-pressed", this.isWhole);
-    this.draw();
-  }
-  do_in() { this.zoomBy(0.5); }
-  do_out() { this.zoomBy(2); }
-  async exported(use) {
-    const script = await exporting();
-    this.isRefused = !script;
-    this.say();
-    if (script) use(script);
-  }
-  do_table() {
-    return this.exported(({ tableOf }) => {
-      const table = this.querySelector(".ftc-table");
-      this.tableOf = tableOf;
-      table.hidden = !table.hidden;
-      this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
-      this.fillTable();
-    });
-  }
-  fillTable() {
-    const table = this.querySelector(".ftc-table");
-    if (this.tableOf) table.innerHTML = table.hidden ? "" : this.tableOf(this.panels, this.runs);
-  }
-  do_csv() {
-    return this.exported(({ csvOf, save }) => save(new Blob([csvOf(this.runs)], { type: "text/csv" }), `${this.runs[0].name}.csv`));
-  }
-  do_png() {
-    return this.exported(({ pictureOf, save }) =>
-      pictureOf(this.charts.filter(({ panel }) => !panel.small), (blob) => save(blob, `${this.runs[0].name}.png`)));
-  }
-
   selected(u) {
-    const { left, width } = u.select, [axis] = this.axes();
-    if (width > 4) this.setZoom(...[left, left + width].map((x) => axis.from(u.posToVal(x, "x"))));
+    const { left, width } = u.select;
+    if (width > 4) { this.zoom = [left, left + width].map((x) => u.posToVal(x, "x")); this.draw(); }
     if (width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
+  do_whole() { this.zoom = null; this.draw(); }
 
-  // The pointer is on one of the plots, or has left it.
-  pointed(u) {
-    const { left } = u.cursor;
-    const step = left >= 0 ? Math.round(this.axes()[0].from(u.posToVal(left, "x"))) : null;
-    if (step !== null || document.activeElement !== this.main) this.read(step, u);
+  do_table() {
+    const table = this.part("table");
+    table.hidden = !table.hidden;
+    this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
+    this.fillTable();
   }
-
-  // Shows the values at a step above each plot, the newest ones for null.
-  read(at, pointed = null) {
-    this.at = at === null ? null : Math.max(0, Math.min(at, Math.max(...this.runs.map((run) => run.step))));
-    for (const chart of this.charts) {
-      const { u, values, panel, lines } = chart, place = this.at === null ? -10 : u.valToPos(this.axes()[0].to(this.at), "x");
-      if (u !== pointed) u.setCursor({ left: place, top: place < 0 ? -10 : 10 }, false, false);
-      const readings = this.readings(panel, lines);
-      const heading = panel.small ? "h3" : "h2", shape = JSON.stringify(readings.map(([label, , line]) => [label, line?.stroke, line?.dash?.length]));
-      if (chart.shape !== shape) { // else only the numbers are others, as with most ticks
-        chart.shape = shape;
-        values.innerHTML = `<${heading}></${heading}>${readings.map(() => "<span><i></i><em></em> <b></b></span>").join("")}`;
-        values.firstChild.textContent = panel.title;
-        readings.forEach(([label, , line], n) => {
-          const [key, name] = values.children[n + 1].children;
-          if (line) Object.assign(key.style, { borderColor: `var(--ft-${line.stroke})`, borderTopStyle: line.dash?.length ? "dashed" : "solid" }); else key.remove();
-          name.textContent = label;
-        });
-      }
-      readings.forEach(([, value], n) => {
-        const number = values.children[n + 1].lastChild;
-        if (number.textContent !== value) number.textContent = value;
-      });
-      chart.spoken = readings.map(([label, value]) => `${label} ${value}`).join(", ");
-      if (panel.small) chart.plot.setAttribute("aria-label", `${panel.title}: ${chart.spoken}`);
-    }
-    this.speak();
+  fillTable() {
+    const columns = this.panels.filter(({ small }) => !small).flatMap(({ title, unit, lines }) => lines.map((line) => ({ ...line, title, unit, rows: this.runs[line.run ?? 0].rows(line.name) })));
+    const rows = this.runs.map((run) => run.rows("loss")).reduce((most, of) => (of.length > most.length ? of : most)), every = Math.max(1, Math.floor(rows.length / TABLE_ROWS));
+    const cell = ({ rows: of, unit, add = 0 }, { first, last }) => {
+      const bin = of.findLast((row) => row.first <= last && row.last >= first);
+      return bin ? text(bin.mean === null ? null : bin.mean + add, unit) : "–";
+    };
+    const line = (cells, tag) => `<tr>${cells.map((value) => `<${tag} class="right">${escaped(value)}</${tag}>`).join("")}</tr>`;
+    const body = rows.filter((row, n) => n % every === 0 || n === rows.length - 1).map((row) => line([span(count(row.first), count(row.last)), ...columns.map((column) => cell(column, row))], "td"));
+    this.part("table").innerHTML = `<div class="ft-scroll" role="region" aria-label="${tr("Curves as a table")}" tabindex="0"><table><thead>${
+      line([tr("step"), ...columns.map(({ title, label }) => `${title}: ${label}`)], "th")}</thead><tbody>${body.join("")}</tbody></table></div>`;
   }
-
-  // What the row above a plot has: [label, value, line].
-  readings(panel, lines) {
-    const readings = [], isSingle = this.runs.length === 1;
-    const nearest = (run, name, at) => run.rows(name).findLast((row) => row.first <= at) ?? run.rows(name)[0];
-    if (!panel.small && panel === this.panels[0]) readings.push(this.place(nearest));
-    for (const line of lines) {
-      const run = this.runs[line.run ?? 0], row = nearest(run, line.name, this.at ?? Infinity);
-      if (!row || line.value === "low") continue;
-      let value = text(line.value === "smooth" ? this.average(run, line.name, row) : row[line.value] === null ? null : row[line.value] + (line.add || 0), panel.unit);
-      if (line.kind === "loss" && line.value === "high" && row.high !== row.low) value = span(text(row.low, panel.unit), value);
-      if (line.name === "eval_loss") value = tr("{value} at {step}", { value, step: steps(row.last) });
-      readings.push([line.label, value, line]);
-    }
-    if (!panel.small && isSingle) {
-      for (const { label, value, low, high, kind } of panel.levels) {
-        readings.push([label, text(value, panel.unit) + (low === undefined ? "" : ` (${span(text(low, panel.unit), text(high, panel.unit))})`), { stroke: kind, dash: low === undefined ? [] : [1] }]);
-      }
-    }
-    return readings;
+  // Every bin of every metric; memory in GiB.
+  do_csv() {
+    const cell = (value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value ?? "");
+    const lines = this.runs.flatMap((run) => Object.keys(run.metrics).flatMap((name) => run.rows(name).map(({ first, last, mean, low, high, gaps }) => [run.name, name, first, last, mean, low, high, gaps].map(cell).join(","))));
+    save(new Blob([`run,metric,first_step,last_step,mean,lowest,highest,not_a_number\n${lines.join("\n")}\n`], { type: "text/csv" }), `${this.runs[0].name}.csv`);
   }
-
-  average(run, name, row) {
-    const rows = run.rows(name);
-    return smoothed(rows, this.view.smoothing, run.metrics[name].width)[rows.indexOf(row)];
-  }
-
-  // Step, or steps of the bin, with time or epoch where that is the axis.
-  place(nearest) {
-    const [run] = this.runs, row = nearest(run, "loss", this.at ?? Infinity), step = this.at ?? run.step;
-    const last = row && Math.min(row.last, run.step), isBin = row && last > row.first && this.runs.length === 1;
-    const name = isBin ? span(steps(row.first), steps(last)) : steps(step), place = this.axes()[0].to(step);
-    const more = { time: `, ${duration(place)}`, epoch: `, ${tr("epoch {epoch}", { epoch: place.toFixed(2) })}`, step: "" };
-    return [isBin ? tr("steps") : tr("step"), name + more[this.view.axis], null];
-  }
-
-  speak() {
-    const [from, to] = this.range(), now = this.at ?? this.runs[0].step, large = this.charts.filter(({ panel }) => !panel.small);
-    const spoken = large.map(({ panel, spoken: values }) => `${panel.title}: ${values || tr("nothing yet")}`).join(". ");
-    const label = this.zoom ? tr("Curves by step, steps {from} to {to}. Arrow keys read values, plus and minus zoom.", { from: steps(from), to: steps(to) })
-      : tr("Curves by step. Arrow keys read values, plus and minus zoom.");
-    for (const [name, value] of Object.entries({ label, valuemin: 0, valuemax: this.last(), valuenow: Math.round(now), valuetext: spoken })) {
-      this.main.setAttribute(`aria-${name}`, value);
-    }
-  }
-
-  key(event) {
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1 }, [from, to] = this.range(), now = Math.max(...this.runs.map((run) => run.step));
-    const rows = this.runs[0].rows("loss"), first = rows.findIndex((row) => row.last >= from), at = this.at ?? Infinity;
-    if (event.key === "+" || event.key === "=") this.do_in();
-    else if (event.key === "-") this.do_out();
-    else if (event.key === "Escape") this.read(null);
-    else if (event.key === "Home" && rows.length) this.read(rows[Math.max(0, first)].first);
-    else if (event.key === "End") this.read(Math.floor(Math.min(to, now)));
-    else if (event.key in moves && rows.length) {
-      const index = rows.findLastIndex((row) => row.first <= at), move = moves[event.key] * (event.shiftKey ? 25 : 1);
-      const row = rows[Math.max(0, Math.min(rows.length - 1, Math.max(0, index) + move))];
-      const step = row.first + (row.last > row.first ? Math.floor((Math.min(row.last, now) - row.first) / 2) : 0);
-      if (this.zoom && (step < from || step > to)) this.setZoom(step - (to - from) / 2, step + (to - from) / 2);
-      this.read(step);
-    } else return;
-    event.preventDefault();
-  }
-
-  // Two fingers zoom around the point between them.
-  pinch() {
-    let before = null;
-    const spread = ({ touches: [a, b] }) => Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-    this.main.addEventListener("touchstart", (event) => { before = event.touches.length === 2 ? spread(event) : null; }, { passive: true });
-    this.main.addEventListener("touchmove", (event) => {
-      if (!before || event.touches.length !== 2) return;
-      event.preventDefault();
-      const now = spread(event), box = this.main.getBoundingClientRect(), middle = (event.touches[0].clientX + event.touches[1].clientX) / 2;
-      const [from, to] = this.range(), share = Math.min(1, Math.max(0, (middle - box.left - LEFT) / (box.width - LEFT - RIGHT)));
-      if (Math.abs(now / before - 1) < 0.05) return;
-      this.zoomBy(before / now, from + share * (to - from));
-      before = now;
-    }, { passive: false });
+  // The large plots below each other, each under its title and readings, into the clipboard; as a file where that is refused.
+  async do_copy() {
+    const large = this.charts.filter(({ panel }) => !panel.small), scale = devicePixelRatio, row = 26 * scale, picture = document.createElement("canvas"), context = picture.getContext("2d");
+    picture.width = Math.max(...large.map(({ u }) => u.ctx.canvas.width));
+    picture.height = large.reduce((height, { u }) => height + u.ctx.canvas.height + row, 0);
+    Object.assign(context, { fillStyle: colour("ground") }).fillRect(0, 0, picture.width, picture.height);
+    Object.assign(context, { fillStyle: colour("text"), font: `600 ${13 * scale}px Inter, system-ui, sans-serif` });
+    large.reduce((top, { panel, u, section }) => {
+      const readings = [...section.querySelectorAll(".u-series:not(.ftc-unnamed)")].map(({ textContent }) => textContent).join("   ");
+      context.fillText(`${this.runs.map(({ label }) => label).join(", ")}: ${panel.title}   ${readings}`, 8 * scale, top + 18 * scale, picture.width - 16 * scale);
+      context.drawImage(u.ctx.canvas, 0, top + row);
+      return top + row + u.ctx.canvas.height;
+    }, 0);
+    const blob = await new Promise((done) => picture.toBlob(done));
+    const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
+    if (isCopied) this.say(tr("The picture is copied."));
+    else save(blob, `${this.runs[0].name}.png`);
   }
 }
 customElements.define("ft-chart", Chart);

@@ -25,7 +25,7 @@ class Context:
         self.workspace, self._temporary = workspace, temporary
         #: Where Gradio puts what a browser uploads.
         self.uploads = temporary / "files"
-        self.lives = LiveRuns(workspace.folder("series"))
+        self.lives = LiveRuns()
         self.scores = Scores()
         self.draft = Draft(workspace)
         log = workspace.folder("planner") / "log.txt"

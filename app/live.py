@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 from collections import deque
@@ -11,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from finetune import events
-from finetune.files import read_json, write_json
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.pace import Pace
 from finetune.run.state import RunState, read_state
 
 from .views.series import Series
-from .zoom import Chunks, finer, values_of
 
 #: Read in one tick; what is more waits for the background reader, so that a tick stays short.
 TICK_BYTES = 256 * 2**10
-#: New bytes after which the digest is written to disk, so that the next start of the app need not read them again.
-DIGEST_BYTES = 4 * 2**20
 #: What the allocator's forecast by phase is compared with.
 PHASE_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments")
+#: The metrics of each step; a method's own are in `Step.metrics`.
+METRICS = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "peak_allocated_bytes",
+    "peak_reserved_bytes", "card_used_bytes", "process_rss_bytes", "temperature_c", "power_w",
+)  # fmt: skip
 _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
-#: Reads whose changes are remembered; a page that has an older version gets everything.
-_VERSIONS = 600
 
 
 @dataclass
@@ -46,9 +44,8 @@ class Digest:
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     newest: dict[str, events.Event] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    #: The steps whose values or marks are new since `LiveRun` last looked: nothing else has changed.
-    new_from: float = math.inf
-    new_to: float = -math.inf
+    #: Starts and retries so far. Each may repeat steps.
+    attempts: int = 0
 
     @property
     def newest_step(self) -> events.Step | None:
@@ -83,8 +80,10 @@ class Digest:
             case events.Retry():
                 self._mark("retry", self.step)
                 self.peaks, self.phases = {}, {}
+                self.attempts += 1
             case events.Start():
                 self._mark("resume" if event.resumed_from else "start", event.step or self.step)
+                self.attempts += 1
             case events.Sample():
                 self.samples.append(event)
         if isinstance(event, (events.RunWarning, events.Retry, events.OutOfMemory, events.State, events.Start)):
@@ -100,7 +99,8 @@ class Digest:
     def _add_step(self, event: events.Step) -> None:
         if "loss" not in self.series:
             self._mark("first step", event.step)
-        for name, value in values_of(event).items():
+        values = {name: value for name in METRICS if (value := getattr(event, name)) is not None}
+        for name, value in {**values, **event.metrics}.items():
             self._add(name, event.step, value)
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "card_used_bytes", "process_peak_rss_bytes"):
             value = getattr(event, name)
@@ -109,49 +109,26 @@ class Digest:
 
     def _add(self, name: str, step: int, value: float | None) -> None:
         self.series.setdefault(name, Series()).add(step, value)
-        self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
 
     def _mark(self, name: str, step: int) -> None:
         self.marks.append({"name": name, "step": step})
-        self.new_from, self.new_to = min(self.new_from, step), max(self.new_to, step)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "series": {name: series.as_json() for name, series in self.series.items()}, "marks": list(self.marks),
-            "samples": [events.event_json(event) for event in self.samples], "peaks": self.peaks, "phases": self.phases,
-            "messages": [events.event_json(event) for event in self.messages],
-            "newest": {kind: events.event_json(event) for kind, event in self.newest.items()},
-            "pace": self.pace.as_json(),
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Digest:
-        digest = cls({name: Series.from_json(series) for name, series in values["series"].items()})
-        digest.marks.extend(values["marks"])
-        digest.samples.extend(event for event in map(events.event_from, values["samples"]) if isinstance(event, events.Sample))
-        digest.messages.extend(map(events.event_from, values["messages"]))
-        digest.peaks, digest.phases = values["peaks"], values["phases"]
-        digest.newest = {kind: events.event_from(event) for kind, event in values["newest"].items()}
-        digest.pace = Pace.from_json(values["pace"], sorted(digest.newest.values(), key=lambda event: event.time_s or 0.0))
-        return digest
 
 
 class LiveRun:
     """One run, followed. `refresh` is what a tick calls; it costs what is new, and never more than TICK_BYTES."""
 
-    def __init__(self, run: RunDirectory, digest_path: Path) -> None:
-        self.run, self._digest_path = run, digest_path
-        self.digest, self.version = Digest(), 0
+    def __init__(self, run: RunDirectory) -> None:
+        self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
         self._reader = events.EventReader(run.events)
         #: Held while events are taken in; by who reads several bins that belong together, too.
         self.lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
-        self._saved_offset = 0
         self._plan: tuple[tuple[int, ...], Plan] | None = None
-        #: Name of this follower and its digest; bins of another one are no earlier version of its bins.
-        self.name = secrets.token_hex(4)
-        self._changes: deque[tuple[int, float]] = deque(maxlen=_VERSIONS)
-        self._chunks = Chunks()
+
+    @property
+    def key(self) -> str:
+        """Changes when values of earlier steps may be other ones: a file of its own, and attempts."""
+        return f"{self._name}-{self.digest.attempts}"
 
     def refresh(self) -> bool:
         """Read what is new. True when everything is read; False while a long history is still being read in the background."""
@@ -171,17 +148,6 @@ class LiveRun:
     def progress(self) -> float:
         """Share of the events that has been read."""
         return self._reader.offset / max(1, self._size())
-
-    def changed_from(self, version: int) -> float:
-        """The lowest step with values that are newer than `version`: infinite for none, 0 when that is not remembered."""
-        if version == self.version:
-            return math.inf
-        newer = [step for number, step in list(self._changes) if number > version]
-        return min(newer) if len(newer) == self.version - version else 0.0
-
-    def finer(self, start: int, stop: int, most_bins: int) -> dict[str, Series] | None:
-        """The metrics of a range of steps in bins of their own; None where the range is too wide for that."""
-        return finer(self.run.events, self._chunks.of(start, stop, self._reader.offset), start, stop, most_bins)
 
     def plan(self) -> Plan:
         """The run's plan with the changes of its retries, read again when a file changed."""
@@ -211,27 +177,13 @@ class LiveRun:
             with self.lock:
                 if not self._read(2**20) or self._size() - self._reader.offset <= TICK_BYTES:
                     self._catching_up = False
-                    self._save_digest()
                     return
 
     def _read(self, most_bytes: int) -> bool:
         before = self._reader.offset
         for event in self._reader.new(most_bytes):
             self.digest.add(event)
-        if self._reader.offset != before:
-            self.version += 1
-            self._note_changes(before)
-            if self._reader.offset - self._saved_offset > DIGEST_BYTES:
-                self._save_digest()
         return self._reader.offset != before
-
-    def _note_changes(self, offset: int) -> None:
-        """Which steps the events from `offset` on changed."""
-        digest = self.digest
-        self._changes.append((self.version, digest.new_from))
-        if digest.new_to >= digest.new_from:
-            self._chunks.add(offset, int(digest.new_from), int(digest.new_to))
-        digest.new_from, digest.new_to = math.inf, -math.inf
 
     def _size(self) -> int:
         try:
@@ -246,45 +198,23 @@ class LiveRun:
         except FileNotFoundError:
             return
         identity = (stat.st_dev, stat.st_ino)
-        if self._file is None:
-            self._file = identity
-            self._restore_digest()
-        if identity != self._file or stat.st_size < self._reader.offset:
-            self._file, self._reader.offset, self._saved_offset = identity, 0, 0
-            self.digest, self.version = Digest(), self.version + 1
-            self.name, self._chunks = secrets.token_hex(4), Chunks()
-
-    def _save_digest(self) -> None:
-        if self._reader.offset - self._saved_offset < DIGEST_BYTES:
-            return
-        self._saved_offset = self._reader.offset
-        saved = {"file": self._file, "offset": self._saved_offset, "digest": self.digest.as_json(), "chunks": self._chunks.rows}
-        write_json(self._digest_path, saved, checksum=True)
-
-    def _restore_digest(self) -> None:
-        try:
-            values = read_json(self._digest_path)
-            if values["file"] != list(self._file or ()) or values["offset"] > self._size():
-                return
-            self.digest = Digest.from_json(values["digest"])
-            self._chunks = Chunks(values["chunks"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or of another version: the events are there
-            return
-        self._reader.offset = self._saved_offset = values["offset"]
+        if self._file is not None and (identity != self._file or stat.st_size < self._reader.offset):
+            self._reader.offset, self.digest, self._name = 0, Digest(), secrets.token_hex(4)
+        self._file = identity
 
 
 class LiveRuns:
     """The followed runs by path: one reader for each, however many tabs look."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lock = folder, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._runs: dict[Path, LiveRun] = {}
 
     def of(self, run: RunDirectory) -> LiveRun:
         """The one follower of this run."""
         with self._lock:
             if run.path not in self._runs:
-                self._runs[run.path] = LiveRun(run, self._folder / f"{run.path.name}.json")
+                self._runs[run.path] = LiveRun(run)
             return self._runs[run.path]
 
     def forget(self, run: RunDirectory) -> None:

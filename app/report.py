@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,12 +69,11 @@ def main() -> int:
 
 def page(runs: list[RunDirectory]) -> str:
     """The whole page: a report of one run, or a comparison of several."""
-    with tempfile.TemporaryDirectory() as folder:
-        lives = [LiveRun(run, Path(folder) / f"{number}.json") for number, run in enumerate(runs)]
-        for live in lives:
-            live.wait()
-        title = ", ".join(run.path.name for run in runs)
-        body = _one(lives[0]) if len(lives) == 1 else _several(lives)
+    lives = list(map(LiveRun, runs))
+    for live in lives:
+        live.wait()
+    title = ", ".join(run.path.name for run in runs)
+    body = _one(lives[0]) if len(lives) == 1 else _several(lives)
     created = time.strftime("%Y-%m-%d %H:%M")
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + STYLE
@@ -95,7 +93,7 @@ def _one(live: LiveRun) -> str:
     notes = "".join(map(note, plan.forecast.notes if plan.forecast else ()))
     parts = {
         "How it went": _outcome(live) + continued,
-        "Curves": run_view.curves(live, 0.8),
+        "Curves": run_view.curves(live),
         "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
         "Plan": edited + f'<div id="new-run">{plan_head.answer(plan, has_bar=False)}</div>' + notes + chosen(plan),

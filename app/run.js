@@ -1,22 +1,21 @@
-// A run's page: which tab is open, the parts of it that change while it is open, and how old they are.
-// The chart asks the server once in a tick, and these parts come with its answer; without a chart this module asks by itself.
+// A run's page: the open tab, the parts of it that change while it is open, and how old they are.
 import { tr } from "./language.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5;
 const live = () => document.querySelector("#run-live");
 const parts = () => [...document.querySelectorAll("#run-head [data-part], #run-body [data-part]")];
-const chart = () => document.querySelector("#run-body ft-chart");
-let answered = Date.now(), alive = true, version = "", timer = 0;
+let answered = Date.now(), alive = true, timer = 0;
 
-// The server's answers: HTML of the parts whose checksum is another one.
-document.addEventListener("ft-ask", ({ target, detail }) => {
-  if (!target.closest("#run-body") || !live()) return;
-  detail.set("tab", document.body.dataset.tab);
-  detail.set("shown", parts().map(({ dataset }) => dataset.stamp).filter(Boolean).join("."));
-});
-document.addEventListener("ft-answer", ({ target, detail }) => {
-  if (target.closest("#run-body") && detail.parts) take(detail);
-});
+// Asks once a second for the parts of the tab whose checksum is another one.
+const ask = async () => {
+  clearTimeout(timer);
+  if (live() && !document.hidden) {
+    const shown = parts().map(({ dataset }) => dataset.stamp).filter(Boolean).join(".");
+    const response = await fetch(`/ft/run/${encodeURIComponent(live().dataset.run)}?${new URLSearchParams({ tab: document.body.dataset.tab, shown })}`).catch(() => null);
+    if (response?.ok) take(await response.json());
+  }
+  timer = setTimeout(ask, alive ? TICK_MS : IDLE_MS);
+};
 const take = (answer) => {
   [answered, alive] = [Date.now(), answer.alive];
   for (const part of parts()) {
@@ -42,27 +41,10 @@ const silence = () => {
   note.textContent = isLost ? tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s }) : "";
 };
 setInterval(silence, 1000);
-document.addEventListener("visibilitychange", () => { answered = Date.now(); });
-
-const ask = async () => {
-  clearTimeout(timer);
-  const element = live();
-  if (element && !chart() && !document.hidden) {
-    const query = new URLSearchParams({ points: 20, have: version });
-    query.set("tab", document.body.dataset.tab);
-    query.set("shown", parts().map(({ dataset }) => dataset.stamp).filter(Boolean).join("."));
-    try {
-      const response = await fetch(`/ft/series/${encodeURIComponent(element.dataset.run)}?${query}`);
-      if (response.ok) {
-        const answer = await response.json();
-        version = answer.version;
-        take(answer);
-      }
-    } catch { /* `silence` says so */ }
-  }
-  timer = setTimeout(ask, alive ? TICK_MS : IDLE_MS);
-};
-const askNow = () => (chart() ? chart().poll?.() : ask());
+document.addEventListener("visibilitychange", () => {
+  answered = Date.now();
+  if (!document.hidden) ask();
+});
 
 // Tabs: the address has the open one; the server is told, for the tabs with controls.
 const open = (tab) => {
@@ -75,19 +57,19 @@ const open = (tab) => {
     box.value = tab;
     box.dispatchEvent(new Event("input", { bubbles: true }));
   }
+  ask();
 };
 document.addEventListener("click", (event) => {
+  if (event.target.closest?.(".ft-act")) setTimeout(ask, 400);
   const link = event.target.closest?.("a[data-tab]");
   if (!link || !live() || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   event.preventDefault();
   const { tab } = link.dataset;
   if (tab !== document.body.dataset.tab) history.pushState(null, "", `/run?${new URLSearchParams({ run: live().dataset.run, tab })}`);
   open(tab);
-  askNow();
   if (!link.closest(".ft-tabs")) document.querySelector(`.ft-tabs [data-tab="${tab}"]`)?.focus();
 });
-document.addEventListener("click", ({ target }) => { if (target.closest?.(".ft-act")) setTimeout(askNow, 400); });
-addEventListener("popstate", () => { if (live()) { open(new URLSearchParams(location.search).get("tab") || "overview"); askNow(); } });
+addEventListener("popstate", () => { if (live()) open(new URLSearchParams(location.search).get("tab") || "overview"); });
 
 // When the head has arrived: the tab that the server has chosen.
 const started = new MutationObserver(() => {

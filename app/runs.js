@@ -1,4 +1,4 @@
-// The page of all runs: search, filters, hidden columns, what is chosen, the menu of a row, and renaming in its place.
+// The page of all runs: search, filters, what is chosen, the menu of a row, and renaming in its place.
 // The server replaces the table when a run has moved on, so all that a person does here is kept in `state` and applied anew.
 import { send } from "./message.js";
 import { tr } from "./language.js";
@@ -6,8 +6,7 @@ import { tr } from "./language.js";
 const find = (selector) => document.querySelector(selector);
 const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
 const shown = () => rows().filter((row) => !row.hidden);
-const saved = () => { try { return JSON.parse(localStorage.getItem("ft-runs-hidden")) ?? ["model"]; } catch { return ["model"]; } };
-const state = { chosen: new Set(), last: "", menu: "", renaming: "", text: "", hidden: new Set(saved()) };
+const state = { chosen: new Set(), last: "", menu: "", renaming: "", text: "" };
 
 // The options of a filter are what the rows have; the one that was chosen stays.
 const offer = (select, values) => {
@@ -37,8 +36,6 @@ const apply = () => {
   const count = tr("{n} chosen", { n: state.chosen.size });
   if (bar.firstChild.textContent !== count) bar.firstChild.textContent = count;
   bar.querySelector("[data-deed=compare]").disabled = state.chosen.size < 2;
-  document.body.dataset.hiddenColumns = [...state.hidden].join(" ");
-  for (const box of document.querySelectorAll("[data-column]")) box.checked = !state.hidden.has(box.dataset.column);
   for (const [name, list] of [["queued", "queue"], ["deleted", "trash"]]) {
     const number = find(`#runs-${list} [data-count]`)?.dataset.count ?? "";
     if (find(`#runs-${name}`).textContent !== number) find(`#runs-${name}`).textContent = number;
@@ -104,14 +101,7 @@ document.addEventListener("click", (event) => {
   const { deed } = target.closest?.("#runs-menu [data-deed], #runs-chosen [data-deed]")?.dataset ?? {};
   if (deed) act(deed, Boolean(target.closest("#runs-menu")));
 });
-document.addEventListener("input", ({ target }) => {
-  const { column } = target.dataset;
-  if (column) {
-    if (target.checked) state.hidden.delete(column); else state.hidden.add(column);
-    try { localStorage.setItem("ft-runs-hidden", JSON.stringify([...state.hidden])); } catch { /* a browser without storage */ }
-  }
-  if (column || target.closest("#runs-controls")) apply();
-});
+document.addEventListener("input", ({ target }) => { if (target.closest("#runs-controls")) apply(); });
 document.addEventListener("keydown", (event) => {
   if (!event.target.closest?.("#runs-menu") || !["ArrowDown", "ArrowUp"].includes(event.key)) return;
   event.preventDefault();

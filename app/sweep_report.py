@@ -27,7 +27,7 @@ def page(sweep: Sweep) -> str:
         "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("theme.css", "svg_chart.css")) + STYLE
     )
     arms = sweep_view.arms_table(sweep.results(), lambda entry: inert(entry.run))
-    body = f"<section><h2>Held-out loss</h2>{sweep_view.picture(sweep)}</section><section><h2>Arms</h2>{arms}</section>"
+    body = f"<section><h2>Held-out loss</h2>{sweep_view.losses(sweep)}</section><section><h2>Arms</h2>{arms}</section>"
     created = time.strftime("%Y-%m-%d %H:%M")
     rule = note(as_on_page(RULE))
     return (

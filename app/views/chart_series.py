@@ -1,10 +1,7 @@
-"""What `<ft-chart>` draws, as JSON: the panels of a run with their lines and levels, and the bins that are new."""
+"""The data of `<ft-chart>` as JSON: the panels of a run with their lines and levels, and the bins that are new."""
 
 from __future__ import annotations
 
-import json
-import math
-import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +10,13 @@ from finetune.units import GIB, format_count
 
 from ..language import mark, tr
 from .markup import as_on_page
-from .series import MOST_BINS, Bin, Series
+from .series import Series
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
     from ..live import Digest, LiveRun
 
-#: Small charts have a share of the bins of a large one.
-_SMALL = 3
 _SMALL_PANELS = (
     ("learning_rate", mark("Learning rate"), "short", "{:.3g}".format),
     ("grad_norm", mark("Gradient norm"), "short", "{:.3g}".format),
@@ -46,7 +41,7 @@ def layout(digest: Digest, plan: Plan) -> list[dict[str, Any]]:
         if name in digest.series
     ]
     return [
-        {"title": tr("Loss"), "unit": "loss", "log": True, "lines": loss, "levels": []},
+        {"title": tr("Loss"), "unit": "loss", "lines": loss, "levels": []},
         _memory(digest, plan),
         *_small_panels(digest),
     ]
@@ -96,75 +91,35 @@ def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
         yield f"eval/{name}", tr("Held-out {metric}", metric=as_on_page(label)), unit, text.format
 
 
-def answer(live: LiveRun, have: tuple[str, int, int] | None, points: int = MOST_BINS) -> dict[str, Any]:
-    """What is new since the version `have` (name, number, checksum of the layout); everything where that is another one's."""
+def answer(live: LiveRun, have: tuple[str, int] | None = None) -> dict[str, Any]:
+    """Panels, marks and bins. `have`: the key and the newest step of an earlier answer; earlier bins are left out."""
     is_read, state = live.refresh(), live.state()
     with live.lock:
-        digest, plan = live.digest, live.plan()
+        digest, plan, key = live.digest, live.plan(), live.key
+        lowest = have[1] if have is not None and have[0] == key else 0
         panels = layout(digest, plan)
-        checksum = zlib.crc32(json.dumps(panels).encode())
-        is_new = have is None or have[0] != live.name or have[1] > live.version or have[2] != checksum
-        lowest = 0.0 if is_new or have is None else live.changed_from(have[1])
-        step = digest.newest_step
-        total = (step.total_steps if step else None) or plan.total_steps or 0
-        events = [event for event in digest.marks if event["step"] >= lowest and event["name"] != "start"]
-        marks = [[event["name"], event["step"]] for event in events]
+        names = {line["name"] for panel in panels for line in panel["lines"]}
+        newest = digest.newest_step
+        total = (newest.total_steps if newest else None) or plan.total_steps or 0
         return {
-            "version": f"{live.name}-{live.version}-{checksum}", "all": lowest <= 0,
-            "from": lowest if math.isfinite(lowest) else None,
-            "step": digest.step, "total": max(total, digest.step), "alive": not state.ended,
-            "epochs_per_step": step.epoch / step.step if step and step.epoch and step.step else None,
-            "read": None if is_read else round(live.progress, 2),
-            "series": _parts(digest.series, panels, points, lowest), "marks": marks,
-            **({"panels": panels} if is_new else {}),
+            "key": key, "from": lowest, "step": digest.step, "total": max(total, digest.step), "alive": not state.ended,
+            "read": None if is_read else round(live.progress, 2), "panels": panels,
+            "series": {name: _part(name, digest.series[name], lowest) for name in names if name in digest.series},
+            "marks": [[event["name"], event["step"]] for event in digest.marks if event["step"] >= lowest],
         }  # fmt: skip
 
 
-def zoomed(live: LiveRun, start: int, stop: int, points: int = MOST_BINS) -> dict[str, Any]:
-    """The bins of the steps `start` to `stop`, finer than those of the whole run; none where the range is too wide."""
-    with live.lock:
-        panels = layout(live.digest, live.plan())
-    series = live.finer(start, stop, points)
-    return {"from": start, "to": stop, "series": _parts(series or {}, panels, points, 0.0)}
+def _part(name: str, series: Series, lowest: int) -> dict[str, Any]:
+    """The width of the bins, and those with the step `lowest` and later ones.
 
-
-def _parts(series: dict[str, Series], panels: list[dict[str, Any]], points: int, lowest: float) -> dict[str, Any]:
-    """The bins from the step `lowest` on of each metric that a panel draws, and the seconds of each step for the time axis."""
-    wanted = {line["name"]: points // (_SMALL if panel.get("small") else 1) for panel in panels for line in panel["lines"]}
-    wanted["step_s"] = points // _SMALL
-    return {name: _part(name, series[name], most, lowest) for name, most in wanted.items() if name in series}
-
-
-def _part(name: str, series: Series, points: int, lowest: float) -> dict[str, Any]:
-    """Width, indices (of those that follow each other only the first), means, and where they differ lowest and highest values;
-    `gaps` counts the values that are no number.
-
-    More than `points` bins are merged by the same rule as in the series, so that they, too, are stable when steps are added.
+    Each is its index and mean and, where these differ, its lowest and highest value and the count of values that are no number.
     """
-    factor = 1
-    indices = set(series.bins)
-    while len(indices) > points:
-        factor, indices = factor * 2, {index // 2 for index in indices}
-    width = series.width * factor
-    merged: dict[int, Bin] = {}
-    for index in sorted(series.bins):
-        coarse = index // factor
-        if coarse * width + width > lowest:
-            part = merged.get(coarse)
-            merged[coarse] = part.merged(series.bins[index]) if part else series.bins[index]
-    scale = GIB if name.endswith("_bytes") else 1.0
-    gaps = {index: part.missing for index, part in merged.items() if part.missing}
-    values = {"m": [part.total / part.count if part.count else None for part in merged.values()]}
-    if width > 1:
-        values["l"] = [part.low if part.count else None for part in merged.values()]
-        values["h"] = [part.high if part.count else None for part in merged.values()]
-    shown = {key: [None if value is None else _short(value / scale) for value in column] for key, column in values.items()}
-    positions = list(merged)
-    if positions and positions[-1] - positions[0] == len(positions) - 1:
-        positions = positions[:1]
-    return {"w": width, "i": positions, **shown, **({"gaps": gaps} if gaps else {})}
-
-
-def _short(value: float) -> float:
-    """Five significant digits: what a chart can show."""
-    return float(f"{value:.5g}")
+    bins, scale = [], GIB if name.endswith("_bytes") else 1.0
+    for index, part in sorted(series.bins.items()):
+        if (index + 1) * series.width > lowest:
+            numbers = [part.mean, part.low, part.high] if part.count else [None] * 3
+            shown = [None if value is None else float(f"{value / scale:.5g}") for value in numbers]
+            bins.append(
+                [index, *(shown if part.count > 1 or part.missing else shown[:1]), *([part.missing] * bool(part.missing))]
+            )
+    return {"width": series.width, "bins": bins}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from finetune.run.best import compare_held_out
-from finetune.units import GIB
+from finetune.units import format_bytes
 
 from ..language import tr
 from ..live import LiveRun
-from .charts import Line, Panel, chart
+from .charts import Line, picture
 from .markup import inert, note, table
 from .run_row import RunRow
-from .series import smoothed
+from .series import Point, Series, smoothed
 from .words import setting_name, value_text
 
 _SMOOTHING = 0.8
@@ -25,9 +25,10 @@ def comparison(lives: list[LiveRun], element: str = "", rows: Sequence[RunRow] =
     held_out = tr(template, **values)
     if element:
         return f"{element}{note(held_out)}{_figures(rows)}{_differences(lives)}"
-    panels = [_overlay(tr("Loss, smoothed"), lives, ("loss",), 1.0), _overlay(tr("Memory, GiB"), lives, _MEMORY, GIB)]
-    picture = chart(panels, [], max(live.digest.step for live in lives), held_out)
-    return f'{picture}<p class="ft-summary">{inert(held_out)}</p>{_figures(rows)}{_differences(lives)}'
+    losses = _overlay(lives, ("loss",), lambda series: smoothed(series.points(), _SMOOTHING))
+    memory = _overlay(lives, _MEMORY, lambda series: series.points(highest=True))
+    pictures = picture(tr("Loss, smoothed"), losses, "{:.3g}".format) + picture(tr("Memory"), memory, format_bytes)
+    return f'{pictures}<p class="ft-summary">{inert(held_out)}</p>{_figures(rows)}{_differences(lives)}'
 
 
 def _figures(rows: Sequence[RunRow]) -> str:
@@ -49,11 +50,9 @@ def _differences(lives: list[LiveRun]) -> str:
     return table([tr("Setting"), *(f">{live.run.path.name}" for live in lives)], rows, tr("Settings that differ"))
 
 
-def _overlay(title: str, lives: list[LiveRun], names: tuple[str, ...], unit: float) -> Panel:
-    lines = []
-    for number, live in enumerate(lives):
-        series = next((live.digest.series[name] for name in names if name in live.digest.series), None)
-        if series is not None:
-            points = smoothed(series.means(), _SMOOTHING) if unit == 1.0 else series.means()
-            lines.append(Line(live.run.path.name, points, f"run run{number}"))
-    return Panel(title, lines, lambda value: f"{value / unit:.3g}", unit=unit)
+def _overlay(lives: list[LiveRun], names: tuple[str, ...], points: Callable[[Series], list[Point]]) -> list[Line]:
+    """The first of these metrics of each run."""
+    return [
+        Line(live.run.path.name, points(series), f"run{number}") for number, live in enumerate(lives)
+        if (series := next((live.digest.series[name] for name in names if name in live.digest.series), None)) is not None
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Curves, messages and log of a run as HTML: charts as SVG, their summary and table, the end of the log."""
+"""Curves, messages and log of a run as HTML: the table and the summary of its curves, its messages, the end of the log."""
 
 from __future__ import annotations
 
@@ -7,56 +7,45 @@ from typing import TYPE_CHECKING
 
 from finetune.events import OutOfMemory, Retry, RunWarning, Start, State
 from finetune.run.out_of_memory import explanation_lines
-from finetune.units import GIB, format_bytes
+from finetune.units import format_bytes
 
 from ..language import mark, tr
-from .chart_series import small_curves
-from .charts import Level, Line, Mark, Panel, chart
+from .charts import Line, picture
 from .markup import as_on_page, inert, note, table
-from .series import Point, smoothed
+from .series import smoothed
 
 if TYPE_CHECKING:
     from finetune.planner.plan import Plan
 
     from ..live import Digest, LiveRun
 
-#: What happened at a step: the name in the digest, and how it looks.
-_MARK_CSS = {
-    mark("first step"): "first", mark("evaluation"): "evaluation", mark("save"): "save", mark("retry"): "retry",
-    mark("resume"): "resume", mark("start"): "start",
-}  # fmt: skip
 #: Kinds of the events that are messages.
 _KINDS = {
     "state": mark("state"), "start": mark("start"), "retry": mark("retry"), "warning": mark("warning"),
     "out_of_memory": mark("out of memory"),
 }  # fmt: skip
-_MARKS_SHOWN = 60
 _SMOOTHING = 0.8
 _LOG_BYTES = 16 * 2**10
 _TABLE_ROWS = 12
 _loss = "{:.4f}".format
 
 
-def plain_curves(live: LiveRun) -> str:
-    """The curves as SVG, with the numbers in a table: where the page has no `<ft-chart>`."""
-    rows = f"<details><summary>{tr('Loss and memory as a table')}</summary>{numbers(live.digest)}</details>"
-    return f"{curves(live, _SMOOTHING)}{rows}<h2>{tr('More curves')}</h2>{more_curves(live.digest)}"
-
-
-def curves(live: LiveRun, factor: float) -> str:
-    """Loss and memory over the same steps as SVG, with forecast, budget and card, and marks for what happened."""
-    digest, plan = live.digest, live.plan()
-    panels = [_loss_panel(digest, factor), _memory_panel(digest, plan)]
-    shown = [(event["name"], event["step"]) for event in digest.marks if event["name"] != "start"][-_MARKS_SHOWN:]
-    marks = [Mark(tr("{event}, step {step}", event=tr(name), step=step), step, _MARK_CSS[name]) for name, step in shown]
-    summary = summary_of(digest, plan)
-    legend = "".join(
-        f'<li class="{css}">{tr(name)}</li>'
-        for name, css in _MARK_CSS.items()
-        if any(shown_name == name for shown_name, _ in shown)
+def curves(live: LiveRun) -> str:
+    """Loss and memory over steps as SVG, with their summary."""
+    digest, plan, end = live.digest, live.plan(), float(max(1, live.digest.step))
+    loss, held_out = digest.series.get("loss"), digest.series.get("eval_loss")
+    losses = (
+        [Line(tr("each step"), loss.points(), "raw"), Line(tr("smoothed"), smoothed(loss.points(), _SMOOTHING), "loss")]
+        if loss
+        else []
     )
-    marked = f'<ul class="ft-legend marks">{legend}</ul>' if legend else ""
-    return f'{chart(panels, marks, digest.step, summary)}{marked}<p class="ft-summary">{inert(summary)}</p>'
+    losses += [Line(tr("held out"), held_out.points(), "eval")] if held_out else []
+    memory = _memory_lines(digest, plan)
+    if plan.forecast and memory:
+        memory.append(Line(tr("forecast"), [(0.0, plan.forecast.peak_bytes), (end, plan.forecast.peak_bytes)], "forecast"))
+    title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
+    pictures = picture(tr("Loss"), losses, "{:.3g}".format) + picture(title, memory, format_bytes)
+    return f'{pictures}<p class="ft-summary">{inert(summary_of(digest, plan))}</p>'
 
 
 def summary_of(digest: Digest, plan: Plan) -> str:
@@ -79,22 +68,6 @@ def summary_of(digest: Digest, plan: Plan) -> str:
         memory=tr(name), size=format_bytes(peak), forecast=forecast,
     )  # fmt: skip
     return f"{summary} {highest}"
-
-
-def more_curves(digest: Digest) -> str:
-    """Held-out loss, learning rate, gradient norm, speed, sensors: small, over the same steps."""
-    charts = []
-    for name, title, _, show in (("eval_loss", tr("Held-out loss"), "", _loss), *small_curves()):
-        series = digest.series.get(name)
-        if series is None:
-            continue
-        label = f"{title}: {series.newest_text(show)}"
-        if series.low is not None and series.high is not None:
-            label = tr("{reading}, between {low} and {high}", reading=label, low=show(series.low), high=show(series.high))
-        newest = tr(series.missing[1]) if series.missing else show(series.last or 0.0)
-        panel = Panel(f"{title} {newest}", [Line(title, series.means(), "loss")], show, css="small")
-        charts.append(chart([panel], [], digest.step, label))
-    return f'<div class="ft-grid">{"".join(charts)}</div>' if charts else note(tr("These curves start with the first step."))
 
 
 def messages(digest: Digest) -> str:
@@ -138,14 +111,13 @@ def log_tail(live: LiveRun) -> str:
     return f'<pre class="ft-log" tabindex="0" role="region" aria-label="{tr("End of the log")}">{shown}</pre>'
 
 
-def numbers(digest: Digest) -> str:
-    """The chart as a table: steps evenly spaced, with loss and memory."""
+def numbers(digest: Digest, plan: Plan) -> str:
+    """The curves as a table: steps evenly spaced, with loss and memory."""
     loss = digest.series.get("loss")
-    if loss is None or not loss.bins:
+    if loss is None:
         return note(tr("No step is complete yet."))
-    name = _memory_lines(digest)[-1][0] if _memory_lines(digest) else None
-    memory_at = dict(digest.series[name].means()) if name else {}
-    points = loss.means()
+    memory_at = dict(memory[-1].points) if (memory := _memory_lines(digest, plan)) else {}
+    points = loss.points()
     chosen = points[:: max(1, len(points) // _TABLE_ROWS)]
     if points[-1] not in chosen:
         chosen.append(points[-1])
@@ -157,48 +129,21 @@ def numbers(digest: Digest) -> str:
     return table(columns, rows, tr("Loss and memory by step"), hidden_caption=True)
 
 
-def _loss_panel(digest: Digest, factor: float) -> Panel:
-    lines = []
-    if "loss" in digest.series:
-        raw = digest.series["loss"]
-        lines.append(Line(tr("loss, raw" if factor else "loss"), raw.points(), "loss raw" if factor else "loss"))
-        if factor:
-            lines.append(Line(tr("loss, smoothed"), smoothed(raw.means(), factor), "loss"))
-    if "eval_loss" in digest.series:
-        lines.append(Line(tr("held-out loss"), digest.series["eval_loss"].points(), "eval"))
-    return Panel(tr("Loss"), lines, lambda value: f"{value:.3g}")
-
-
-def _memory_panel(digest: Digest, plan: Plan) -> Panel:
-    lines = [Line(label, _of_process(name, digest, plan), css) for name, label, css in _memory_lines(digest)]
-    levels = []
-    if plan.forecast:
-        on_card = "peak_allocated_bytes" in digest.series
-        forecast = plan.forecast
-        band = None if on_card else (float(forecast.peak_low_bytes), float(forecast.peak_high_bytes))
-        levels.append(Level(tr("forecast"), float(forecast.peak_bytes), "forecast", band))
-    if plan.budget_bytes:
-        levels.append(Level(tr("budget"), float(plan.budget_bytes), "budget"))
-    levels.append(Level(tr("host memory") if plan.card.is_cpu else "GPU", float(plan.card.total_bytes), "card"))
-    title = tr("Process memory" if plan.card.is_cpu else "GPU memory")
-    return Panel(title, lines, lambda value: f"{value / GIB:.3g} GiB", levels, zero=True, unit=GIB)
-
-
-def _memory_lines(digest: Digest) -> list[tuple[str, str, str]]:
-    card = [
-        ("card_used_bytes", tr("whole GPU, with other programs"), "whole"),
-        ("peak_reserved_bytes", tr("Reserved memory and CUDA context"), "reserved"),
-        ("peak_allocated_bytes", tr("allocated, peak of the step"), "memory"),
-    ]  # fmt: skip
-    host = [("process_rss_bytes", tr("process"), "memory")]
-    lines = [line for line in card if line[0] in digest.series]
-    return lines or [line for line in host if line[0] in digest.series]
-
-
-def _of_process(name: str, digest: Digest, plan: Plan) -> list[Point]:
-    """A curve of memory; that of reserved memory with the CUDA context, like the forecast beside it."""
-    added = _context_bytes(digest, plan) if name == "peak_reserved_bytes" else 0
-    return [(step, None if size is None else size + added) for step, size in digest.series[name].points()]
+def _memory_lines(digest: Digest, plan: Plan) -> list[Line]:
+    """Peaks of the GPU's memory, else the process's memory. Reserved memory includes the CUDA context, like the forecast."""
+    names = {
+        "card_used_bytes": (tr("whole GPU, with other programs"), "whole"),
+        "peak_reserved_bytes": (tr("Reserved memory and CUDA context"), "reserved"),
+        "peak_allocated_bytes": (tr("allocated, peak of the step"), "memory"),
+    }
+    if names.keys().isdisjoint(digest.series):
+        names = {"process_rss_bytes": (tr("process"), "memory")}
+    added = {"peak_reserved_bytes": _context_bytes(digest, plan)}
+    curves = [(name, digest.series[name].points(highest=True)) for name in names if name in digest.series]
+    return [
+        Line(names[name][0], [(step, size and size + added.get(name, 0)) for step, size in points], names[name][1])
+        for name, points in curves
+    ]
 
 
 def _context_bytes(digest: Digest, plan: Plan) -> int:

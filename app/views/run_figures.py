@@ -58,7 +58,7 @@ def _loss(digest: Digest) -> Cell:
             last, last_step = loss_text(series.last), f"{series.last_step:,}"
             where = tr("at step {step}, {loss} at {before} before", step=f"{series.missing[0]:,}", loss=last, before=last_step)
         return tr("Loss"), tr("not a number"), where
-    average = next((value for _, value in reversed(smoothed(series.means(), _SMOOTHING)) if value is not None), None)
+    average = next((value for _, value in reversed(smoothed(series.points(), _SMOOTHING)) if value is not None), None)
     first = tr("from {loss}", loss=loss_text(series.first)) if series.first is not None else ""
     return tr("Loss, smoothed"), loss_text(average) if average is not None else tr("not yet"), first
 

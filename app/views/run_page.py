@@ -25,6 +25,7 @@ from .run_head import BROKEN, failure, next_steps, progress, survived, tabs, tit
 
 _PROMPTS_SHOWN = 3
 _STEPS_SHOWN = 3
+_NO_CHARTS = mark("Charts need uPlot, which the build could not fetch: build again with a connection.")
 _NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here they stand side by side.")
 
 
@@ -81,7 +82,7 @@ def _texts(live: LiveRun, tab: str) -> dict[str, str]:
         texts["memory"] = memory(digest, plan)
         texts["answers"] = _answers(live)
         if not has_charts():
-            texts["curves"] = run_view.plain_curves(live)
+            texts["curves"] = note(tr(_NO_CHARTS)) + run_view.numbers(digest, plan)
     elif tab == "samples":
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
         texts["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or note(tr(_NO_SAMPLES))}"

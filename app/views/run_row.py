@@ -50,7 +50,7 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
     steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
         name, Path(str(plan.settings.model_name_or_path)).name, state, steps,
-        _last(digest), sparkline(loss.means(), label) if loss else "", _held_out(digest), scores.of(live.run),
+        _last(digest), sparkline(loss.points(), label) if loss else "", _held_out(digest), scores.of(live.run),
         peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(started_s),
         f"{rate:,.0f}" if rate else "",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from .run_head import STATES, pill
 from .run_row import RunRow, link_to
 from .words import day
 
-#: Columns that can be hidden: their name in the page's own HTML and in the head of the table.
+#: Columns: their name in the page's own HTML and in the head of the table.
 COLUMNS = {
     "model": mark("Model"), "loss": mark("Loss"), "held": mark("Held out"), "score": mark("Score"),
     "peak": mark("Peak / forecast, GiB"), "time": mark("Time"), "started": mark("Started"),
@@ -25,17 +25,12 @@ _STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "star
 
 
 def controls() -> str:
-    """Search, filters and columns; the bar of what is chosen; and the menu of a row. runs.js works them; they never change."""
-    boxes = "".join(
-        f'<label><input type="checkbox" data-column="{name}"{"" if name == "model" else " checked"}> {tr(label)}</label>'
-        for name, label in COLUMNS.items()
-    )
+    """Search and filters; the bar of what is chosen; and the menu of a row. runs.js works them; they never change."""
     return (
         f'<div class="ft-runs-head"><h1 class="ft-title" data-title="{tr("Runs")}">{tr("Runs")}</h1>'
         f'<input type="search" id="runs-search" placeholder="{tr("Search")}" aria-label="{tr("Search runs")}">'
         f'<select id="runs-state" aria-label="{tr("State")}"><option value="">{tr("Any state")}</option></select>'
         f'<select id="runs-model" aria-label="{tr("Model")}"><option value="">{tr("Any model")}</option></select>'
-        f'<details class="ft-pop"><summary>{tr("Columns")}</summary><div>{boxes}</div></details>'
         f'<span class="ft-jump"><a href="#runs-queue">{tr("Queue")} <b id="runs-queued"></b></a>'
         f'<a href="#runs-trash">{tr("Trash")} <b id="runs-deleted"></b></a></span></div>'
         f'<div id="runs-menu" popover><button type="button" data-deed="rename">{tr("Rename")}</button>'
@@ -57,7 +52,7 @@ def chosen_bar() -> str:
 def runs_table(rows: Sequence[RunRow]) -> str:
     """The runs, newest first."""
     if not rows:
-        new = f'<a class="ft-button" href="/model">{tr("New run")}</a>'
+        new = f'<a class="ft-button" href="/">{tr("New run")}</a>'
         return f'<div class="ft-empty"><p>{tr("No runs yet.")}</p><p>{new}</p></div>'
     head = "".join(
         f'<th scope="col" class="c-{name}{" right" if name in _RIGHT else ""}">{tr(label)}</th>'

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
-from .charts import Line, Panel, chart
+from .charts import Line, picture
 from .markup import Safe, as_on_page, inert, interval_text, note, table
 from .run_head import STATES
 from .run_row import link_to
@@ -63,7 +63,7 @@ def curves(sweep: Sweep) -> str:
     chosen = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
     element = chart_element([entry.name for entry in chosen], [arm_name(entry.values) for entry in chosen])
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
-    shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else picture(sweep)
+    shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else losses(sweep)
     return f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>'
 
 
@@ -74,14 +74,13 @@ def arms(sweep: Sweep) -> str:
     return f'<section class="ft-box"><p role="status"><b>{state}</b> {inert(sentence(sweep))}</p>{linked}</section>'
 
 
-def picture(sweep: Sweep) -> str:
+def losses(sweep: Sweep) -> str:
     """The held-out losses of every arm as SVG."""
     lines = [
-        Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run run{number}")
+        Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
         for number, entry in enumerate(sweep.results())
     ]
-    panel = Panel(tr("Held-out loss of every arm"), lines, lambda value: f"{value:.3g}")
-    return chart([panel], [], float(sweep.study.user_attrs["steps"]), f"{tr('Held-out loss by step.')} {sentence(sweep)}")
+    return picture(tr("Held-out loss of every arm"), lines, "{:.3g}".format)
 
 
 def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:

@@ -30,7 +30,7 @@ UPLOAD_PATH = "/gradio_api/upload"
 READ = re.compile(
     r"/(?:|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
-    r"|/ft/series/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
+    r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
 WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change")

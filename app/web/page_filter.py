@@ -41,11 +41,12 @@ _THEME_FORM = 2
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page; beside them those of New run and Run, the pages with the most controls, and of all others.
 _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
+_OF_CHARTS = ("uplot.css", "chart.css") if has_charts() else ()
 _OF_PAGE: dict[str, tuple[str, ...]] = {
     "": ("svg_chart.css", "new_run.css", "new_run.js"),
-    "run": (*(() if has_charts() else ("svg_chart.css",)), "run.css", "run.js", "pick.js"),
+    "run": (*_OF_CHARTS, "run.css", "run.js", "pick.js"),
 }
-_OF_OTHERS = ("svg_chart.css", "run.css", "runs.css", "runs.js")
+_OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.

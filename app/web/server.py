@@ -90,7 +90,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from ..page import build_page
     from ..pages.new_run import NewRun
     from .own_files import OWN_FILES, own_file
-    from .series import series_of
+    from .series import parts_of, series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -100,6 +100,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api.get(f"/ft/{path.name}")(handler)
         api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
     api.get("/ft/series/{name}")(series_of(context))
+    api.get("/ft/run/{name}")(parts_of(context))
     NewRun(context).add_routes(api)
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}

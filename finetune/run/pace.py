@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.events import Evaluation, Event, Start, Step
 
@@ -112,19 +112,6 @@ class Pace:
         if waited_s < _REPORTED_SHARE * step_s:
             return [], {}
         return [WAITED if utilisations else MODELLED, MORE_WORK if settings.torch_compile else COMPILING], values
-
-    def as_json(self) -> dict[str, Any]:
-        """What `from_json` needs beside the newest events."""
-        return {"steps_s": list(self.steps_s), "evaluations_s": list(self.evaluations_s), "waits": list(self.waits)}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], newest: Iterable[Event]) -> Pace:
-        """The pace of `as_json`; `newest`: the newest event of each kind, the oldest first."""
-        pace = cls.of(newest)
-        pace.steps_s = deque(values["steps_s"], maxlen=_NEWEST_STEPS)
-        pace.evaluations_s = deque(values["evaluations_s"], maxlen=_NEWEST_EVALUATIONS)
-        pace.waits = deque(map(tuple, values["waits"]), maxlen=_NEWEST_STEPS)
-        return pace
 
 
 def _plausible(seconds: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The points of <ft-chart>: parts that add up to the whole, finer bins of a range, and answers to hostile parameters."""
+"""The data of <ft-chart>: parts that add up to the whole, and answers to hostile parameters."""
 
 import json
 import random
@@ -9,10 +9,10 @@ from starlette.requests import Request
 from written_runs import append, plan, step_event
 
 from app.live import LiveRun, LiveRuns
-from app.views.chart_series import answer, zoomed
+from app.views.chart_series import answer
 from app.views.run_row import peak_beside_forecast
 from app.web.guard import READ
-from app.web.series import series_of
+from app.web.series import parts_of, series_of
 from app.workspace import Workspace
 from finetune.events import Checkpoint, Evaluation, Retry, Start, Step
 from finetune.files import write_json
@@ -29,16 +29,17 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def live(run, tmp_path):
-    return LiveRun(run, tmp_path / "digest.json")
+def live(run):
+    return LiveRun(run)
 
 
 @pytest.fixture
 def get(run, tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
-    handler = series_of(SimpleNamespace(workspace=workspace, lives=LiveRuns(workspace.folder("series"))))
+    context = SimpleNamespace(workspace=workspace, lives=LiveRuns())
 
-    def request(name="one", query=""):
+    def request(name="one", query="", route=series_of):
+        handler = route(context)
         response = handler(name, Request({"type": "http", "query_string": query.encode(), "headers": []}))
         return response.status_code, response.body.decode()
 
@@ -54,37 +55,28 @@ def losses(first, last, total=3000):
     return [step_event(step, total, chance) for step in range(first, last + 1)]
 
 
-def indices(part):
-    """Those of a part's bins: all, or the first of those that follow each other."""
-    return part["i"] if len(part["i"]) != 1 else [part["i"][0] + number for number in range(len(part["m"]))]
-
-
 def version_of(news):
-    """The version of a chart's answer, as the next one asks for it."""
-    name, number, checksum = news["version"].split("-")
-    return name, int(number), int(checksum)
+    """What the browser has, as it says when it asks again."""
+    return news["key"], news["step"]
 
 
 class Client:
-    """Keeps bins as chart_data.js does."""
+    """Keeps bins as chart.js does."""
 
-    def __init__(self, live, points=100):
-        self.live, self.points, self.version, self.series, self.marks = live, points, None, {}, []
+    def __init__(self, live):
+        self.live, self.version, self.series, self.marks = live, None, {}, []
 
     def tick(self):
-        news = answer(self.live, self.version, self.points)
-        if news["all"]:
+        news = answer(self.live, self.version)
+        if not news["from"]:
             self.series, self.marks = {}, []
-        if news["from"] is not None:
-            self.marks = [mark for mark in self.marks if mark[1] < news["from"]] + news["marks"]
+        self.marks = [mark for mark in self.marks if mark[1] < news["from"]] + news["marks"]
         for name, part in news["series"].items():
-            bins = self.series.setdefault(name, {"w": part["w"]})
-            if bins["w"] != part["w"]:
+            bins = self.series.setdefault(name, {"width": part["width"]})
+            if bins["width"] != part["width"]:
                 self.version = None
                 return self.tick()
-            for number, index in enumerate(indices(part)):
-                gap = part.get("gaps", {}).get(index)
-                bins[index] = [*(part[key][number] for key in "mlh" if key in part), gap]
+            bins.update({index: values for index, *values in part["bins"]})
         self.version = version_of(news)
         return news
 
@@ -102,62 +94,38 @@ def test_what_is_sent_in_parts_is_what_is_sent_at_once(run, live):
     at_once.tick()
     assert client.series == at_once.series and sorted(client.marks) == sorted(at_once.marks)
     assert ["retry", 925] in client.marks and ["resume", 800] in client.marks
-    assert sum(bins[-1] or 0 for index, bins in client.series["loss"].items() if index != "w") == 1
+    assert [bins[3] for index, bins in client.series["loss"].items() if index != "width" and len(bins) > 3] == [1]
 
 
 def test_a_tick_sends_only_the_bins_of_new_steps(run, live):
-    client = Client(live, 400)
+    client = Client(live)
     write(run, *losses(1, 2000))
     live.wait()
     first = client.tick()
+    assert first["series"]["loss"]["width"] == 4
     write(run, *losses(2001, 2003))
     news = client.tick()
-    assert len(news["series"]["loss"]["m"]) <= 2 and "panels" not in news
-    assert len(json.dumps(news)) < 0.05 * len(json.dumps(first))
-    assert client.tick()["series"]["loss"]["m"] == []
+    assert len(news["series"]["loss"]["bins"]) == 1 and len(json.dumps(news)) < 0.05 * len(json.dumps(first))
 
 
-def test_another_or_forgotten_version_is_answered_with_everything(run, live):
+def test_an_unknown_key_is_answered_with_everything(run, live):
     write(run, *losses(1, 50))
-    newest = version_of(answer(live, None))
-    for have in ((live.name, 999, newest[2]), ("0" * 8, newest[1], newest[2]), (live.name, newest[1], 0)):
-        assert answer(live, have)["all"]
-    assert not answer(live, newest)["all"]
+    newest = version_of(answer(live))
+    assert answer(live, newest)["from"] == 50 and answer(live, ("0" * 8, 50))["from"] == 0
+    write(run, Start(resumed_from="checkpoint-20", step=20), *losses(21, 22))
+    assert answer(live, newest)["from"] == 0
     run.events.unlink()
     write(run, *losses(1, 3))
-    assert answer(live, newest)["all"] and answer(live, newest)["step"] == 3
-
-
-def test_a_zoom_has_each_step_also_of_a_long_run_that_is_opened_again(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.live.DIGEST_BYTES", 50_000)
-    monkeypatch.setattr("app.zoom._CHUNK_BYTES", 20_000)
-    write(run, *losses(1, 2500))
-    live = LiveRun(run, tmp_path / "digest.json")
-    live.wait()
-    assert answer(live, None)["series"]["loss"]["w"] > 1
-    live._save_digest()
-    reopened = LiveRun(run, tmp_path / "digest.json")
-    answer(reopened, None)
-    assert reopened._saved_offset > 50_000
-    reopened.wait()
-    part = zoomed(reopened, 1201, 1500)["series"]["loss"]
-    assert part["w"] == 1 and indices(part) == list(range(1201, 1501))
-    assert part["m"][0] == pytest.approx(losses(1, 1201)[-1].loss, rel=1e-4)
-
-
-def test_a_range_that_is_too_wide_to_be_read_has_no_finer_bins(run, live, monkeypatch):
-    monkeypatch.setattr("app.zoom.MOST_BYTES", 1000)
-    write(run, *losses(1, 500))
-    answer(live, None)
-    assert zoomed(live, 1, 400)["series"] == {}
+    news = answer(live, newest)
+    assert (news["from"], news["step"], len(news["series"]["loss"]["bins"])) == (0, 3, 3)
 
 
 def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_other_programs(run, live):
     memory = {"reserved_bytes": 7 * GIB, "card_used_bytes": 9 * GIB, "other_processes_bytes": GIB}
     write(run, Step(step=1, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=8 * GIB, **memory))
-    news = answer(live, None)
+    news = answer(live)
     panel = news["panels"][1]
-    newest = {line["kind"]: news["series"][line["name"]]["m"][-1] + line["add"] for line in panel["lines"]}
+    newest = {line["kind"]: news["series"][line["name"]]["bins"][-1][1] + line["add"] for line in panel["lines"]}
     assert newest == {"process": 9.0, "allocated": 6.0, "whole": 9.0}
     assert [line["label"] for line in panel["lines"]] == ["this process", "allocated", "whole GPU, with other programs"]
     assert [level["value"] for level in panel["levels"] if level["kind"] == "forecast"] == [12.0]
@@ -165,7 +133,7 @@ def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_oth
 
 
 def test_a_run_without_steps_has_panels_and_no_points(live):
-    news = answer(live, None)
+    news = answer(live)
     assert (
         news["step"] == 0
         and news["series"] == {}
@@ -173,15 +141,17 @@ def test_a_run_without_steps_has_panels_and_no_points(live):
     )
 
 
-@pytest.mark.parametrize(
-    "query",
-    ["have=x", "have=%27--", f"have=00000000-{'9' * 40}-1", "from=1", "to=1", "from=9&to=1", "from=-1&to=5", "from=1.5&to=5",
-     "from=1&to=99999999999999999999", "from=nan&to=1", "points=0", "points=9999", "points=", "from=%00&to=1",
-     "from=\u0661&to=9"],
-)  # fmt: skip
+@pytest.mark.parametrize("query", ["have=x", "have=%27--", f"have=00000000-{'9' * 40}.1", "have=00000000-1.١", "have=%00"])
 def test_a_wrong_parameter_is_refused_in_a_sentence(get, query):
     status, text = get(query=query)
     assert status == 400 and text.endswith(".") and len(text) < 90
+
+
+@pytest.mark.parametrize("query", ["", "tab=none", "tab=log&shown=x", "tab=log&shown=<script>", f"tab=log&shown={'0' * 300}"])
+def test_a_wrong_tab_is_refused_in_a_sentence(get, query):
+    status, text = get(query=query, route=parts_of)
+    assert status == 400 and text.endswith(".")
+    assert "messages" in json.loads(get(query="tab=log", route=parts_of)[1])["parts"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "..", ".app", "one/..", "x" * 200, "\u00e9" * 200, "a\x00b"])
@@ -197,11 +167,11 @@ def test_a_run_whose_plan_is_damaged_is_said_to_be(get, run):
 def test_an_answer_is_strict_json_of_bounded_size(get, run):
     write(run, *losses(1, 800), Checkpoint(step=800, path="x", bytes=1, save_s=1.0, seal_s=1.0))
     write(run, Step(step=801, total_steps=3000, loss=float("inf")))
-    status, text = get(query="points=660")
+    status, text = get()
     assert status == 200 and len(text) < 200_000
     json.loads(text, parse_constant=lambda name: pytest.fail(name))
 
 
 @pytest.mark.parametrize(("path", "passes"), [("one", True), ("other run", True), ("Läufe", True), ("a\nb", False)])
 def test_the_guard_lets_a_run_of_any_name_pass(path, passes):
-    assert bool(READ.fullmatch(f"/ft/series/{path}")) == passes
+    assert bool(READ.fullmatch(f"/ft/series/{path}")) == passes == bool(READ.fullmatch(f"/ft/run/{path}"))

@@ -28,8 +28,8 @@ from finetune.run.directory import RunDirectory
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(4000)]
 
 
-#: The chart of a run, as <ft-chart> draws it, or as SVG where uPlot was not fetched.
-CURVES = "#run-body :is(.u-wrap, polyline.loss)"
+#: The chart of a run.
+CURVES = "#run-body .u-wrap"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     address = "run?run=other%20run"
     seen = visit(address)
     seen.wait_for_selector(CURVES, state="attached")
-    before = seen.inner_text("#run-body :is(.ftc-values, .ft-summary)")
+    before = seen.inner_text("#run-body .u-legend")
     events = (served.folder / "runs/other run/events.jsonl").read_bytes()
     seen.close()
     planner = planner_of(served)
@@ -181,7 +181,7 @@ def test_an_app_that_was_killed_and_started_again_shows_the_same_and_takes_what_
     write_recipe(served)
     reopened = visit(address)
     reopened.wait_for_selector(CURVES, state="attached")
-    assert reopened.inner_text("#run-body :is(.ftc-values, .ft-summary)") == before
+    assert reopened.inner_text("#run-body .u-legend") == before
     assert (served.folder / "runs/other run/events.jsonl").read_bytes() == events
 
 

@@ -27,7 +27,7 @@ def follow(tmp_path):
     """follow(*events) -> a followed run with these events."""
 
     def make(*events, total=1000):
-        live = LiveRun(make_run(tmp_path / "runs", "one", events, total), tmp_path / "kept.json")
+        live = LiveRun(make_run(tmp_path / "runs", "one", events, total))
         live.wait()
         return live
 
@@ -138,7 +138,7 @@ def page(tmp_path, kept_run):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     queued = []
     queue = SimpleNamespace(add=lambda recipe, **options: queued.append(options), ensure_starter=lambda: None)
-    lives = LiveRuns(workspace.folder("series"))
+    lives = LiveRuns()
     context = SimpleNamespace(workspace=workspace, queue=queue, draft=Draft(workspace), lives=lives)
     return SimpleNamespace(view=_View(context), draft=context.draft, queued=queued)
 

@@ -28,7 +28,7 @@ def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     for name in ("first", "second"):
         make_run(workspace.runs, name, [*steps(1, 20), *ENDED])
-    lives = LiveRuns(workspace.folder("series"))
+    lives = LiveRuns()
     return SimpleNamespace(
         workspace=workspace, lives=lives, scores=Scores(), queue=Queue(workspace), draft=Draft(workspace), started=[]
     )

@@ -17,7 +17,7 @@ from app.workspace import Workspace
 def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     make_sweep(workspace.runs, "rates")
-    return SimpleNamespace(workspace=workspace, lives=LiveRuns(workspace.folder("series")))
+    return SimpleNamespace(workspace=workspace, lives=LiveRuns())
 
 
 def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(context):

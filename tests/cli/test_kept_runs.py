@@ -55,7 +55,7 @@ def test_their_plans_are_read(both):
 
 def test_the_page_follows_them(both, tmp_path):
     for run in list_runs():
-        live = LiveRun(run, tmp_path / f"{run.path.name}.json")
+        live = LiveRun(run)
         live.wait()
         assert live.digest.step == read_state(run).step and live.state() == read_state(run)
         assert len(live.digest.series["loss"].bins) == live.digest.step

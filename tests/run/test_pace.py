@@ -37,13 +37,6 @@ def test_a_step_takes_until_the_next_one_ends_but_not_the_time_that_a_run_was_pa
     assert list(Pace.of([first, Start(step=1, time_s=103.0), second]).steps_s) == [2.0, 2.0]
 
 
-def test_a_pace_is_read_back_from_the_newest_events_and_its_numbers():
-    events = list(events_of([1.0, 2.0, 3.0], eval_steps=2))
-    newest = {event.kind: event for event in events}.values()
-    pace = Pace.of(events)
-    assert Pace.from_json(pace.as_json(), sorted(newest, key=lambda event: event.time_s)) == pace
-
-
 def sentence_of(step_s, wait_s, utilisation=None, *, steps=9, gpu_s=None, **settings):
     """Where the time of these steps goes; the first two take a minute."""
     measured = {"host_wait_s": wait_s, "gpu_utilisation": utilisation}
