@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import shutil
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from finetune.errors import CommandError, FinetuneError, RecipeError
 from finetune.planner.plan import Plan
@@ -44,7 +43,6 @@ from ..views.markup import Safe, note
 from ..views.problems import problem, settings_problem
 from ..views.recipe_form import as_settings, changed_values, fields
 from ..views.templates import render
-from ..web.own_files import compressed
 from ..worker import SupersededError
 
 _PLAN_GOOD_S = 10.0
@@ -368,22 +366,21 @@ class NewRun:
     def add_routes(self, api: Any) -> None:
         """The routes that new_run.js asks."""
 
-        def answered(request: Request, answer: Any) -> Response:
-            content, encoding = compressed(json.dumps(answer).encode(), request.headers.get("accept-encoding", ""))
-            return Response(content, media_type="application/json", headers={"cache-control": "no-store", **encoding})
+        def answered(answer: Any) -> JSONResponse:
+            return JSONResponse(answer, headers={"cache-control": "no-store"})
 
         @api.get("/ft/new/screen")
-        def screen(request: Request, mine: str = "") -> Response:
-            return answered(request, self.screen(mine))
+        def screen(mine: str = "") -> JSONResponse:
+            return answered(self.screen(mine))
 
         @api.get("/ft/new/plan")
-        def plan(request: Request, complete: bool = False) -> Response:
-            return answered(request, self.plan(complete))
+        def plan(complete: bool = False) -> JSONResponse:
+            return answered(self.plan(complete))
 
         @api.get("/ft/new/panel/{name}")
-        def panel(request: Request, name: str, query: str = "") -> Response:
-            return answered(request, self.panel(name, query))
+        def panel(name: str, query: str = "") -> JSONResponse:
+            return answered(self.panel(name, query))
 
         @api.post("/ft/new/change")
-        def change(request: Request, message: dict[str, Any]) -> Response:
-            return answered(request, self.change(message))
+        def change(message: dict[str, Any]) -> JSONResponse:
+            return answered(self.change(message))

@@ -11,17 +11,11 @@ import hmac
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATH = "/healthz"
@@ -84,7 +78,7 @@ class Refusal:
 class Guard:
     """The ASGI application around the app."""
 
-    def __init__(self, app: Asgi, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +223,7 @@ def _cookie(header: str, name: str) -> str:
 class UploadLimit:
     """Refuses more than UPLOADS_AT_ONCE (429), and all when MOST_UPLOAD_BYTES are used (507), after removing old ones."""
 
-    def __init__(self, app: Asgi, folder: Path) -> None:
+    def __init__(self, app: ASGIApp, folder: Path) -> None:
         self.app, self.folder, self._running = app, folder, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

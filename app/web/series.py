@@ -20,7 +20,6 @@ from ..live import LiveRun
 from ..views import run_page
 from ..views.chart_series import answer
 from ..views.run_head import TABS
-from .own_files import compressed
 
 _HAVE = re.compile(r"([0-9a-f]{8}-[0-9]{1,9})\.([0-9]{1,12})", re.ASCII)
 _SHOWN = re.compile(r"[0-9a-f.]{0,200}")
@@ -71,8 +70,7 @@ def _handler(context: Context, answer_of: Callable[[LiveRun, dict[str, str]], di
         except (FinetuneError, OSError, ValueError, KeyError):
             return _plain(404, "This run's files can't be read.")
         text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-        content, encoding = compressed(text.encode(), request.headers.get("accept-encoding", ""))
-        return Response(content, media_type="application/json", headers={"cache-control": "no-store", **encoding})
+        return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
     return handler
 

@@ -84,6 +84,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     warnings.filterwarnings("ignore", message="SSR mode is not supported")  # it is off anyway
     import gradio
     from fastapi import FastAPI
+    from fastapi.middleware.gzip import GZipMiddleware
     from fastapi.responses import PlainTextResponse, RedirectResponse
 
     from ..context import Context
@@ -114,7 +115,7 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
     page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
-    return Guard(UploadLimit(PageFilter(api), temporary / "files"), access), context
+    return Guard(UploadLimit(GZipMiddleware(PageFilter(api)), temporary / "files"), access), context
 
 
 def _named(run: str, tab: str) -> dict[str, str]:
