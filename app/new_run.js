@@ -1,6 +1,6 @@
 // New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
 import { tr } from "./language.js";
-import { sendBy } from "./message.js";
+import { sendBy, upload } from "./message.js";
 
 const TICK_MS = 1500;
 const find = (selector) => document.querySelector(selector);
@@ -129,16 +129,13 @@ const open = async (name, query = "") => {
 };
 document.addEventListener("close", () => { state.panel = ""; }, true);
 
-const upload = async (file) => {
-  const form = new FormData(), shown = find("[data-look]");
-  form.append("files", file);
-  shown.textContent = tr("Uploading {name} …", { name: file.name });
-  const response = await fetch("/gradio_api/upload", { method: "POST", body: form }).catch(() => null);
-  if (response?.ok) send({ upload: (await response.json())[0] });
-  else shown.textContent = response ? await response.text() : tr("The page's server does not answer: close this and open it again.");
+const take = async (file) => {
+  find("[data-look]").textContent = tr("Uploading {name} …", { name: file.name });
+  const { path, error } = await upload(file);
+  if (path) send({ upload: path }); else find("[data-look]").textContent = error;
 };
 const chooser = Object.assign(document.createElement("input"), { type: "file", id: "nr-file", hidden: true });
-chooser.addEventListener("change", () => chooser.files[0] && upload(chooser.files[0]));
+chooser.addEventListener("change", () => chooser.files[0] && take(chooser.files[0]));
 document.body.append(chooser);
 
 document.addEventListener("click", ({ target }) => {
@@ -170,7 +167,7 @@ for (const name of ["dragover", "drop"]) {
     const [file] = event.dataTransfer.files;
     if (name !== "drop" || !file) return;
     if (state.panel !== "data") await open("data");
-    upload(file);
+    take(file);
   });
 }
 const tick = async () => {

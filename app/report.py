@@ -52,7 +52,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; text-align: left; }
 .right { text-align: right; } .left { overflow-wrap: anywhere; }
 h2 { border-top: 1px solid var(--ft-line); padding-top: .8rem; }
-@media print { body { padding: 0; font-size: 10pt; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
+@media print { body { padding: 0; font-size: 10pt; } h2 { break-after: avoid; } .ft-curves, tr { break-inside: avoid; } }
 """
 
 

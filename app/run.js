@@ -1,20 +1,24 @@
-// A run's page: the open tab, the parts of it that change while it is open, and how old they are.
+// A run's page: the open tab, the parts of it that change while it is open, its forms, and how old what it shows is.
 import { tr } from "./language.js";
+import { sendBy, upload } from "./message.js";
 
-const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5;
-const live = () => document.querySelector("#run-live");
+const TICK_MS = 1000, CHAT_MS = 500, IDLE_MS = 5000, SILENT_S = 5;
+const find = (selector) => document.querySelector(selector), live = () => find("#run-live");
 const parts = () => [...document.querySelectorAll("#run-head [data-part], #run-body [data-part]")];
+const address = () => `/ft/run/${encodeURIComponent(live().dataset.run)}`;
 let answered = Date.now(), alive = true, timer = 0;
 
-// Asks once a second for the parts of the tab whose checksum is another one.
+// Asks for the parts of the tab whose checksum is another one.
 const ask = async () => {
   clearTimeout(timer);
+  const { tab } = document.body.dataset;
   if (live() && !document.hidden) {
     const shown = parts().map(({ dataset }) => dataset.stamp).filter(Boolean).join(".");
-    const response = await fetch(`/ft/run/${encodeURIComponent(live().dataset.run)}?${new URLSearchParams({ tab: document.body.dataset.tab, shown })}`).catch(() => null);
+    const response = await fetch(`${address()}?${new URLSearchParams({ tab, shown, order: find("#result-order")?.value ?? "differ" })}`).catch(() => null);
     if (response?.ok) take(await response.json());
   }
-  timer = setTimeout(ask, alive ? TICK_MS : IDLE_MS);
+  clearTimeout(timer);
+  timer = setTimeout(ask, tab === "chat" ? CHAT_MS : alive || tab === "evaluate" || tab === "export" ? TICK_MS : IDLE_MS);
 };
 const take = (answer) => {
   [answered, alive] = [Date.now(), answer.alive];
@@ -46,21 +50,15 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) ask();
 });
 
-// Tabs: the address has the open one; the server is told, for the tabs with controls.
+// Tabs: the address has the open one.
 const open = (tab) => {
   document.body.dataset.tab = tab;
   for (const link of document.querySelectorAll(".ft-tabs a")) {
     if (link.dataset.tab === tab) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
-  const box = document.querySelector("#run-tab :is(textarea, input)");
-  if (box && box.value !== tab) {
-    box.value = tab;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
-  }
   ask();
 };
 document.addEventListener("click", (event) => {
-  if (event.target.closest?.(".ft-act")) setTimeout(ask, 400);
   const link = event.target.closest?.("a[data-tab]");
   if (!link || !live() || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   event.preventDefault();
@@ -71,6 +69,54 @@ document.addEventListener("click", (event) => {
 });
 addEventListener("popstate", () => { if (live()) open(new URLSearchParams(location.search).get("tab") || "overview"); });
 
+// Buttons and forms: what the server says stands in the head, or in the form.
+const post = async (message, said = find("#run-said")) => {
+  const response = await fetch(address(), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(message) }).catch(() => null);
+  const answer = response?.ok ? await response.json() : { said: "", error: response ? await response.text() : tr("The page's server does not answer: try again when it is back.") };
+  said.innerHTML = answer.said ?? "";
+  if (answer.error) said.append(Object.assign(document.createElement("p"), { className: "ft-note bad", textContent: answer.error }));
+  ask();
+  return answer;
+};
+document.addEventListener("submit", async (event) => {
+  const form = event.target.closest?.("[data-task]"), values = {};
+  if (!form) return;
+  event.preventDefault();
+  for (const [name, value] of new FormData(form, event.submitter)) values[name] = name in values ? [values[name], value].flat() : value;
+  const { said, error } = await post({ task: form.dataset.task, values }, form.querySelector(".ft-said"));
+  if (form.id !== "chat-box" || said || error) return;
+  form.elements.question.value = "";
+  if (form.elements.waiting) showPictures({ waiting: "", pictures: "" });
+});
+document.addEventListener("change", ({ target }) => { if (target.id === "result-order") ask(); });
+document.addEventListener("keydown", (event) => {
+  if (event.target.id !== "chat-question" || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  event.target.form.requestSubmit(find("#chat-send"));
+});
+// Pictures of the next message: chosen, or dropped anywhere on the tab.
+const showPictures = ({ waiting, pictures }) => { [find("#chat-box").elements.waiting.value, find("#chat-pictures").innerHTML] = [waiting, pictures]; };
+const addPicture = async (file) => {
+  const box = find("#chat-box"), said = box.querySelector(".ft-said"), { path, error } = await upload(file);
+  if (error) said.textContent = error;
+  const answer = path && await post({ task: "picture", values: { path, waiting: box.elements.waiting.value } }, said);
+  if (answer?.pictures) showPictures(answer);
+};
+document.addEventListener("click", ({ target }) => {
+  if (target.matches("[data-no-picture]")) showPictures({ waiting: "", pictures: "" });
+  if (!target.matches("[data-add-picture]")) return;
+  const chooser = Object.assign(document.createElement("input"), { type: "file", accept: "image/*" });
+  chooser.addEventListener("change", () => chooser.files[0] && addPicture(chooser.files[0]));
+  chooser.click();
+});
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (!find("[data-add-picture]")?.checkVisibility() || !event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault(); // a dropped file does not replace the page
+    if (name === "drop" && event.dataTransfer.files[0]) addPicture(event.dataTransfer.files[0]);
+  });
+}
+
 // When the head has arrived: the tab that the server has chosen.
 const started = new MutationObserver(() => {
   if (!live()) return;
@@ -79,4 +125,5 @@ const started = new MutationObserver(() => {
   answered = Date.now();
   ask();
 });
-if (location.pathname.startsWith("/run") && !location.pathname.startsWith("/runs")) started.observe(document.documentElement, { childList: true, subtree: true });
+sendBy(post);
+started.observe(document.documentElement, { childList: true, subtree: true });

@@ -1,139 +1,169 @@
-"""Run: one run in tabs, live while it trains. Works on any run of the folder, whoever started it."""
+"""Run: one run in tabs, live while it trains, or a sweep. Works on any run of the folder, whoever started it.
+
+run.js asks the routes.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
+import re
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import gradio as gr
+from fastapi import Request, Response
 
-from finetune.errors import FinetuneError
+from finetune.errors import CommandError, FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
 
 from ..context import Context
 from ..language import tr
+from ..views import run_page
 from ..views import sweep as sweep_view
-from ..views.binding import QUIET, change_trigger, fingerprint, load_when_shown, show
+from ..views.binding import QUIET, show
+from ..views.chart_series import answer
 from ..views.markup import note, to_new_run
 from ..views.problems import problem
 from ..views.run_head import TABS
+from ..web.followed import RefusedError, answered
+from . import chat, result
 
-#: Tabs with controls, which a timer keeps up to date while one of them is open.
-_WITH_CONTROLS = ("evaluate", "export")
-_SWEEP_TICK_S = 2.0
+_HAVE = re.compile(r"([0-9a-f]{8}-[0-9]{1,9})\.([0-9]{1,12})", re.ASCII)
+_SHOWN_CHARACTERS = 300
 
 
 def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers. Head and body are followed by the browser (run.js), by the route of the chart's points."""
-    from . import chat, result
-
-    view = _View(context)
-    name = gr.Textbox(visible="hidden", elem_id="run-name")
-    tab = gr.Textbox(visible="hidden", elem_id="run-tab")
-    act = gr.Textbox(visible="hidden", elem_id="run-act")
-    head, status, body = show(elem_id="run-head"), show(elem_id="run-status"), show(elem_id="run-body")
-    tasks, talk = gr.Timer(result.TICK_S, active=False), gr.Timer(chat.TICK_S, active=False)
-    opened = gr.Textbox(visible="hidden")  # the run's name, from when a tab with controls is opened
-    panes = {**result.build(context, opened, tasks), "chat": chat.build(context, opened, talk)}
-    controls = {pane: load_when_shown(column) for pane, column in panes.items()}
-    sweep, arms, changed = gr.Textbox(visible="hidden"), show(elem_id="run-arms"), change_trigger()
-    following = gr.Timer(_SWEEP_TICK_S, active=False)
-    page.load(view.open, None, [name, tab, head, body, sweep, arms, following], **QUIET)
-    following.tick(view.sweep_changes, sweep, changed, **QUIET)
-    changed.change(view.arms, sweep, arms, **QUIET)
-    counts = {pane: len(pane_controls) for pane, pane_controls in controls.items()}
-    shown = [tasks, talk, opened, *itertools.chain(*controls.values())]
-    tab.change(functools.partial(_opened, counts), [tab, name], shown, **QUIET)
-    act.change(view.act, [name, act], status, **QUIET)
+    """The head and the panes, which the browser follows."""
+    head, body = show(elem_id="run-head"), show(elem_id="run-body")
+    page.load(RunPage(context).open, None, [head, body], **QUIET)
 
 
-def _opened(counts: dict[str, int], tab: str, name: str) -> list[Any]:
-    """Only the open tab's timer ticks. A tab's controls are shown when it is opened, and keep typed text."""
-    timers = [gr.Timer(active=tab in _WITH_CONTROLS), gr.Timer(active=tab == "chat")]
-    controls = [gr.update(visible=True) if pane == tab else gr.skip() for pane, count in counts.items() for _ in range(count)]
-    return [*timers, name if tab in counts else gr.skip(), *controls]
-
-
-class _View:
-    """Handlers without state: every answer is read from files."""
+class RunPage:
+    """The page and its routes; every answer is read from files."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def open(self, request: gr.Request) -> list[Any]:
+    def open(self, request: gr.Request) -> list[str]:
         """The run, or the sweep, and the tab that the address names; without a run the one at work, else the newest."""
-        from ..views import run_page
-
         tab, name = request.query_params.get("tab", ""), request.query_params.get("run")
         tab = tab if tab in TABS else "overview"
-        no_sweep = ["", "", gr.Timer(active=False)]
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            timer = gr.Timer(active=not sweep.is_finished)
-            return ["", tab, sweep_view.head(sweep), sweep_view.curves(sweep), sweep.path.name, sweep_view.arms(sweep), timer]
+            return [sweep_view.head(sweep), sweep_view.body(sweep)]
         run = self.context.workspace.run(name) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
-            return ["", tab, run_page.empty(), "", *no_sweep]
+            return [run_page.empty(), ""]
         live = self.context.lives.of(run)
-        return [run.path.name, tab, run_page.head(live, tab), run_page.body(live, tab), *no_sweep]
-
-    def sweep_changes(self, name: str) -> str:
-        """A fingerprint of a sweep's arms."""
-        return fingerprint(self.arms(name))
-
-    def arms(self, name: str) -> str:
-        """The current arms of the open sweep; empty after its deletion."""
-        sweep = self.context.workspace.sweep(name)
-        return "" if sweep is None else sweep_view.arms(sweep)
+        forms = {
+            "evaluate": result.evaluate_pane(self.context, run),
+            "export": result.export_pane(run),
+            "chat": chat.pane(live.plan()),
+        }
+        return [run_page.head(live, tab, self.parts(run, tab)), run_page.body(live, forms, self.parts(run, tab))]
 
     def _default(self, tab: str) -> RunDirectory | None:
-        if tab not in (*_WITH_CONTROLS, "chat"):
+        if tab not in ("evaluate", "export", "chat"):
             return self.context.workspace.newest()
-        from . import chat
-
+        # these tabs need an adapter
         runs = self.context.workspace.list_runs()
         return next((run for run in runs if chat.has_adapter(run)), runs[0] if runs else None)
 
-    def act(self, name: str | None, message: str) -> Any:
-        """Handle a button of the page's head."""
-        run = self.context.workspace.run(name)
-        deeds = {
-            "pause": self._stop, "kill": lambda run: self._stop(run, now=True), "finish": self._finish,
-            "resume": self._resume, "duplicate": self._duplicate, "half": self._halve,
-        }  # fmt: skip
+    def parts(self, run: RunDirectory, tab: str, order: str = "differ") -> dict[str, str]:
+        """The HTML of each part of a tab, and of the head."""
+        texts = run_page.texts(self.context.lives.of(run), tab)
+        if tab in ("evaluate", "export"):
+            texts |= result.parts(self.context, run, tab, order)
+        return texts | chat.parts(self.context, run) if tab == "chat" else texts
+
+    def changed(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """The parts of a tab that are not among the checksums `shown`: the checksum and the HTML of each."""
+        tab, shown, order = query.get("tab", ""), query.get("shown", "").split("."), query.get("order", "differ")
+        if tab not in TABS or order not in result.ORDERS or len(query.get("shown", "")) > _SHOWN_CHARACTERS:
+            raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
+        if (sweep := self.context.workspace.sweep(name)) is not None:
+            # a sweep has no tabs
+            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished
+        else:
+            run = self.context.workspace.run(name)
+            assert run is not None
+            texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
+        stamped = {part: (f"{zlib.crc32(f'{part} {text}'.encode()):08x}", text) for part, text in texts.items()}
+        return {"alive": is_alive, "parts": {part: pair for part, pair in stamped.items() if pair[0] not in shown}}
+
+    def points(self, run: RunDirectory, have: str) -> dict[str, Any]:
+        """The data of the run's chart. `have`: the key and the step of an earlier answer."""
+        match = _HAVE.fullmatch(have)
+        if have and match is None:
+            raise RefusedError("`have` is the key of an earlier answer and its step.")
+        return answer(self.context.lives.of(run), (match[1], int(match[2])) if match else None)
+
+    def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
+        """Do what a button or a form asks for; return what to say, and what else the page shows then."""
         try:
-            deed = deeds.get(str(json.loads(message).get("run")))
-        except (ValueError, AttributeError):
-            return gr.skip()
-        if run is None or deed is None:
-            return gr.skip()
-        try:
-            return deed(run)
+            return {"said": ""} | (self._act(run, message) or {})
         except FinetuneError as error:
-            return problem(error.title, error.problems, error.fix)
+            title = tr("Not started") if isinstance(error, CommandError) else error.title
+            return {"said": problem(title, error.problems, error.fix)}
+        except OSError as error:  # a full disk, among others
+            return {"said": problem(FinetuneError.title, [str(error)])}
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
+            return {
+                "said": problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+            }
 
-    def _stop(self, run: RunDirectory, now: bool = False) -> str:
-        return "" if control.stop(run, now=now) else note(tr("This run is not running."))
+    def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:
+        values = message.get("values") or {}
+        match message:
+            case {"run": str(deed)}:
+                return {"said": self._do(run, deed)}
+            case {"task": "ask"}:
+                chat.ask(self.context, run, values)
+            case {"task": "picture"}:
+                return chat.add_picture(self.context, values["path"], values["waiting"])
+            case {"task": "stop"}:
+                self.context.chats.stop(run)
+            case {"task": "clear"}:
+                self.context.chats.clear(run)
+            case {"task": str(verb)}:
+                result.start(self.context, run, verb, values)
+            case _:
+                raise KeyError(message)
+        return None
 
-    def _finish(self, run: RunDirectory) -> str:
-        if control.finish(run):
-            return note(tr("It ends after this step; its best step is the result."))
-        return note(tr("This run is not running."))
+    def _do(self, run: RunDirectory, deed: str) -> str:
+        match deed:
+            case "pause" | "kill":
+                return "" if control.stop(run, now=deed == "kill") else note(tr("This run is not running."))
+            case "finish":
+                ends = tr("It ends after this step; its best step is the result.")
+                return note(ends if control.finish(run) else tr("This run is not running."))
+            case "resume":
+                self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
+                return note(tr("In the queue: it goes on from the newest checkpoint."))
+            case "duplicate":
+                self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
+                return to_new_run(tr("Opening New run with this run's recipe."))
+            case "half":
+                values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
+                rate = self.context.lives.of(run).plan().settings.learning_rate / 2
+                self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
+                return to_new_run(tr("Opening New run with half the learning rate."))
+        raise KeyError(deed)
 
-    def _resume(self, run: RunDirectory) -> str:
-        self.context.queue.add(load_recipe(run.recipe), resume=run.path.name)
-        return note(tr("In the queue: it goes on from the newest checkpoint."))
+    def add_routes(self, api: Any) -> None:
+        """The routes that run.js asks."""
 
-    def _duplicate(self, run: RunDirectory) -> str:
-        self.context.draft.write(run.recipe.read_text(encoding="utf-8"))
-        return to_new_run(tr("Opening New run with this run's recipe."))
+        @api.get("/ft/run/{name}")
+        def parts(request: Request, name: str) -> Response:
+            return answered(self.context, name, lambda _: self.changed(name, request.query_params), sweeps=True)
 
-    def _halve(self, run: RunDirectory) -> str:
-        values = load_recipe(run.recipe).model_dump(exclude_unset=True, mode="json")
-        rate = self.context.lives.of(run).plan().settings.learning_rate / 2
-        self.context.draft.write(write_recipe(recipe_from({**values, "learning_rate": rate})))
-        return to_new_run(tr("Opening New run with half the learning rate."))
+        @api.get("/ft/series/{name}")
+        def points(name: str, have: str = "") -> Response:
+            return answered(self.context, name, lambda run: self.points(run, have))
+
+        @api.post("/ft/run/{name}")
+        def act(name: str, message: dict[str, Any]) -> Response:
+            return answered(self.context, name, lambda run: self.act(run, message))

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
-from gradio.blocks import BlockContext
 
 from ..language import FIRST_HTML
 
 #: For timers and re-planning: no spinner over the content, and no queue of stale requests.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "always_last", "queue": False}
-#: For buttons: one at a time.
-BUTTON: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "trigger_mode": "once", "queue": False}
 
 
 def show(value: str | Callable[[], str] = "", elem_id: str | None = None) -> gr.HTML:
@@ -41,18 +38,3 @@ def change_trigger(elem_id: str | None = None) -> gr.HTML:
 def fingerprint(*shown: Any) -> str:
     """A short text that differs when one of the values does."""
     return f"{hash(repr(shown)):x}"
-
-
-def load_when_shown(column: Any) -> list[Any]:
-    """Hide the controls in a column, so that a browser does not load the scripts that only they need. Returns them, to be shown
-    when the column is."""
-    controls = []
-    for block in column.children:
-        if isinstance(block, BlockContext):
-            controls += load_when_shown(block)
-        if isinstance(block, BlockContext) and not isinstance(block, gr.Accordion):
-            continue
-        if block.visible is True and not isinstance(block, gr.HTML):  # the scripts of HTML are loaded anyway
-            block.visible = False
-            controls.append(block)
-    return controls

@@ -98,6 +98,7 @@ def answer(live: LiveRun, have: tuple[str, int] | None = None) -> dict[str, Any]
         digest, plan, key = live.digest, live.plan(), live.key
         lowest = have[1] if have is not None and have[0] == key else 0
         panels = layout(digest, plan)
+        # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
         newest = digest.newest_step
         total = (newest.total_steps if newest else None) or plan.total_steps or 0

@@ -36,9 +36,9 @@ def picture(title: str, lines: Sequence[Line], show: Callable[[float], str]) -> 
         "{title}: {low} to {high}, {steps} steps", title=title, low=show(lowest), high=show(highest), steps=f"{right:,.0f}"
     )
     return (
-        f'<figure class="ft-curves" role="img" aria-label="{inert(label)}"><figcaption>{inert(title)}<ul>{legend}</ul>'
-        f"</figcaption><div><span>{inert(show(highest))}</span><span>{inert(show(lowest))}</span>{_svg(drawn)}</div>"
-        f"<p>{tr('{n} steps', n=f'{right:,.0f}')}</p></figure>"
+        f'<div class="ft-curves" role="img" aria-label="{inert(label)}"><h3>{inert(title)}<ul>{legend}</ul>'
+        f"</h3><div><span>{inert(show(highest))}</span><span>{inert(show(lowest))}</span>{_svg(drawn)}</div>"
+        f"<p>{tr('{n} steps', n=f'{right:,.0f}')}</p></div>"
     )
 
 
@@ -65,8 +65,8 @@ def histogram(lengths: Sequence[int], limit: int | None, label: str) -> str:
     )
     most, longest = tr_n("{n} row", "{n} rows", max(counts)), tr("{n} tokens per row", n=f"{right:,}")
     return (
-        f'<figure class="ft-bars" role="img" aria-label="{inert(label)}"><span>{most}</span><div>{bars}</div>'
-        f"<figcaption><span>0</span><span>{longest}</span></figcaption></figure>"
+        f'<div class="ft-bars" role="img" aria-label="{inert(label)}"><span>{most}</span><div>{bars}</div>'
+        f"<p><span>0</span><span>{longest}</span></p></div>"
     )
 
 
@@ -85,6 +85,7 @@ def _polylines(line: Line, lowest: float, highest: float, right: float) -> str:
                 f"{_WIDE * step / (right or 1):.1f},{96 - 92 * (value - lowest) / ((highest - lowest) or 1):.1f}"
             )
     return "".join(
+        # a line of one point would be invisible
         f'<polyline class="{line.css}" points="{" ".join(stretch * (2 if len(stretch) == 1 else 1))}"/>'
         for stretch in stretches if stretch
     )  # fmt: skip

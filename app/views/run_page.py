@@ -1,13 +1,12 @@
 """The run's page as HTML: its head, its tabs, and the parts that are followed while it is open.
 
-A part is an element with `data-part`; `changed` returns the parts that differ from the browser's.
+A part is an element with `data-part`, which run.js fills with the HTML that `texts` has under its name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe
@@ -29,26 +28,30 @@ _NO_CHARTS = mark("Charts need uPlot, which the build could not fetch: build aga
 _NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here they stand side by side.")
 
 
-def head(live: LiveRun, tab: str) -> str:
+def head(live: LiveRun, tab: str, parts: Mapping[str, str]) -> str:
     """Name, progress and tabs."""
-    parts = changed(live, tab, ())
     name = live.run.path.name
     return (
-        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}{_part("progress", parts)}'
-        f'<p id="run-lost" role="status" hidden></p>{_part("now", parts)}{_part("tabs", parts)}</div>'
+        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}<div id="run-said"></div>'
+        f'{_part("progress", parts)}<p id="run-lost" role="status" hidden></p>{_part("now", parts)}{_part("tabs", parts)}</div>'
     )
 
 
-def body(live: LiveRun, tab: str) -> str:
-    """The tabs that only show: overview, samples, settings and log."""
-    parts = changed(live, tab, ())
+def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
+    """The tabs. `forms`: the HTML of those with forms; `parts`: of the open tab."""
     chart = chart_element([live.run.path.name]) if has_charts() else _part("curves", parts)
     overview = (
         f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
         f"{_part('memory', parts, 'ft-box ft-memory')}</div>{_part('answers', parts)}"
     )
     log = f"{_part('messages', parts, 'ft-box')}{_part('log', parts, 'ft-box')}"
-    panes = {"overview": overview, "samples": _part("samples", parts, "ft-box"), "settings": _settings(live), "log": log}
+    panes = {
+        "overview": overview,
+        "samples": _part("samples", parts, "ft-box"),
+        **forms,
+        "settings": _settings(live),
+        "log": log,
+    }
     return "".join(f'<div class="ft-pane ft-pane-{name}">{pane}</div>' for name, pane in panes.items())
 
 
@@ -61,35 +64,29 @@ def empty() -> str:
     )
 
 
-def changed(live: LiveRun, tab: str, shown: Collection[str]) -> dict[str, list[str]]:
-    """Each part of a tab that is not among the checksums `shown`: its checksum and its HTML."""
-    texts = _texts(live, tab)
-    stamped = {name: (f"{zlib.crc32(f'{name} {text}'.encode()):08x}", text) for name, text in texts.items()}
-    return {name: [stamp, text] for name, (stamp, text) in stamped.items() if stamp not in shown}
-
-
-def _texts(live: LiveRun, tab: str) -> dict[str, str]:
+def texts(live: LiveRun, tab: str) -> dict[str, str]:
+    """The HTML of each part of a tab without forms, and of the head."""
     is_read, state, digest, plan = live.refresh(), live.state(), live.digest, live.plan()
     reading = "" if is_read else note(tr("Reading this run's history: {share}", share=f"{live.progress:.0%}"))
-    texts = {
+    shown = {
         "title": title(live, state),
         "progress": progress(live, state) + reading,
         "now": survived(live) + next_steps(live, state),
     }
-    texts["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
+    shown["tabs"] = tabs(live.run.path.name, len(digest.samples), tab)
     if tab == "overview":
-        texts["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
-        texts["memory"] = memory(digest, plan)
-        texts["answers"] = _answers(live)
+        shown["figures"] = failure(live, state) if state.state in BROKEN else figures(digest, plan)
+        shown["memory"] = memory(digest, plan)
+        shown["answers"] = _answers(live)
         if not has_charts():
-            texts["curves"] = note(tr(_NO_CHARTS)) + run_view.numbers(digest, plan)
+            shown["curves"] = note(tr(_NO_CHARTS)) + run_view.numbers(digest, plan)
     elif tab == "samples":
         table = answers(digest.samples, most_steps=_STEPS_SHOWN)
-        texts["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or note(tr(_NO_SAMPLES))}"
+        shown["samples"] = f"<h2>{tr('Answers as it learns')}</h2>{table or note(tr(_NO_SAMPLES))}"
     elif tab == "log":
-        texts["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
-        texts["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
-    return texts
+        shown["messages"] = f"<h2>{tr('Messages')}</h2>{run_view.messages(digest)}"
+        shown["log"] = f"<h2>{tr('End of the log')}</h2>{run_view.log_tail(live)}"
+    return shown
 
 
 def _answers(live: LiveRun) -> str:
@@ -116,6 +113,5 @@ def _settings(live: LiveRun) -> str:
     )
 
 
-def _part(name: str, parts: dict[str, list[str]], css: str = "") -> str:
-    stamp, text = parts.get(name, ["", ""])
-    return f'<div data-part="{name}" data-stamp="{stamp}" class="{css}">{text}</div>'
+def _part(name: str, parts: Mapping[str, str], css: str = "") -> str:
+    return f'<div data-part="{name}" class="{css}">{parts.get(name, "")}</div>'

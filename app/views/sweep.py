@@ -52,19 +52,22 @@ def head(sweep: Sweep) -> str:
     name = inert(sweep.path.name)
     more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
     return (
-        f'<h1 class="ft-title" data-title="{name}">{name}</h1>{note(" ".join((tr("A sweep."), as_on_page(RULE))))}'
+        f'<h1 class="ft-title" id="run-live" data-run="{name}" data-tab="overview" data-title="{name}">{name}</h1>'
+        f"{note(' '.join((tr('A sweep.'), as_on_page(RULE))))}"
         f"{'' if sweep.is_finished else note(more)}"
     )
 
 
-def curves(sweep: Sweep) -> str:
-    """The arms' curves in one chart that follows them, or as a picture; of more than five those with the lowest losses."""
+def body(sweep: Sweep) -> str:
+    """The arms' curves, of more than five those with the lowest losses; and the place of `arms`."""
     results = sweep.results()
     chosen = sorted(results[:MOST_CURVES], key=lambda entry: entry.name)
     element = chart_element([entry.name for entry in chosen], [arm_name(entry.values) for entry in chosen])
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
     shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else losses(sweep)
-    return f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>'
+    return (
+        f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section><div data-part="arms" id="run-arms">{arms(sweep)}</div>'
+    )
 
 
 def arms(sweep: Sweep) -> str:

@@ -27,7 +27,7 @@ READ = re.compile(
     r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
-WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change")
+WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change|/ft/run/[^/\x00-\x1f\x7f]{1,200}")
 BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
 #: Of uploads: how many at once, and their bytes and age on disk.
 UPLOADS_AT_ONCE = 2

@@ -27,7 +27,7 @@ _SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", 
 _OF_CHARTS = ("uplot.css", "chart.css") if has_charts() else ()
 _OF_PAGE: dict[str, tuple[str, ...]] = {
     "": ("svg_chart.css", "new_run.css", "new_run.js"),
-    "run": (*_OF_CHARTS, "run.css", "run.js", "pick.js"),
+    "run": (*_OF_CHARTS, "run.css", "run.js"),
 }
 _OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
 if (FOLDER / "inter.css").is_file():
@@ -87,6 +87,7 @@ class PageFilter:
             await send(message)
 
         sent = {key.lower(): value.decode("latin1") for key, value in scope["headers"]}
+        # the page can only be rewritten before it is compressed
         plain = [(key, value) for key, value in scope["headers"] if key.lower() != b"accept-encoding"]
         with language.spoken(language.preferred(sent.get(b"cookie", ""), sent.get(b"accept-language", ""))):
             await self.app({**scope, "headers": plain}, receive, filtered)

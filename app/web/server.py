@@ -90,8 +90,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
     from ..context import Context
     from ..page import build_page
     from ..pages.new_run import NewRun
+    from ..pages.run import RunPage
     from .own_files import OWN_FILES, own_file
-    from .series import parts_of, series_of
 
     context = Context(workspace, temporary)
     api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -100,9 +100,8 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         handler = own_file(path)
         api.get(f"/ft/{path.name}")(handler)
         api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
-    api.get("/ft/series/{name}")(series_of(context))
-    api.get("/ft/run/{name}")(parts_of(context))
     NewRun(context).add_routes(api)
+    RunPage(context).add_routes(api)
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))

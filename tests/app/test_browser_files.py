@@ -53,7 +53,7 @@ def test_the_files_are_fetched_with_their_licences(script, tmp_path):
 def test_where_nothing_was_fetched_the_curves_are_a_table_and_how_to_get_them(tmp_path, kept_run, monkeypatch):
     live = LiveRun(RunDirectory(kept_run(tmp_path)))
     monkeypatch.setattr(browser_files, "FOLDER", tmp_path)
-    curves = run_page.body(live, "overview")
+    curves = run_page.body(live, {}, run_page.texts(live, "overview"))
     assert "Charts need uPlot" in curves and "<td" in curves and "ft-chart data-runs" not in curves
     (tmp_path / "uplot.js").write_text("")
-    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.body(live, "overview")
+    assert '<ft-chart data-runs="[&quot;finished&quot;]"></ft-chart>' in run_page.body(live, {}, {})

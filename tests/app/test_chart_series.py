@@ -5,14 +5,14 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from starlette.requests import Request
 from written_runs import append, plan, step_event
 
 from app.live import LiveRun, LiveRuns
+from app.pages.run import RunPage
 from app.views.chart_series import answer
 from app.views.run_row import peak_beside_forecast
+from app.web.followed import answered
 from app.web.guard import READ
-from app.web.series import parts_of, series_of
 from app.workspace import Workspace
 from finetune.events import Checkpoint, Evaluation, Retry, Start, Step
 from finetune.files import write_json
@@ -36,11 +36,11 @@ def live(run):
 @pytest.fixture
 def get(run, tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
-    context = SimpleNamespace(workspace=workspace, lives=LiveRuns())
+    page = RunPage(SimpleNamespace(workspace=workspace, lives=LiveRuns()))
 
-    def request(name="one", query="", route=series_of):
-        handler = route(context)
-        response = handler(name, Request({"type": "http", "query_string": query.encode(), "headers": []}))
+    def request(name="one", have="", **query):
+        answer_of = (lambda _: page.changed(name, query)) if query else lambda run: page.points(run, have)
+        response = answered(page.context, name, answer_of)
         return response.status_code, response.body.decode()
 
     return request
@@ -134,24 +134,21 @@ def test_only_the_line_of_the_process_is_of_the_forecasts_kind_with_1_gib_of_oth
 
 def test_a_run_without_steps_has_panels_and_no_points(live):
     news = answer(live)
-    assert (
-        news["step"] == 0
-        and news["series"] == {}
-        and [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
-    )
+    assert (news["step"], news["series"]) == (0, {})
+    assert [panel["title"] for panel in news["panels"]] == ["Loss", "GPU memory, GiB"]
 
 
-@pytest.mark.parametrize("query", ["have=x", "have=%27--", f"have=00000000-{'9' * 40}.1", "have=00000000-1.١", "have=%00"])
-def test_a_wrong_parameter_is_refused_in_a_sentence(get, query):
-    status, text = get(query=query)
+@pytest.mark.parametrize("have", ["x", "'--", f"00000000-{'9' * 40}.1", "00000000-1.١", "\0"])
+def test_a_wrong_version_is_refused_in_a_sentence(get, have):
+    status, text = get(have=have)
     assert status == 400 and text.endswith(".") and len(text) < 90
 
 
-@pytest.mark.parametrize("query", ["", "tab=none", "tab=log&shown=x", "tab=log&shown=<script>", f"tab=log&shown={'0' * 300}"])
-def test_a_wrong_tab_is_refused_in_a_sentence(get, query):
-    status, text = get(query=query, route=parts_of)
+@pytest.mark.parametrize("wrong", [{"tab": "none"}, {"shown": "0" * 400}, {"order": "<script>"}])
+def test_a_wrong_tab_is_refused_in_a_sentence(get, wrong):
+    status, text = get(**{"tab": "log"} | wrong)
     assert status == 400 and text.endswith(".")
-    assert "messages" in json.loads(get(query="tab=log", route=parts_of)[1])["parts"]
+    assert "messages" in json.loads(get(tab="log")[1])["parts"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "..", ".app", "one/..", "x" * 200, "\u00e9" * 200, "a\x00b"])

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from app.chat.chats import Chats, Done, Question, Turn
 from app.chat.process import Conversation
 from app.context import Context
-from app.pages.chat import _conversation, _View
+from app.pages import chat
+from app.pages.run import RunPage
 from app.workspace import Workspace
 from finetune.run.directory import RunDirectory
 
@@ -35,6 +37,10 @@ def question(identity, text):
 
 def answer(identity, model, text):
     return {"kind": "answer", "time_s": 1.0, "id": identity, "model": model, "text": text}
+
+
+def shown_turns(turns):
+    return chat.conversation(turns, Path("pictures"))
 
 
 def test_turns_have_the_answers_as_far_as_they_are(chats_with):
@@ -66,19 +72,19 @@ def test_an_answer_is_shown_as_it_is_made_and_a_dead_process_leaves_what_it_wrot
     )  # fmt: skip
     [turn] = chats.turns(run)
     assert (turn.partial["tuned"].text, turn.answers) == ("It is <b>late", {})
-    assert "It is &lt;b&gt;late" in _conversation([turn]) and 'class="ft-turn base"' not in _conversation([turn])
+    assert "It is &lt;b&gt;late" in shown_turns([turn]) and 'class="ft-turn base"' not in shown_turns([turn])
     chats, run = chats_with(
         question("a", "one?"), piece("a", "tuned", "It"), {**answer("a", "tuned", "It is"), "tokens": 2, "tokens_per_s": 8.0,
                                                          "stopped": True}, {"kind": "done", "id": "a"},
     )  # fmt: skip
     [turn] = chats.turns(run)
-    assert turn.partial == {} and "2 tokens, 8.0 tokens/s, stopped" in _conversation([turn])
+    assert turn.partial == {} and "2 tokens, 8.0 tokens/s, stopped" in shown_turns([turn])
 
 
 def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
     call = {"type": "function", "function": {"name": "<b>find</b>", "arguments": {"city": "Oslo", "days": 3}}}
     chats, run = chats_with({**question("a", "one?"), "models": ["tuned"]}, {**answer("a", "tuned", ""), "calls": [call]})
-    shown = _conversation(chats.turns(run))
+    shown = shown_turns(chats.turns(run))
     assert "calls &lt;b&gt;find&lt;/b&gt;" in shown and "<dt>city</dt><dd>Oslo</dd><dt>days</dt><dd>3</dd>" in shown
     assert "empty answer" not in shown
     [message] = Conversation(run, chats.path(run))._messages["tuned"][1:]
@@ -105,16 +111,19 @@ def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(tmp_path, mon
     run_without_plan(tmp_path / "runs" / "one")
     monkeypatch.setattr(context.chats, "turns", lambda _: turns)
     monkeypatch.setattr(context.chats, "is_answering", lambda _: alive)
-    shown, _, stop, *_ = _View(context).show("one", "")
-    assert stop.interactive is can_stop and ("ft-busy" in shown) is can_stop
+    parts = chat.parts(context, RunDirectory(tmp_path / "runs" / "one"))
+    assert ("disabled" not in parts["stop"]) is can_stop is ("ft-busy" in parts["turns"])
     context.close()
 
 
-def test_a_run_without_an_adapter_is_refused_and_none_is_ignored(tmp_path):
-    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
-    run_without_plan(tmp_path / "runs" / "empty")
-    assert "empty has no adapter" in _View(context).ask("empty", "Hello", 16, "", 0, 1, 0, "", "Tuned")[1]
-    assert "Write a message" in _View(context).ask("gone", "Hello", 16, "", 0, 1, 0, "", "Tuned")[1]
+SENT = {"question": "Hello", "who": "tuned", "system": "", "most": "16", "temperature": "0", "top_p": "1", "seed": "0"}
+
+
+@pytest.mark.parametrize(("change", "reason"), [({}, "empty has no adapter"), ({"question": " "}, "Write a message")])
+def test_a_message_that_nobody_can_answer_is_refused(tmp_path, change, reason):
+    context, run = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary"), tmp_path / "runs" / "empty"
+    run_without_plan(run)
+    assert reason in RunPage(context).act(RunDirectory(run), {"task": "ask", "values": SENT | change})["said"]
     context.close()
 
 
@@ -123,9 +132,9 @@ def test_what_offloaded_layers_cost_is_said(tmp_path, kept_run, monkeypatch):
     kept_run(runs)
     context = Context(Workspace(tmp_path, runs), tmp_path / "temporary")
     copies = SimpleNamespace(generation_summary="each token copies 9 GiB")
-    live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies, settings=SimpleNamespace(vision=False)))
+    live = SimpleNamespace(plan=lambda: SimpleNamespace(layer_copies=copies))
     monkeypatch.setattr(context.lives, "of", lambda run: live)
-    assert "each token copies" in _View(context).show("finished", "")[1]
+    assert "each token copies" in chat.parts(context, RunDirectory(runs / "finished"))["warning"]
     context.close()
 
 

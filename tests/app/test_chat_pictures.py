@@ -13,13 +13,14 @@ from app.chat.chats import Chats, Question
 from app.chat.pictures import _kept, keep_picture, kept_pictures
 from app.chat.process import Conversation
 from app.context import Context
-from app.pages.chat import _View
+from app.pages.run import RunPage
 from app.worker import Work
 from app.workspace import Workspace
 from finetune.data.pictures.source import BadPicture
 from finetune.errors import CommandError
 from finetune.events import EventWriter, event_json
 from finetune.recipe import recipe_from
+from finetune.run.directory import RunDirectory
 from finetune.run.prepare import create_run, prepare
 from finetune.run.worker import Worker
 
@@ -86,13 +87,20 @@ def test_models_get_the_pictures_of_all_messages_also_after_a_restart(tmp_path):
     assert all("tuned" in turn.answers for turn in (first, second))
 
 
-def test_a_picture_that_the_disk_has_no_space_for_is_said(tmp_path, monkeypatch):
+def test_a_picture_that_the_disk_has_no_space_for_is_said_and_one_from_elsewhere_is_not_taken(tmp_path, monkeypatch):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
 
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def added(path):
+        message = {"task": "picture", "values": {"path": path, "waiting": ""}}
+        return RunPage(context).act(RunDirectory(tmp_path / "runs" / "one"), message)
+
+    context.uploads.mkdir(parents=True)
+    name = added(picture(context.uploads / "a.png"))["waiting"]
+    assert [source.digest for source in kept_pictures(context.chats.pictures, [name])] == [name]
+    assert "was not uploaded here" in added(picture(tmp_path / "a.png"))["said"]
     monkeypatch.setattr("app.chat.pictures.shutil.move", fail)
-    names, status = _View(context).add_picture("", picture(tmp_path / "a.png"))
-    assert names == "" and "No space left on device" in status
+    assert "No space left on device" in added(picture(context.uploads / "b.png"))["said"]
     context.close()

@@ -22,9 +22,7 @@ from finetune.units import GIB
 
 @pytest.fixture
 def run(tmp_path):
-    path = tmp_path / "runs" / "one"
-    path.mkdir(parents=True)
-    return RunDirectory(path)
+    return RunDirectory(tmp_path)
 
 
 def write_steps(run, first, last):

@@ -56,7 +56,7 @@ def test_a_file_with_its_own_columns_becomes_a_model_in_six_clicks_that_chats_an
     page.wait_for_selector("#run-head >> text=/Step \\d+ of/")
     page.wait_for_selector(".ft-now >> text=held-out loss")
     page.click(".ft-now [data-tab=chat]")
-    page.fill("#chat-question textarea", "Route this message: my tent is torn")
+    page.fill("#chat-question", "Route this message: my tent is torn")
     page.click("#chat-send")
     page.wait_for_selector("#chat-turns .ft-turn.tuned")
     page.wait_for_selector("#chat-turns [aria-busy=false]")

@@ -98,7 +98,7 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
     second_tab.click("[data-key=act-pause]")
     second_tab.wait_for_selector("#run-head [data-state=paused]")
     second_tab.click("[data-key=act-resume]")
-    second_tab.wait_for_selector("#run-body li >> text=resume")
+    second_tab.wait_for_selector("#run-body .ftc-marks >> text=resume")
     second_tab.wait_for_selector("#run-head [data-state=running]")
     second_tab.once("dialog", lambda dialog: dialog.dismiss())
     second_tab.click("[data-key=act-finish]")
@@ -109,7 +109,7 @@ def test_a_run_is_left_paused_and_resumed_from_another_tab(served, visit):
 def test_a_run_and_its_base_answer_side_by_side(visit):
     page = visit("run?run=finished&tab=chat")
     page.wait_for_selector("#chat-turns >> text=answer it side by side")
-    page.fill("#chat-question textarea", "Route this message: <b>my tent</b> is torn")
+    page.fill("#chat-question", "Route this message: <b>my tent</b> is torn")
     page.click("#chat-send")
     page.wait_for_selector("#chat-turns .ft-turn.tuned")
     page.wait_for_selector("#chat-turns [aria-busy=false]")

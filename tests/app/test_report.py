@@ -30,11 +30,11 @@ def evaluation(score):
     gap = {"value": 0.5, "low": 0.25, "high": 0.75, "more_rows": None}
     means = dict.fromkeys(("exact_match", "loss", "perplexity", "token_accuracy", "valid"), 0.5)
     rows = {"scores": [score] * 20, "answers": [HOSTILE] * 20, "row_losses": [2 - score] * 20, "row_tokens": [3] * 20}
-    model = {**means, **rows, "score": score, "fields": {}}
+    model = {**means, **rows, "score": score, "fields": {HOSTILE: 1.0}}
     gaps = {"score_difference": gap, "exact_match_difference": gap, "loss_difference": None}
     return {
-        "rows": 20, "base": model, "tuned": model, "prompts": ["p"] * 20, "references": ["r"] * 20, "seconds": 1.0,
-        "score": "json", "data": None, "reused": 0, **gaps,
+        "rows": 20, "base": model, "tuned": model, "prompts": ["p"] * 20, "references": [HOSTILE] * 20, "seconds": 1.0,
+        "score": "json", "data": HOSTILE, "reused": 3, **gaps,
     }  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """Result shows what a run has, whoever made it, and pushes only what a dry run has listed."""
 
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from app.background.tasks import Tasks
-from app.pages.result import _View
+from app.pages import result
+from app.pages.run import RunPage
 from app.views.options import HELD_OUT_BEFORE
 from app.workspace import Workspace
 from finetune.run import base_adapter
@@ -23,8 +23,12 @@ def page(home, kept_run):
     workspace, started = Workspace(home, home / "runs"), []
     tasks = Tasks(workspace)
     tasks.start = lambda run, verb, options: started.append([verb, *options])
-    view = _View(SimpleNamespace(workspace=workspace, tasks=tasks))
-    return SimpleNamespace(run=run, view=view, tasks=tasks, started=started)
+    context = SimpleNamespace(workspace=workspace, tasks=tasks)
+
+    def submit(task, **values):
+        return RunPage(context).act(run, {"task": task, "values": values})["said"]
+
+    return SimpleNamespace(run=run, context=context, tasks=tasks, started=started, submit=submit)
 
 
 def write_scores(run, name, **more):
@@ -38,8 +42,9 @@ def write_scores(run, name, **more):
     (run.path / "evaluations" / f"scores-{name}.json").write_text(json.dumps(values))
 
 
-def shown(page):
-    return page.view.show("finished", "Differing first")
+def shown(page, part):
+    tab = "evaluate" if part in ("evaluations", "reports") else "export"
+    return result.parts(page.context, page.run, tab, "differ")[part]
 
 
 def done(page, verb, values):
@@ -50,12 +55,12 @@ def done(page, verb, values):
 
 
 def test_evaluations_of_the_command_line_are_shown(page):
-    assert "Not evaluated yet" in shown(page)[0]
+    assert "Not evaluated yet" in shown(page, "evaluations")
     write_scores(page.run, "exact")
     write_scores(page.run, "exact-forgetting", forgetting=True)
     group = {"rows_of": "general questions", "rows": 60, "before": 2.0, "now": 2.5, "difference": None}
     (page.run.path / "evaluations" / "lost.json").write_text(json.dumps({"groups": [group]}))
-    scores = shown(page)[0]
+    scores = shown(page, "evaluations")
     assert "held-out rows of the run it continued" in scores and ">now<" in scores and "+50 points (95" in scores
     assert "general questions" in scores and scores.count("<details>") == 1 and "Not evaluated" not in scores
 
@@ -64,7 +69,7 @@ def test_a_damaged_evaluation_is_named_beside_the_others(page):
     write_scores(page.run, "exact")
     write_scores(page.run, "json", prompts=[])
     (page.run.path / "evaluations" / "scores-torn.json").write_text('{"rows": 4, ')
-    assert "scores-json.json, scores-torn.json can&#x27;t be read" in shown(page)[0]
+    assert "scores-json.json, scores-torn.json can&#x27;t be read" in shown(page, "evaluations")
 
 
 def test_an_answer_with_a_line_separator_does_not_cut_what_a_task_has_printed(page):
@@ -75,57 +80,69 @@ def test_an_answer_with_a_line_separator_does_not_cut_what_a_task_has_printed(pa
 
 
 def test_a_report_can_be_downloaded_once_it_is_written(page):
-    assert "Not written yet" in shown(page)[1]
+    assert "Not written yet" in shown(page, "reports")
     (page.run.path / "report.html").write_text("<html>")
-    assert 'href="/ft/report/finished/report.html" download' in shown(page)[1]
-    assert page.view.compare("finished", ["../x"]) != "" and page.started == []
-    page.view.report("finished")
-    assert page.started == [["report"]]
+    assert 'href="/ft/report/finished/report.html" download' in shown(page, "reports")
+    assert "Choose the runs" in page.submit("compare", others="../x") and page.started == []
+    assert page.submit("report") == "" and page.started == [["report"]]
+
+
+def push(page, repo=REPO, kind="adapter", how="--dry-run", **more):
+    return page.submit("push", repo=repo, kind=kind, how=how, **more)
 
 
 def test_only_what_a_dry_run_has_listed_is_pushed(page):
-    assert "Dry run" in page.view.push("finished", REPO, "Adapter", False) and page.started == []
+    assert "Dry run" in push(page, how="--yes") and page.started == []
     for name in ("", "--public", "no repo", "a/b/c"):
-        assert "OWNER/NAME" in page.view.dry_run("finished", name, "Adapter", False)
-    page.view.dry_run("finished", REPO, "Adapter", False)
+        assert "OWNER/NAME" in push(page, name)
+    push(page)
     assert page.started == [["push", REPO, "--adapter", "--dry-run"]]
     listed = {"repo": REPO, "kind": "adapter", "public": False, "sent": False, "files": [{"name": "README.md", "bytes": 9}]}
     done(page, "push", listed)
-    assert "nothing was sent yet" in shown(page)[3] and "README.md" in shown(page)[3]
-    for other in ((REPO, "Adapter", True), ("alice/other", "Adapter", False), (REPO, "Merged model", False)):
-        assert "Dry run" in page.view.push("finished", *other)
-    assert page.view.push("finished", REPO, "Adapter", False) == ""
+    assert "nothing was sent yet" in shown(page, "pushed") and "README.md" in shown(page, "pushed")
+    for other in ({"public": "on"}, {"repo": "alice/other"}, {"kind": "merged"}):
+        assert "Dry run" in push(page, how="--yes", **other)
+    assert push(page, how="--yes") == ""
     assert page.started[1:] == [["push", REPO, "--adapter", "--yes"]]
 
 
 def test_gguf_files_of_the_run_can_be_pushed_and_no_others(page):
     (page.run.path / "gguf").mkdir()
     (page.run.path / "gguf" / "model.gguf").write_bytes(b"GGUF")
-    assert page.view.depending("finished")[2].choices[-1][0] == "gguf/model.gguf"
-    page.view.dry_run("finished", REPO, "gguf/model.gguf", True)
+    assert '<option value="gguf/model.gguf">' in result.export_pane(page.run)
+    push(page, kind="gguf/model.gguf", public="on")
     assert page.started == [["push", REPO, f"--gguf={page.run.path}/gguf/model.gguf", "--public", "--dry-run"]]
-    assert "what to push" in page.view.dry_run("finished", REPO, "../other.gguf", True)
+    assert "what to push" in push(page, kind="../other.gguf")
+
+
+CHOSEN = {"score": "", "pattern": "", "tolerance": "0", "rows": "", "most": "0"}
 
 
 def test_rows_of_before_can_be_chosen_where_there_are_some(page):
-    assert HELD_OUT_BEFORE not in [choice[0] for choice in page.view.depending("finished")[0].choices]
+    assert HELD_OUT_BEFORE not in result.evaluate_pane(page.context, page.run)
     base_adapter.copy_base_adapter(page.run, page.run.adapter)
-    assert HELD_OUT_BEFORE in [choice[0] for choice in page.view.depending("finished")[0].choices]
-    page.view.evaluate("finished", "Chosen by the answers", "", 0, HELD_OUT_BEFORE, 0, False)
+    assert HELD_OUT_BEFORE in result.evaluate_pane(page.context, page.run)
+    page.submit("eval", **CHOSEN | {"rows": "--forgetting"})
     assert page.started == [["eval", "--forgetting"]]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"rows": "/etc/passwd"}, {"score": "sql"}, {"most": "x"}, {"tolerance": [1]}, {"score": None}]
+)
+def test_what_the_form_does_not_offer_starts_nothing(page, wrong):
+    assert "ft-problem" in page.submit("eval", **CHOSEN | {"score": "numeric"} | wrong) and page.started == []
+
+
 def test_an_export_to_gguf_says_what_llama_cpp_answered(page):
-    assert "Not run yet" in shown(page)[4]
-    page.view.export("finished", "Q8_0", True)
+    assert "Not run yet" in shown(page, "exported")
+    page.submit("export", type="q8_0", apart="on")
     assert page.started == [["export", "--type=q8_0", "--to=gguf-adapter"]]
     done(page, "export", {"file": "runs/x.gguf", "adapter": None, "modelfile": "runs/Modelfile",
                           "check": {"rows": 120, "same_answers": 119}})  # fmt: skip
-    assert (
-        "119 of 120 answers" in shown(page)[4] and "runs/Modelfile" in shown(page)[4] and "adapter</td>" not in shown(page)[4]
-    )
+    exported = shown(page, "exported")
+    assert "119 of 120 answers" in exported and "runs/Modelfile" in exported and "adapter</td>" not in exported
 
 
-def until(holds):
-    while not holds():
-        time.sleep(0.05)
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "", ".hidden", "a/b", "--output", "x" * 200])
+def test_a_merged_model_is_a_folder_of_the_run(page, name):
+    assert "is not a folder" in page.submit("merge", folder=name) and page.started == []

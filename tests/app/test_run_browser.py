@@ -43,33 +43,29 @@ def test_tabs_are_addresses_and_old_addresses_lead_to_them(served, visit):
     page.wait_for_selector(".ft-pane-samples del >> text=the")
 
 
-def test_controls_are_loaded_when_their_tab_is_opened_and_what_a_choice_hid_stays_hidden(served, visit):
+def test_what_is_typed_in_a_form_stays_while_its_tab_is_followed(served, visit):
     filled(served[1], "later")
-    page = visit("run?run=later")
-    page.wait_for_selector("#run-head >> text=Step 300 of 600")
-    assert page.locator("#result-score, #result-push, #chat-send").count() == 0
-    for tab, controls in {"evaluate": ("score", "others"), "export": ("folder", "push")}.items():
-        page.click(f".ft-tabs [data-tab={tab}]")
-        for control in controls:
-            page.wait_for_selector(f"#result-{control}")
-    page.click(".ft-tabs [data-tab=chat]")
-    for control in ("question", "send", "picture", "settings"):
-        page.wait_for_selector(f"#chat-{control}")
-    page.click(".ft-tabs [data-tab=evaluate]")
-    for score, is_shown in (("Regular expression", True), ("Exact match", False)):
-        page.fill("#result-score input", score)
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#result-pattern", state="visible" if is_shown else "hidden")
-    page.click(".ft-tabs [data-tab=overview]")
+    page = visit("run?run=later&tab=evaluate")
+    page.wait_for_selector(".ft-pane-evaluate >> text=Not evaluated yet")
+    for score, is_shown in (("exact", False), ("regex", True)):
+        page.select_option("#result-score", score)
+        assert page.is_visible("#result-pattern") is is_shown and not page.is_visible("#result-tolerance")
+    page.fill("#result-pattern", "a+")
+    page.fill("#result-most", "-3")
+    page.click("#result-eval")
+    assert page.evaluate("document.querySelector('#result-most').validationMessage")
+    page.click(".ft-tabs [data-tab=export]")
+    page.fill("#result-folder", "../x")
+    page.click("#result-merge")
+    page.wait_for_selector(".ft-pane-export [role=alert] >> text=is not a folder's name")
     page.click(".ft-tabs [data-tab=evaluate]")
     page.wait_for_timeout(1500)
-    assert not page.is_visible("#result-pattern") and not page.is_visible("#chat-without")
+    assert page.input_value("#result-pattern") == "a+" and page.text_content("#result-status") == ""
 
 
 def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
     run = filled(served[1], "ticking")
     page = visit("run?run=ticking")
-    page.wait_for_selector("#run-head [data-state=running]")
     page.wait_for_selector("#run-head >> text=Step 300 of 600")
     page.wait_for_function("document.querySelector('ft-chart')?.charts?.length")
     page.wait_for_timeout(1500)
@@ -79,13 +75,11 @@ def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
         append(run, [step(number, total=600)])
         page.wait_for_selector(f"#run-head >> text=Step {number} of 600")
     entries = page.evaluate(asked.format(began))
-    ticks = {route: [size for name, size in entries if f"/ft/{route}/" in name] for route in ("series", "run")}
-    assert [name for name, _ in entries if not any(part in name for part in ("/ft/series/", "/ft/run/", "run/predict"))] == []
+    routes = {route: [size for name, size in entries if route in name] for route in ("/ft/series/", "/ft/run/", "run/predict")}
     seconds = (page.evaluate("performance.now()") - began) / 1000
-    for sizes in ticks.values():  # the chart's, and the parts' of the page
-        assert 0 < len(sizes) <= seconds + 2 and max(sizes) < 4096
-    asked_by_rail = len(entries) - sum(map(len, ticks.values()))
-    assert asked_by_rail <= seconds / 3 + 2  # each three seconds
+    assert sum(map(len, routes.values())) == len(entries)
+    for sizes, each_s in zip(routes.values(), (1, 1, 3), strict=True):  # the chart, the parts of the page, the rail
+        assert 0 < len(sizes) <= seconds / each_s + 2 and max(sizes) < 4096
 
 
 def test_the_end_shows_what_to_do_now_without_a_reload(served, visit):

@@ -1,19 +1,20 @@
 """A run's page says what happened, at which step and what to press; its buttons do that; a tick sends only what changed."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
 import written_runs
 from written_runs import append, make_run, step, steps
 
-from app.live import LiveRun, LiveRuns
-from app.pages.run import _View
-from app.planning.draft import Draft
+from app.context import Context
+from app.live import LiveRun
+from app.pages.run import RunPage
 from app.views.answers import answers, marked
 from app.views.run_figures import figures, memory
 from app.views.run_head import failure, next_steps, progress, survived, title
-from app.views.run_page import changed
+from app.views.run_page import texts
 from app.workspace import Workspace
 from finetune.bundled import dataset_paths
 from finetune.card import find_card
@@ -123,28 +124,33 @@ def test_speed_is_shown_beside_its_forecast_and_where_the_time_of_a_step_goes_be
     assert "The GPU is busy: at the end of a step of 500 ms, Python waited 200 ms for it." in shown
 
 
-def test_a_tick_sends_only_the_parts_that_the_browser_has_not(follow):
-    live = follow(*steps(1, 50))
-    stamps = {name: stamp for name, (stamp, _) in changed(live, "overview", ()).items()}
-    assert set(stamps) == {"title", "progress", "now", "tabs", "figures", "memory", "answers"}
-    assert changed(live, "overview", stamps.values()) == {}
-    append(live.run, [step(51)])
-    assert set(changed(live, "overview", stamps.values())) == {"progress", "figures"}
+def test_a_tick_sends_only_the_parts_that_the_browser_has_not(page):
+    def changed(*shown):
+        return page.view.changed("finished", {"tab": "overview", "shown": ".".join(shown)})["parts"]
+
+    stamps = [stamp for stamp, _ in changed().values()]
+    assert set(changed()) == {"title", "progress", "now", "tabs", "figures", "memory", "answers"}
+    assert changed(*stamps) == {}
+    append(page.view.context.workspace.run("finished"), [step(5000)])
+    assert set(changed(*stamps)) == {"progress", "figures", "memory"}
 
 
 @pytest.fixture
-def page(tmp_path, kept_run):
+def page(tmp_path, kept_run, monkeypatch):
     kept_run(tmp_path / "runs")
-    workspace = Workspace(tmp_path, tmp_path / "runs")
-    queued = []
-    queue = SimpleNamespace(add=lambda recipe, **options: queued.append(options), ensure_starter=lambda: None)
-    lives = LiveRuns()
-    context = SimpleNamespace(workspace=workspace, queue=queue, draft=Draft(workspace), lives=lives)
-    return SimpleNamespace(view=_View(context), draft=context.draft, queued=queued)
+    context, queued = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary"), []
+    monkeypatch.setattr(context.queue, "add", lambda recipe, **options: queued.append(options))
+    yield SimpleNamespace(view=RunPage(context), draft=context.draft, queued=queued)
+    context.close()
 
 
 def opened(page, **parameters):
-    return page.view.open(SimpleNamespace(query_params=parameters))
+    head = page.view.open(SimpleNamespace(query_params=parameters))[0]
+    return re.search('data-run="(.*?)" data-tab="(.*?)"', head).groups()
+
+
+def pressed(page, **message):
+    return page.view.act(page.view.context.workspace.run("finished"), message)["said"]
 
 
 def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(follow):
@@ -152,7 +158,7 @@ def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(foll
     live = follow(
         OutOfMemory(phase="train", message="x"), Retry(attempt=2, reason="out of memory", changes=changes), *steps(1, 400)
     )
-    shown = changed(live, "overview", ())["now"][1]
+    shown = texts(live, "overview")["now"]
     assert "Out of memory in a step." in shown and "Continued with a smaller plan: 2 rows at a time." in shown
     live.digest.newest.pop(Retry.kind)
     assert survived(live) == ""
@@ -165,22 +171,22 @@ def test_finish_asks_and_says_what_is_not_trained(follow, monkeypatch):
 
 
 def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
-    assert opened(page, run="finished", tab="log")[:2] == ["finished", "log"]
-    assert opened(page, run="../x", tab="<script>")[:2] == ["finished", "overview"]
+    assert opened(page, run="finished", tab="log") == ("finished", "log")
+    assert opened(page, run="../x", tab="<script>") == ("finished", "overview")
 
 
 def test_buttons_of_the_head_do_what_they_say(page):
-    page.view.act("finished", '{"run": "resume"}')
+    pressed(page, run="resume")
     assert page.queued == [{"resume": "finished"}]
-    assert 'data-go="/"' in page.view.act("finished", '{"run": "half"}')
+    assert 'data-go="/"' in pressed(page, run="half")
     assert page.draft.read().values["learning_rate"] == 0.002
-    page.view.act("finished", '{"run": "duplicate"}')
+    pressed(page, run="duplicate")
     assert page.draft.read().values["learning_rate"] == 0.004
-    for message in ("", "[]", '{"run": "rm"}', '{"run": {}}'):
-        assert isinstance(page.view.act("finished", message), dict) and len(page.queued) == 1
-    assert "not running" in page.view.act("finished", '{"run": "pause"}')
+    for message in ({}, {"run": "rm"}, {"run": {}}, {"task": "rm"}, {"task": "merge", "values": []}):
+        assert "Not done" in pressed(page, **message) and len(page.queued) == 1
+    assert "not running" in pressed(page, run="pause")
 
 
 def test_a_tampered_recipe_is_refused_in_words(page, tmp_path):
     (tmp_path / "runs/finished/recipe.yaml").write_text("lora_r: many\n")
-    assert 'role="alert"' in page.view.act("finished", '{"run": "resume"}') and page.queued == []
+    assert 'role="alert"' in pressed(page, run="resume") and page.queued == []
