@@ -38,7 +38,7 @@ class Digest:
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    samples: deque[events.Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    samples: list[events.Sample] = field(default_factory=list)
     messages: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     peaks: dict[str, int] = field(default_factory=dict)
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -86,6 +86,8 @@ class Digest:
                 self.attempts += 1
             case events.Sample():
                 self.samples.append(event)
+                if len(self.samples) > _SAMPLES:  # the first step's stay
+                    del self.samples[sum(sample.step == self.samples[0].step for sample in self.samples)]
         if isinstance(event, (events.RunWarning, events.Retry, events.OutOfMemory, events.State, events.Start)):
             self.messages.append(event)
 

@@ -47,7 +47,7 @@ STYLE = """
 body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
   background: var(--ft-ground); color: var(--ft-text);
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-body.gradio-container { max-width: 1100px !important; }
+body.gradio-container { max-width: 1100px !important; margin: 0 auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; text-align: left; }
 .right { text-align: right; } .left { overflow-wrap: anywhere; }
@@ -91,18 +91,20 @@ def _one(live: LiveRun) -> str:
     origin = base_adapter_of(live.run)
     continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
     notes = "".join(map(note, plan.forecast.notes if plan.forecast else ()))
+    measured = f"{run_view.curves(live)}{_checks(live)}{run_figures.memory(digest, plan)}"
     parts = {
         "How it went": _outcome(live) + continued,
-        "Curves": run_view.curves(live),
-        "Forecast against measured": _checks(live) + run_figures.memory(digest, plan),
         "Scores": _evaluations(live.run),
-        "Plan": edited + f'<div id="new-run">{plan_head.answer(plan, has_bar=False)}</div>' + notes + chosen(plan),
+        "Sample answers": answers(digest.samples, with_pictures=False),
+        "Curves, and forecast against measured": measured,
         "Data": _data(live.run),
-        "Sample answers": answers(digest.samples, with_pictures=False) or note("There are none."),
+        "Plan": edited + f'<div id="new-run">{plan_head.answer(plan, has_bar=False)}</div>' + notes + chosen(plan),
         "Messages": run_view.messages(digest),
         "Versions": _versions(digest),
     }
-    return "".join(f"<section><h2>{name}</h2>{part}</section>" for name, part in parts.items())
+    return note(" · ".join(run_head.about(live))) + "".join(
+        f"<section><h2>{name}</h2>{part}</section>" for name, part in parts.items() if part
+    )
 
 
 def _several(lives: list[LiveRun]) -> str:

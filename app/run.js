@@ -45,10 +45,7 @@ const silence = () => {
   note.textContent = isLost ? tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s }) : "";
 };
 setInterval(silence, 1000);
-document.addEventListener("visibilitychange", () => {
-  answered = Date.now();
-  if (!document.hidden) ask();
-});
+document.addEventListener("visibilitychange", () => { answered = Date.now(); if (!document.hidden) ask(); });
 
 // Tabs: the address has the open one.
 const open = (tab) => {

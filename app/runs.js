@@ -37,8 +37,9 @@ const apply = () => {
   if (bar.firstChild.textContent !== count) bar.firstChild.textContent = count;
   bar.querySelector("[data-deed=compare]").disabled = state.chosen.size < 2;
   for (const [name, list] of [["queued", "queue"], ["deleted", "trash"]]) {
-    const number = find(`#runs-${list} [data-count]`)?.dataset.count ?? "";
-    if (find(`#runs-${name}`).textContent !== number) find(`#runs-${name}`).textContent = number;
+    const number = find(`#runs-${list} [data-count]`)?.dataset.count ?? "", shown = find(`#runs-${name}`);
+    shown.parentElement.hidden = !number;
+    if (shown.textContent !== number) shown.textContent = number;
   }
 };
 

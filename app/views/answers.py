@@ -30,12 +30,13 @@ _MOST_PICTURES = 4
 def answers(
     samples: Sequence[Sample], most_prompts: int | None = None, most_steps: int = 2, *, with_pictures: bool = True
 ) -> str:
-    """A table with a row for each prompt and a column for the newest steps; empty without samples.
+    """A table with a row for each prompt and a column for the first and the newest steps; empty without samples.
 
     `with_pictures`: shows the files that the run's events name. Not for a file that is passed on: a run folder of somebody else
     may name any picture of this machine.
     """
-    steps = sorted({sample.step for sample in samples})[-most_steps:]
+    steps = sorted({sample.step for sample in samples})
+    steps = steps if len(steps) <= most_steps else [steps[0], *steps[1 - most_steps :]]
     by_prompt: dict[_Prompt, dict[int, Sample]] = {}
     for sample in samples:
         pictures = tuple(sample.pictures[:_MOST_PICTURES]) if with_pictures else ()

@@ -28,9 +28,8 @@ def show(value: str | Callable[[], str] = "", elem_id: str | None = None) -> gr.
 def change_trigger(elem_id: str | None = None) -> gr.HTML:
     """A hidden component with a fingerprint of all that is shown: its `change` updates the page, an idle tick sends only this.
 
-    A tick that skips its outputs would leave a component of the page's session behind for each that has a value at the next
-    tick, or that the next event reads: Gradio makes a new one for each skipped output, and keeps it under a number of its own.
-    The browser reports that it changed; a changed `gr.State` is only reported by Gradio's queue.
+    A tick that skips its outputs would leak: Gradio makes a new component for each skipped output, and keeps it. The browser
+    reports the change; a changed `gr.State` is only reported by Gradio's queue.
     """
     return gr.HTML(visible="hidden", elem_id=elem_id, apply_default_css=False, js_on_load=None)
 

@@ -30,6 +30,8 @@ _GPU_LINES = (
     ("peak_reserved_bytes", mark("this process"), "process"), ("peak_allocated_bytes", mark("allocated"), "allocated"),
     ("card_used_bytes", mark("whole GPU, with other programs"), "whole"),
 )  # fmt: skip
+#: A budget of this share of the GPU has no line of its own.
+_SAME = 0.99
 _HOST_LINES = (("process_rss_bytes", mark("this process"), "process"),)
 
 
@@ -61,7 +63,7 @@ def _memory(digest: Digest, plan: Plan) -> dict[str, Any]:
         }  # fmt: skip
         gib = {name: round(size / GIB, 3) for name, size in forecast.items()}
         levels.append({"label": tr("forecast"), **gib, "kind": "forecast"})
-    if plan.budget_bytes:
+    if plan.budget_bytes and plan.budget_bytes < _SAME * plan.card.total_bytes:
         levels.append({"label": tr("budget"), "value": round(plan.budget_bytes / GIB, 3), "kind": "budget"})
     whole = tr("host memory" if plan.card.is_cpu else "size of the GPU")
     levels.append({"label": whole, "value": round(plan.card.total_bytes / GIB, 3), "kind": "card"})

@@ -54,6 +54,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
     )
 
 
+def lines(title: str, items: Sequence[str], hint: str = "") -> str:
+    """A box with a line of HTML for each item; empty without any."""
+    shown = "".join(f"<li>{item}</li>" for item in items)
+    box = f'<section class="ft-box ft-lines" data-count="{len(items)}"><h2>{title}</h2>{hint}<ul>{shown}</ul></section>'
+    return box if items else ""
+
+
 def interval_text(lower: float, upper: float) -> str:
     """Both ends of an interval with their signs."""
     return tr("{low} to {high}", low=f"{lower:+.4f}", high=f"{upper:+.4f}")

@@ -15,7 +15,7 @@ from finetune.run.state import RunState
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun
 from .markup import action, as_on_page, inert
-from .words import day, in_words, loss_text, minutes, precision
+from .words import clock, in_words, loss_text, minutes, precision
 
 #: Address and name of each tab.
 TABS = {
@@ -65,7 +65,7 @@ def title(live: LiveRun, state: RunState) -> str:
         buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
     elif state.state == "paused":
         buttons += _button(_resume_label(live), "resume", "primary")
-    meta = "".join(f"<span>{inert(text)}</span>" for text in _meta(live))
+    meta = "".join(f"<span>{inert(text)}</span>" for text in about(live))
     return (
         f'<div class="ft-runhead"><h1 class="ft-title">{inert(name)}</h1><span role="status">{pill(state)}</span>'
         f'<div class="ft-acts">{buttons}</div></div><p class="ft-meta">{meta}</p>'
@@ -87,21 +87,16 @@ def _button(label: str, deed: str, css: str = "", hint: str = "", confirm: str =
     )
 
 
-def _meta(live: LiveRun) -> list[str]:
+def about(live: LiveRun) -> list[str]:
+    """Model, data, method, GPU, and when it started."""
     plan, settings = live.plan(), live.plan().settings
     data = Path(str(settings.dataset.path)).name if settings.dataset.path else tr("the bundled data")
     if plan.data:
         data += f" · {tr_n('{n} row', '{n} rows', plan.data.rows)}"
     kind = tr("{precision} LoRA, rank {rank}", precision=precision(settings), rank=settings.lora_r)
-    started = tr("started {time}", time=_clock(live.run.plan.stat().st_mtime))
+    started = tr("started {time}", time=clock(live.run.plan.stat().st_mtime))
     where = tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
     return [Path(str(settings.model_name_or_path)).name, data, kind, where, started]
-
-
-def _clock(time_s: float) -> str:
-    moment, today = time.localtime(time_s), time.localtime()
-    hour = time.strftime("%H:%M", moment)
-    return hour if moment[:3] == today[:3] else f"{day(moment)} {hour}"
 
 
 def _resume_label(live: LiveRun) -> str:
@@ -147,13 +142,13 @@ def progress(live: LiveRun, state: RunState) -> str:
 def _left(digest: Digest, state: RunState) -> str:
     if state.ended:
         last = digest.newest.get(State.kind)
-        return tr("ended {time}", time=_clock(last.time_s)) if last is not None and last.time_s else ""
+        return tr("ended {time}", time=clock(last.time_s)) if last is not None and last.time_s else ""
     if state.state == "pausing":
         return tr("a checkpoint is being written")
     left_s = digest.pace.left_s
     if left_s is None or not digest.step:
         return ""
-    return tr("<b>{time} left</b>, ends about {clock}", time=minutes(left_s), clock=_clock(time.time() + left_s))
+    return tr("<b>{time} left</b>, ends about {clock}", time=minutes(left_s), clock=clock(time.time() + left_s))
 
 
 def _age(digest: Digest) -> str:

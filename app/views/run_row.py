@@ -17,6 +17,7 @@ from ..scores import Scores
 from .charts import sparkline
 from .markup import inert
 from .run import measured_peak
+from .series import Series
 from .words import day, loss_text, minutes
 
 
@@ -41,27 +42,17 @@ class RunRow:
 def row_of(live: LiveRun, scores: Scores) -> RunRow:
     """The run as it is now."""
     live.refresh()
-    digest, plan, state, name = live.digest, live.plan(), live.state(), live.run.path.name
-    total, started_s = plan.total_steps, live.run.plan.stat().st_mtime
-    loss = digest.series.get("loss")
-    label = tr("Loss of {name}: {loss}", name=name, loss=last_loss(digest))
-    newest = digest.newest_step
-    rate = newest.tokens_per_s if newest else None
+    digest, plan, name = live.digest, live.plan(), live.run.path.name
+    total, loss = plan.total_steps, digest.series.get("loss")
+    label = tr("Loss of {name}: {loss}", name=name, loss=loss.newest_text("{:.4f}".format)) if loss else ""
+    rate = digest.newest_step and digest.newest_step.tokens_per_s
     steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
-        name, Path(str(plan.settings.model_name_or_path)).name, state, steps,
-        _last(digest), sparkline(loss.points(), label) if loss else "", _held_out(digest), scores.of(live.run),
-        peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(started_s),
+        name, Path(str(plan.settings.model_name_or_path)).name, live.state(), steps,
+        _last(loss), sparkline(loss.points(), label) if loss else "", _held_out(digest), scores.of(live.run),
+        peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(live.run.plan.stat().st_mtime),
         f"{rate:,.0f}" if rate else "",
     )  # fmt: skip
-
-
-def last_loss(digest: Digest) -> str:
-    """The newest step's training loss; where it is not a number, that, and the last one that was."""
-    loss = digest.series.get("loss")
-    if loss is None:
-        return tr("not measured")
-    return loss.newest_text("{:.4f}".format) if loss.missing or loss.last is None else f"{loss.last:.4f}"
 
 
 def peak_beside_forecast(live: LiveRun) -> str:
@@ -74,15 +65,10 @@ def peak_beside_forecast(live: LiveRun) -> str:
     return "" if measured is None and forecast is None else " / ".join(texts)
 
 
-def _last(digest: Digest) -> str:
-    loss = digest.series.get("loss")
-    if loss is None:
-        return ""
-    return (
-        tr("{value} at {step}", value=tr(loss.missing[1]), step=f"{loss.missing[0]:,}")
-        if loss.missing
-        else loss_text(loss.last or 0.0)
-    )
+def _last(loss: Series | None) -> str:
+    if loss is None or loss.missing is None:
+        return loss_text(loss.last or 0.0) if loss else ""
+    return tr("{value} at {step}", value=tr(loss.missing[1]), step=f"{loss.missing[0]:,}")
 
 
 def _held_out(digest: Digest) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..language import mark, tr
-from .markup import action, as_on_page, inert, note
+from .markup import action, as_on_page, inert, lines, note
 from .run_head import STATES, pill
 from .run_row import RunRow, link_to
-from .words import day
+from .words import clock
 
 #: Columns: their name in the page's own HTML and in the head of the table.
 COLUMNS = {
@@ -21,7 +20,7 @@ COLUMNS = {
 #: Columns of numbers.
 _RIGHT = ("held", "score", "peak", "time")
 #: States of an entry of the queue.
-_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "started": mark("Started"), "failed": mark("Failed")}
+_STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "failed": mark("Failed")}
 
 
 def controls() -> str:
@@ -88,11 +87,8 @@ def _row(row: RunRow) -> str:
 
 
 def queue(entries: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Waiting, started and failed starts, the newest first."""
-    rows = "".join(_entry(name, status) for name, status in reversed(entries))
-    waiting = sum(status["state"] == "waiting" for _, status in entries)
-    shown = f"<ul>{rows}</ul>" if rows else note(tr("The queue is empty."))
-    return f'<section class="ft-box ft-lines" data-count="{waiting or ""}"><h2>{tr("Queue")}</h2>{shown}</section>'
+    """Waiting and failed starts, the newest first."""
+    return lines(tr("Queue"), [_entry(name, status) for name, status in reversed(entries) if status["state"] != "started"])
 
 
 def _entry(name: str, status: Mapping[str, Any]) -> str:
@@ -104,22 +100,20 @@ def _entry(name: str, status: Mapping[str, Any]) -> str:
         key = f"cancel-{inert(name)}"
         button = f'<button type="button" class="ft-act" {action(cancel=name)} data-key="{key}">{tr("Remove")}</button>'
     css = "bad" if status["state"] == "failed" else ""
+    asked = clock(int(name.partition("-")[0]) / 1e9)  # the name begins with nanoseconds
     return (
-        f'<li><span><b class="{css}">{inert(state)}</b> {run} '
-        f"{inert(' '.join(filter(None, texts)))}</span><small>{_asked(name)}</small>{button}</li>"
+        f'<span><b class="{css}">{inert(state)}</b> {run} '
+        f"{inert(' '.join(filter(None, texts)))}</span><small>{asked}</small>{button}"
     )
 
 
 def trash(deleted: Sequence[tuple[str, Path]]) -> str:
     """Deleted runs, each with a button that restores it."""
-    rows = "".join(
-        f"<li><span>{inert(name)}</span><button type='button' class='ft-act' {action(restore=path.name)}>"
-        f"{tr('Restore')}</button></li>"
+    items = [
+        f"<span>{inert(name)}</span><button type='button' class='ft-act' {action(restore=path.name)}>{tr('Restore')}</button>"
         for name, path in deleted
-    )
-    hint = tr("They stay in the folder .trash beside the runs until you remove them there." if rows else "Nothing is deleted.")
-    shown = f"<h2>{tr('Trash')}</h2>{note(hint)}{f'<ul>{rows}</ul>' if rows else ''}"
-    return f'<section class="ft-box ft-lines" data-count="{len(deleted) or ""}">{shown}</section>'
+    ]
+    return lines(tr("Trash"), items, note(tr("They stay in the folder .trash beside the runs until you remove them there.")))
 
 
 def undo(deleted: Sequence[tuple[str, Path]]) -> str:
@@ -127,9 +121,3 @@ def undo(deleted: Sequence[tuple[str, Path]]) -> str:
     text = tr("Deleted {name}." if len(deleted) == 1 else "Deleted {n} runs.", n=len(deleted), name=inert(deleted[0][0]))
     buttons = f"<button type='button' class='ft-act' {action(restore=[path.name for _, path in deleted])}>{tr('Undo')}</button>"
     return f'<div class="ft-undo" role="status"><p>{text}</p>{buttons}</div>'
-
-
-def _asked(name: str) -> str:
-    """When an entry was queued: its name begins with the time in nanoseconds."""
-    moment = time.localtime(int(name.partition("-")[0]) / 1e9)
-    return f"{day(moment)} {time.strftime('%H:%M', moment)}"

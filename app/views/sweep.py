@@ -9,7 +9,7 @@ from urllib.parse import quote
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, picture
-from .markup import Safe, as_on_page, inert, interval_text, note, table
+from .markup import Safe, as_on_page, inert, interval_text, lines, note, table
 from .run_head import STATES
 from .run_row import link_to
 from .words import setting_name, value_text
@@ -25,10 +25,8 @@ _ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
 
 def listed(sweeps: Sequence[Sweep]) -> str:
     """The sweeps, newest first; nothing where there are none."""
-    lines = "".join(
-        f"<li><span><b>{_state(sweep)}</b> {link_to(sweep.path.name)} {inert(_summary(sweep))}</span></li>" for sweep in sweeps
-    )
-    return f'<section class="ft-box ft-lines"><h2>{tr("Sweeps")}</h2><ul>{lines}</ul></section>' if lines else ""
+    items = [f"<span><b>{_state(sweep)}</b> {link_to(sweep.path.name)} {inert(_summary(sweep))}</span>" for sweep in sweeps]
+    return lines(tr("Sweeps"), items)
 
 
 def _summary(sweep: Sweep) -> str:
@@ -79,11 +77,11 @@ def arms(sweep: Sweep) -> str:
 
 def losses(sweep: Sweep) -> str:
     """The held-out losses of every arm as SVG."""
-    lines = [
+    curves = [
         Line(arm_name(entry.values), [(float(step), loss) for step, loss in entry.curve], f"run{number}")
         for number, entry in enumerate(sweep.results())
     ]
-    return picture(tr("Held-out loss of every arm"), lines, "{:.3g}".format)
+    return picture(tr("Held-out loss of every arm"), curves, "{:.3g}".format)
 
 
 def arms_table(results: Sequence[ArmResult], run: Callable[[ArmResult], str]) -> str:

@@ -42,10 +42,10 @@ _NUMBERS = {
 _SWITCHES = {
     ("load_in_4bit", "true"): mark("Use 4-bit weights"), ("load_in_8bit", "true"): mark("Use 8-bit weights"),
     ("optim", EIGHT_BIT): mark("Use the 8-bit optimizer"), ("optim", FUSED): mark("Use the fused optimizer"),
-    ("activation_checkpointing", "true"): mark("Recompute activations"),
-    ("activation_checkpointing", "false"): mark("Recompute nothing"),
-    ("activation_checkpointing", "selective"): mark("Recompute all but attention"),
-    ("activation_checkpointing", "offload"): mark("Recompute from inputs in host memory"),
+    ("activation_checkpointing", "true"): mark("Gradient checkpointing"),
+    ("activation_checkpointing", "false"): mark("No gradient checkpointing"),
+    ("activation_checkpointing", "selective"): mark("Gradient checkpointing except attention"),
+    ("activation_checkpointing", "offload"): mark("Gradient checkpointing, inputs in host memory"),
     ("adapter_dtype", "bfloat16"): mark("16-bit adapters"),
     ("layer_offloading", "cpu"): mark("Keep layers in host memory"),
     ("layer_offloading", "nvme"): mark("Keep layers on the drive"),
@@ -90,11 +90,11 @@ def _phrase(name: str, value: str, settings: Mapping[str, str]) -> str:
 
 
 def _recompute(count: int) -> str:
-    return tr("Recompute every layer") if count == 1 else tr("Recompute 1 layer in {n}", n=count)
+    return tr("Gradient checkpointing in every layer" if count == 1 else "Gradient checkpointing in 1 layer of {n}", n=count)
 
 
 def plan_in_words(settings: Settings) -> str:
-    """`16-bit weights, nothing recomputed`: how these settings fit a model into a GPU."""
+    """`16-bit weights, no gradient checkpointing`: how these settings fit a model into a GPU."""
     ways = [tr("{precision} weights", precision=precision(settings)), recomputation(settings)]
     ways += [tr("8-bit optimizer")] if settings.optim == EIGHT_BIT else []
     if settings.layer_offloading:
@@ -117,12 +117,12 @@ def recomputation(settings: Settings) -> str:
     """Which layers run their forward pass twice."""
     kind, count = settings.activation_checkpointing, settings.activation_checkpointing_every_n_layers
     if kind is False:
-        return tr("nothing recomputed")
+        return tr("no gradient checkpointing")
     if kind == "selective":
-        return tr("all but attention recomputed")
+        return tr("gradient checkpointing except attention")
     if kind == "offload":
-        return tr("recomputed, inputs in host memory")
-    return tr("every layer recomputed") if count == 1 else tr("1 layer in {n} recomputed", n=count)
+        return tr("gradient checkpointing, inputs in host memory")
+    return tr("gradient checkpointing in every layer" if count == 1 else "gradient checkpointing in 1 layer of {n}", n=count)
 
 
 def optimizer(settings: Settings) -> str:
@@ -157,6 +157,13 @@ def minutes(seconds: float) -> str:
 def day(moment: time.struct_time) -> str:
     """`24 Nov`."""
     return tr("{day} {month}", day=moment.tm_mday, month=tr(_MONTHS).split()[moment.tm_mon - 1])
+
+
+def clock(time_s: float) -> str:
+    """`14:58`; `24 Nov 14:58` on another day."""
+    moment = time.localtime(time_s)
+    hour = time.strftime("%H:%M", moment)
+    return hour if moment[:3] == time.localtime()[:3] else f"{day(moment)} {hour}"
 
 
 def slower_in_words(tokens_per_s: float | None, own: float | None) -> str:

@@ -134,5 +134,5 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
     with spoken("zh"):
         shown = page.plan(complete=True)["parts"]
     assert ">放得下</h1>" in shown["answer"] and len(asked) == 1
-    assert "32 比特权重，不重计算" in shown["plans"]
+    assert "32 比特权重，不用梯度检查点" in shown["plans"]
     context.close()

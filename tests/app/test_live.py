@@ -11,7 +11,6 @@ import written_runs
 from app.live import LiveRun
 from app.views.run import _memory_lines, measured_peak, numbers, summary_of
 from app.views.run_figures import figures, memory
-from app.views.run_row import last_loss
 from finetune.card import find_card
 from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
 from finetune.memory.forecast import Forecast
@@ -105,7 +104,7 @@ def test_a_loss_that_is_not_a_number_is_said_with_its_own_step(run):
     live.refresh()
     digest, plan = live.digest, Plan(SimpleNamespace(), {}, find_card("rtx-4090"), Verdict.FITS)
     assert summary_of(digest, plan).startswith("Loss nan at step 300 (last number: 55.8240 at step 120)")
-    assert last_loss(digest) == "nan at step 300 (last number: 55.8240 at step 120)"
+    assert digest.series["loss"].newest_text("{:.4f}".format) == "nan at step 300 (last number: 55.8240 at step 120)"
     assert re.findall(r"<td[^>]*>([^<]*)</td>", numbers(digest, plan))[-3:-1] == ["300", "not a number"]
 
 

@@ -384,7 +384,10 @@ def test_a_check_that_fails_keeps_a_run_from_starting():
 
 def test_a_change_is_said_without_option_syntax():
     assert in_words("load_in_4bit=true load_in_8bit=false") == "Use 4-bit weights"
-    assert in_words("activation_checkpointing=true activation_checkpointing_every_n_layers=3") == "Recompute 1 layer in 3"
+    assert (
+        in_words("activation_checkpointing=true activation_checkpointing_every_n_layers=3")
+        == "Gradient checkpointing in 1 layer of 3"
+    )
     assert in_words("per_device_train_batch_size=2 gradient_accumulation_steps=8") == "2 rows at a time"
 
 

@@ -39,8 +39,6 @@ def listed(page):
 def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(served, visit):
     page = visit("runs")
     page.wait_for_selector("tr[data-run=alpha]")
-    page.click(".ft-jump >> text=Trash")
-    assert page.url.startswith(f"{served[0]}runs") and page.evaluate("document.activeElement.id") == "runs-trash"
     page.fill("#runs-search", "LPH")
     assert listed(page) == ["alpha"]
     page.fill("#runs-search", "")
@@ -69,8 +67,11 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.click("#runs-menu [data-deed=delete]")
     page.wait_for_selector(".ft-undo >> text=Deleted renamed")
     page.wait_for_selector("tr[data-run=renamed]", state="detached")
+    page.click(".ft-jump >> text=Trash")
+    assert page.url.startswith(f"{served[0]}runs") and page.evaluate("document.activeElement.id") == "runs-trash"
     page.click(".ft-undo button")
     page.wait_for_selector("tr[data-run=renamed]")
+    page.wait_for_selector(".ft-jump >> text=Trash", state="hidden")
 
 
 def append_step(served, name, number=41):
