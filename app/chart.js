@@ -82,9 +82,8 @@ function compared(runs) {
 }
 
 // The series that uPlot draws of a panel: the loss is three; a level is a line of one value, with its range a band.
-function linesOf({ lines, levels, unit }) {
+function linesOf({ lines, levels, unit }, plain = { width: 1.5, dash: [] }) {
   const drawn = lines.flatMap((line) => (line.kind !== "loss" ? [line] : [{ ...line, kind: "high" }, { ...line, kind: "low", label: "" }, { ...line, kind: "loss", label: tr("smoothed") }]));
-  const plain = { width: 1.5, dash: [] };
   return [...drawn.map((line) => {
     const [stroke, width, dash, value] = line.kind === "run" ? [RUNS[line.run][0], 1.75, RUNS[line.run][1], line.value] : STROKES[line.kind];
     return { ...line, stroke, width, dash, value };
@@ -128,10 +127,7 @@ class Chart extends HTMLElement {
     if (this.isConnected) this.follow();
   }
   part(name) { return this.querySelector(`.ftc-${name}`); }
-  leave() {
-    clearTimeout(this.timer);
-    this.observers?.forEach((observer) => observer.disconnect());
-  }
+  leave() { clearTimeout(this.timer); this.observers?.forEach((observer) => observer.disconnect()); }
   // Follows the runs, the width, and whether it is light or dark.
   follow() {
     this.leave();
@@ -208,10 +204,7 @@ class Chart extends HTMLElement {
           points: level === undefined && width ? { size: 5 } : { show: false },
         }))],
       bands: lines.flatMap(({ kind, stroke }, n) => (kind === "high" ? [{ series: [n + 1, n + 2], fill: () => colour(`${stroke}-band`) }] : [])),
-      hooks: {
-        draw: panel.small ? [] : [(u) => this.drawMarks(u)], setSelect: [(u) => this.selected(u)],
-        setCursor: [(u) => { if (u.cursor.idx === null) this.readNewest(u); }],
-      },
+      hooks: { draw: panel.small ? [] : [(u) => this.drawMarks(u)], setSelect: [(u) => this.selected(u)], setCursor: [(u) => { if (u.cursor.idx === null) this.readNewest(u); }] },
     };
   }
   // uPlot's data of a panel: the places of all lines, and for each line its values there; undefined where it has no point.
@@ -262,9 +255,8 @@ class Chart extends HTMLElement {
   do_whole() { this.zoom = null; this.draw(); }
 
   do_table() {
-    const table = this.part("table");
-    table.hidden = !table.hidden;
-    this.querySelector("[data-do=table]").setAttribute("aria-pressed", !table.hidden);
+    const table = this.part("table"), hidden = (table.hidden = !table.hidden);
+    this.querySelector("[data-do=table]").setAttribute("aria-pressed", !hidden);
     this.fillTable();
   }
   fillTable() {

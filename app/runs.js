@@ -1,12 +1,12 @@
-// The page of all runs: search, filters, what is chosen, the menu of a row, and renaming in its place.
-// The server replaces the table when a run has moved on, so all that a person does here is kept in `state` and applied anew.
+// The page of all runs: search, filters, what is chosen, and the menu of a row. The server replaces the table when a run has moved
+// on, so what is chosen is kept in `state` and applied anew.
 import { send } from "./message.js";
 import { tr } from "./language.js";
 
 const find = (selector) => document.querySelector(selector);
 const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
 const shown = () => rows().filter((row) => !row.hidden);
-const state = { chosen: new Set(), last: "", menu: "", renaming: "", text: "" };
+const state = { chosen: new Set(), last: "", menu: "" };
 
 // The options of a filter are what the rows have; the one that was chosen stays.
 const offer = (select, values) => {
@@ -29,7 +29,6 @@ const apply = () => {
     row.hidden = !`${run} ${modelName}`.toLowerCase().includes(text) || filters.some(([select, key]) => select.value && row.dataset[key] !== select.value);
     row.querySelector("input[type=checkbox]").checked = state.chosen.has(run);
     row.classList.toggle("chosen", state.chosen.has(run));
-    if (run === state.renaming) rename(row);
   }
   const bar = find("#runs-chosen");
   bar.hidden = state.chosen.size === 0;
@@ -41,32 +40,6 @@ const apply = () => {
     shown.parentElement.hidden = !number;
     if (shown.textContent !== number) shown.textContent = number;
   }
-};
-
-// An input where the name was; Enter takes what is typed, Escape leaves the name.
-const rename = (row) => {
-  const cell = row.querySelector(".c-name");
-  if (cell.querySelector("input")) return;
-  const box = Object.assign(document.createElement("input"), { value: state.text, maxLength: 100 });
-  box.setAttribute("aria-label", tr("New name of {run}", { run: state.renaming }));
-  cell.replaceChildren(box);
-  box.focus();
-  const end = (takes) => {
-    const [run, name] = [state.renaming, box.value.trim()];
-    if (!run) return;
-    state.renaming = "";
-    const link = Object.assign(document.createElement("a"), { href: `/run?run=${encodeURIComponent(run)}`, textContent: run });
-    cell.replaceChildren(link);
-    if (takes && name && name !== run) send({ deed: "rename", runs: [run], name });
-    row.querySelector(".ft-more").focus();
-  };
-  box.addEventListener("input", () => { state.text = box.value; });
-  box.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== "Escape") return;
-    event.preventDefault(); // the key would press the button that gets the focus
-    end(event.key === "Enter");
-  });
-  box.addEventListener("blur", () => setTimeout(() => { if (box.isConnected) end(true); }));
 };
 
 const choose = (row, isChosen, isSpan) => {
@@ -89,8 +62,10 @@ const open = (button) => {
 const act = (deed, isMenu) => {
   const runs = isMenu ? [state.menu] : rows().map(({ dataset }) => dataset.run).filter((name) => state.chosen.has(name));
   if (isMenu) find("#runs-menu").hidePopover();
-  if (deed === "rename") [state.renaming, state.text] = [state.menu, state.menu];
-  else if (deed === "none") state.chosen.clear();
+  if (deed === "rename") {
+    const name = prompt(tr("New name of {run}", { run: state.menu }), state.menu)?.trim();
+    if (name && name !== state.menu) send({ deed, runs, name });
+  } else if (deed === "none") state.chosen.clear();
   else send({ deed, runs });
   apply();
 };
