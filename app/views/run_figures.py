@@ -11,10 +11,11 @@ from finetune.units import GIB, gib
 
 from ..language import mark, tr
 from ..live import Digest
-from .markup import as_on_page, inert, note
+from .markup import Safe, as_on_page
 from .memory_parts import parts_of
 from .run import measured_peak
 from .series import smoothed
+from .templates import render
 from .words import loss_text
 
 _SMOOTHING = 0.8
@@ -32,17 +33,27 @@ class Pair:
     forecast: int | None
     measured: int | None
 
+    @property
+    def label(self) -> str:
+        sizes = {tr("measured"): self.measured, tr("forecast"): self.forecast}
+        return f"{self.name}: {', '.join(f'{name} {gib(size)}' for name, size in sizes.items() if size is not None)}"
+
+    @property
+    def value(self) -> str:
+        return f"{(self.forecast or 0 if self.measured is None else self.measured) / GIB:.2f}"
+
+    @property
+    def off(self) -> str:
+        return tr("forecast") if self.measured is None else _percent(self.measured, self.forecast) if self.forecast else ""
+
 
 def figures(digest: Digest, plan: Plan) -> str:
     """Loss, held-out loss, peak memory, speed and GPU, each with what it is to be compared with; where a step's time goes."""
     cells = [_loss(digest), _held_out(digest), _peak(digest, plan), _speed(digest.newest_step, plan), _gpu(digest, plan)]
-    shown = "".join(
-        f"<div><dt>{inert(name)}</dt><dd>{inert(value)}</dd><dd class='sub'>{more}</dd></div>"
-        for name, value, more in filter(None, cells)
-    )
     clauses, values = digest.pace.step_time(plan)
     step_time = as_on_page(" ".join(tr(clause, **values) for clause in clauses))
-    return f'<dl class="ft-box ft-figures">{shown}</dl>{note(step_time) if step_time else ""}'
+    shown = [(name, value, Safe(more)) for name, value, more in filter(None, cells)]
+    return render("figures", cells=shown, step_time=step_time)
 
 
 Cell = tuple[str, str, str]
@@ -118,30 +129,31 @@ def _percent(measured: float, forecast: float) -> str:
 def memory(digest: Digest, plan: Plan) -> str:
     """Whether memory is as forecast, the peak of each phase and, as forecast, what it is made of."""
     on_gpu = not plan.card.is_cpu
-    keys = "".join(f'<span><i class="{css}"></i>{tr(css)}</span>' for css in (mark("measured"), mark("forecast")))
-    title = tr("GPU memory" if on_gpu else "Process memory")
-    head = f'<div class="ft-boxhead"><h2>{title}</h2><span class="ft-key">{keys}</span></div>'
     process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
     peaks = [process, *(_phases(digest, plan) if on_gpu else [])]
-    measured = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
-    scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in measured)]) * 1.06
-    rows = "".join(_bullet(pair, scale) for pair in measured)
-    note = tr(
+    pairs = [pair for pair in peaks if pair.measured is not None or pair.forecast is not None]
+    scale = max([1, *(max(pair.forecast or 0, pair.measured or 0) for pair in pairs)]) * 1.06
+    parts = [part for part in parts_of(plan, "train")[0] if part.key not in _NOT_TAKEN] if plan.forecast else []
+    foot = tr(
         "Process: reserved memory and the CUDA context. Phases: allocated at most. Other programs are not counted."
         if on_gpu
         else "On a CPU only the process as a whole can be measured; its parts are the forecast's."
     )
-    first = f'<p class="ft-note">{tr("Measured from the first step on.")}</p>'
-    body = f"<h3>{tr('Peak, GiB')}</h3>{rows}" if rows else first
-    return f'{head}{_summary(digest, plan)}{body}{_parts(plan)}<p class="ft-foot">{note}</p>'
+    css, summary = _summary(digest, plan)
+    return render(
+        "memory", title=tr("GPU memory" if on_gpu else "Process memory"), css=css, summary=Safe(summary), pairs=pairs,
+        parts=parts, whole=sum(part.size for part in parts) or 1, gib=gib, share=lambda size: f"{100 * size / scale:.2f}%",
+        foot=foot,
+    )  # fmt: skip
 
 
-def _summary(digest: Digest, plan: Plan) -> str:
+def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
+    """How it looks, and the sentence."""
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
-        return f'<p class="ft-calm plain">{tr("There was no forecast for this run.")}</p>'
+        return "plain", tr("There was no forecast for this run.")
     if measured is None:
-        return f'<p class="ft-calm plain">{tr("Nothing is measured yet.")}</p>'
+        return "plain", tr("Nothing is measured yet.")
     budget = plan.usable_bytes
     free = ""
     if budget > measured:
@@ -153,10 +165,10 @@ def _summary(digest: Digest, plan: Plan) -> str:
     if outside > 0:
         word = tr("More than forecast." if measured > forecast.peak_bytes else "Less than forecast.")
         beyond = tr("{size} outside its range.", size=gib(outside))
-        return f'<p class="ft-calm warn"><b>{word}</b> {beyond} {free}</p>'
+        return "warn", f"<b>{word}</b> {beyond} {free}"
     off = measured / forecast.peak_bytes - 1
     how = tr("{percent} below it." if off < 0 else "{percent} above it.", percent=f"{100 * abs(off):.1f} %")
-    return f'<p class="ft-calm ok"><b>{tr("As forecast.")}</b> {how} {free}</p>'
+    return "ok", f"<b>{tr('As forecast.')}</b> {how} {free}"
 
 
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:
@@ -167,34 +179,3 @@ def _phases(digest: Digest, plan: Plan) -> list[Pair]:
             expected = plan.forecast.of_phase(phase).allocated_bytes if plan.forecast else None
             pairs.append(Pair(tr(name), expected, measured))
     return pairs
-
-
-def _bullet(pair: Pair, scale: float) -> str:
-    tick = f'<u style="left:{100 * pair.forecast / scale:.2f}%"></u>' if pair.forecast is not None else ""
-    bar = f'<i style="width:{100 * pair.measured / scale:.2f}%"></i>' if pair.measured is not None else ""
-    value = pair.measured if pair.measured is not None else pair.forecast or 0
-    off = tr("forecast") if pair.measured is None else _percent(pair.measured, pair.forecast) if pair.forecast else ""
-    sizes = {tr("measured"): pair.measured, tr("forecast"): pair.forecast}
-    label = f"{pair.name}: {', '.join(f'{name} {gib(size)}' for name, size in sizes.items() if size is not None)}"
-    css = "" if pair.measured is not None else ' class="soft"'
-    return (
-        f'<div class="ft-bullet"><span>{inert(pair.name)}</span><span class="track" role="img" aria-label="{inert(label)}">'
-        f"{bar}{tick}</span><b{css}>{value / GIB:.2f}</b><span>{off}</span></div>"
-    )
-
-
-def _parts(plan: Plan) -> str:
-    if plan.forecast is None:
-        return ""
-    shown = [(part.key, part.name, part.size) for part in parts_of(plan, "train")[0] if part.key not in _NOT_TAKEN]
-    whole = sum(size for _, _, size in shown) or 1
-    pieces = "".join(f'<i class="part-{key}" style="width:{100 * size / whole:.2f}%"></i>' for key, _, size in shown)
-    names = "".join(
-        f'<li><i class="swatch part-{key}"></i><span>{inert(name)}</span><b>{gib(size)}</b></li>' for key, name, size in shown
-    )
-    label = ", ".join(f"{name} {gib(size)}" for _, name, size in shown)
-    return (
-        f"<h3>{tr('What training takes, forecast')}</h3>"
-        f'<div class="ft-split" role="img" aria-label="{inert(label)}">{pieces}</div>'
-        f'<ul class="ft-split-key">{names}</ul>'
-    )
