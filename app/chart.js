@@ -100,7 +100,7 @@ function heights({ levels, unit }, isLog, low, high) {
     if (high > 0 && level.value > 1.3 * high && level.kind !== "forecast") continue;
     [low, high] = [Math.min(low, level.low ?? level.value), Math.max(high, level.high ?? level.value)];
   }
-  const margin = (high - low) * 0.07 || Math.abs(high) * 0.07 || 1;
+  const margin = 0.07 * (high - low > 1e-6 * Math.abs(high) ? high - low : Math.abs(high) || 1); // else rounding fills the plot
   if (unit === "GiB" && !levels.length) return [0, high * 1.07]; // else the noise of runs that take as much fills the plot
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high + margin];
 }

@@ -14,7 +14,8 @@ from finetune.run.state import RunState
 
 from ..language import mark, tr, tr_n
 from ..live import Digest, LiveRun
-from .markup import action, as_on_page, inert
+from .markup import Safe, as_on_page, inert
+from .templates import render
 from .words import clock, in_words, loss_text, minutes, precision
 
 #: Address and name of each tab.
@@ -54,22 +55,10 @@ def pill(state: RunState) -> str:
 
 def title(live: LiveRun, state: RunState) -> str:
     """Name, state and buttons; model, data, method and GPU."""
-    name = live.run.path.name
-    buttons = _button(tr("Duplicate…"), "duplicate", "ft-plain", hint=tr("Its recipe, as the draft of a new run."))
-    if state.state in ("running", "starting"):
-        buttons += _button(tr("Pause"), "pause", hint=tr("Stops after this step with a checkpoint, and frees the GPU."))
-        if not live.run.finish_request.exists():
-            buttons += _button(tr("Finish"), "finish", hint=tr("Ends the run after this step; its best step is the result."),
-                               confirm=_lost(live))  # fmt: skip
-    elif state.state == "pausing":
-        buttons += _button(tr("Stop at once"), "kill", "danger", hint=tr("Ends the step; the newest checkpoint stays."))
-    elif state.state == "paused":
-        buttons += _button(_resume_label(live), "resume", "primary")
-    meta = "".join(f"<span>{inert(text)}</span>" for text in about(live))
-    return (
-        f'<div class="ft-runhead"><h1 class="ft-title">{inert(name)}</h1><span role="status">{pill(state)}</span>'
-        f'<div class="ft-acts">{buttons}</div></div><p class="ft-meta">{meta}</p>'
-    )
+    return render(
+        "run_title", name=live.run.path.name, pill=Safe(pill(state)), state=state.state, lost=_lost(live),
+        can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
+    )  # fmt: skip
 
 
 def _lost(live: LiveRun) -> str:
@@ -78,13 +67,6 @@ def _lost(live: LiveRun) -> str:
     total = (newest.total_steps if newest else None) or live.plan().total_steps or 0
     left = max(0, total - live.digest.step)
     return tr("Finish now? {n} of {total} steps are not trained, and can't be later.", n=f"{left:,}", total=f"{total:,}")
-
-
-def _button(label: str, deed: str, css: str = "", hint: str = "", confirm: str = "") -> str:
-    tooltip = (f' title="{inert(hint)}"' if hint else "") + (f' data-confirm="{inert(confirm)}"' if confirm else "")
-    return (
-        f'<button type="button" class="ft-act {css}" data-key="act-{deed}"{tooltip} {action(run=deed)}>{inert(label)}</button>'
-    )
 
 
 def about(live: LiveRun) -> list[str]:
@@ -124,19 +106,13 @@ def progress(live: LiveRun, state: RunState) -> str:
     )
     epoch, epochs = newest.epoch if newest else None, ""
     if epoch and not settings.max_steps:
-        epochs = f"<span>{tr('epoch {epoch} of {all}', epoch=f'{epoch:.2f}', all=f'{settings.num_train_epochs:g}')}</span>"
-    age = "" if state.ended else _age(digest)
+        epochs = tr("epoch {epoch} of {all}", epoch=f"{epoch:.2f}", all=f"{settings.num_train_epochs:g}")
     if not digest.step and not state.ended:
         steps = inert(as_on_page(state.message).capitalize() or tr("Waiting for the first step"))
-    bar = (
-        f'<div class="ft-line {STATES.get(state.state, ("", ""))[1]}" role="progressbar" aria-valuemin="0" '
-        f'aria-label="{tr("Steps")}" aria-valuemax="{total or 0}" aria-valuenow="{digest.step}">'
-        f'<i style="width:{100 * share:.2f}%"></i></div>'
-    )
-    return (
-        f'<div class="ft-progress" data-title="{inert(tab)}">{bar}<p><span>{steps}</span>{epochs}{age}'
-        f'<span class="left">{_left(digest, state)}</span></p></div>'
-    )
+    return render(
+        "run_progress", tab=tab, css=STATES.get(state.state, ("", ""))[1], total=total or 0, step=digest.step, share=share,
+        steps=Safe(steps), epochs=epochs, age="" if state.ended else _age(digest), left=Safe(_left(digest, state)),
+    )  # fmt: skip
 
 
 def _left(digest: Digest, state: RunState) -> str:
@@ -156,7 +132,7 @@ def _age(digest: Digest) -> str:
     seconds = time.time() - newest.time_s if newest and newest.time_s else 0.0
     if seconds <= _OLD_S:
         return ""
-    return f'<span class="ft-age">{tr("values are {time} old", time=minutes(5 * (seconds // 5)))}</span>'
+    return tr("values are {time} old", time=minutes(5 * (seconds // 5)))
 
 
 def tabs(name: str, n_samples: int, current: str) -> str:
@@ -213,19 +189,13 @@ def next_steps(live: LiveRun, state: RunState) -> str:
 
 def failure(live: LiveRun, state: RunState) -> str:
     """One card instead of the figures: what happened, why, at which step, and what to press."""
-    first = ""
-    if state.state == "diverged" and live.plan().settings.dtype != "float16":
-        rate = live.plan().settings.learning_rate / 2
-        label = tr("New run with half the rate, {rate}", rate=f"{rate:.2g}")
-        first = _button(label, "half", "primary")
-    elif state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest):
-        first = _button(tr("New run with other settings"), "duplicate", "primary")
-    buttons = first + _button(_resume_label(live), "resume", "" if first else "primary")
-    link = f'<a class="ft-button" href="{_address(live, "log")}" data-tab="log">{tr("Open the log")}</a>'
-    return (
-        f'<section class="ft-box ft-failure" role="alert">{explanation_of(live, state)}'
-        f'<div class="ft-acts">{buttons}{link}</div></section>'
-    )
+    is_float16 = live.plan().settings.dtype == "float16"
+    half = f"{live.plan().settings.learning_rate / 2:.2g}" if state.state == "diverged" and not is_float16 else ""
+    other = not half and (state.state == "diverged" or (state.state == "failed" and OutOfMemory.kind in live.digest.newest))
+    return render(
+        "run_failure", explanation=Safe(explanation_of(live, state)), half=half, other=other, resume=_resume_label(live),
+        log=Safe(_address(live, "log")),
+    )  # fmt: skip
 
 
 def explanation_of(live: LiveRun, state: RunState) -> str:

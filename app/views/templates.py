@@ -27,6 +27,6 @@ def _environment() -> Any:
     return environment
 
 
-def render(name: str, **values: Any) -> Safe:
+def render(name: str, /, **values: Any) -> Safe:
     """The HTML of a template."""
     return Safe(_environment().get_template(f"{name}.html").render(**values).strip())
