@@ -1,5 +1,5 @@
 // <ft-chart data-runs='["name"]'>: loss and memory of a run, or of several runs in comparison, over the same steps, drawn by uPlot.
-// It asks /ft/series/RUN once a second while a run goes on and the tab is seen.
+// It asks /ft/series/RUN once a second while a run goes on, else each five seconds, and not in a hidden tab.
 import { tr } from "./language.js";
 
 const TICK_MS = 1000, IDLE_MS = 5000, SILENT_S = 5, TABLE_ROWS = 12;
@@ -17,7 +17,6 @@ const STROKES = {
 const RUNS = [["loss", []], ["forecast", [8, 3]], ["memory", [2, 3]], ["eval", [12, 3, 2, 3]], ["card", [5, 5]]];
 const MARKS = { retry: ["bad", tr("retry")], resume: ["whole", tr("resume")], evaluation: ["eval", tr("evaluation")], save: ["ok", tr("checkpoint")] };
 const isRare = (name) => name === "retry" || name === "resume";
-
 const count = (value) => Math.round(value).toLocaleString("en-US"), short = (value) => String(+value.toPrecision(3));
 const tick = (value, step) => (step < 1e-3 ? short(value) : value.toLocaleString("en-US", { minimumFractionDigits: Math.max(0, Math.ceil(-Math.log10(step) - 0.3)) }));
 const FORMATS = {
@@ -39,19 +38,19 @@ const save = (blob, download) => {
 
 // A run as the server has sent it: the bins of each metric by index, and what happened at which step.
 class Followed {
-  constructor(name, label = name) { Object.assign(this, { name, label, key: "", step: 0, total: 0, alive: true, panels: [], marks: [], metrics: {}, answered: Date.now() }); }
+  constructor(name, label = name) { Object.assign(this, { name, label, have: "", read: null, step: 0, total: 0, alive: true, panels: [], marks: [], metrics: {}, answered: Date.now() }); }
   async ask() {
-    const response = await fetch(`/ft/series/${encodeURIComponent(this.name)}?have=${this.key && `${this.key}.${this.step}`}`).catch(() => null);
+    const response = await fetch(`/ft/series/${encodeURIComponent(this.name)}?have=${this.have}`).catch(() => null);
+    const body = response?.ok ? await response.json().catch(() => null) : null;
     this.isGone = response?.status === 404;
-    if (!response?.ok) return;
-    const { series, marks, from, ...answer } = await response.json();
-    if (!from) [this.metrics, this.marks] = [{}, []];
+    if (!body) return;
+    const { series, from, ...answer } = body;
+    if (!from) this.metrics = {};
     for (const [name, { width, bins }] of Object.entries(series)) {
       const metric = this.metrics[name] ??= { width, bins: new Map() };
-      if (metric.width !== width) { this.key = ""; return this.ask(); } // the server's bins are wider by now
+      if (metric.width !== width) { this.have = ""; return this.ask(); } // the server's bins are wider by now
       for (const [index, mean, low = mean, high = mean, gaps = 0] of bins) metric.bins.set(index, { mean, low, high, gaps });
     }
-    this.marks = this.marks.filter(([, step]) => step < from).concat(marks);
     Object.assign(this, answer, { answered: Date.now() });
   }
   rows(name) {
@@ -107,11 +106,11 @@ function heights({ levels, unit }, isLog, low, high) {
 
 class Chart extends HTMLElement {
   connectedCallback() { if (this.runs) this.follow(); else this.start(); } // Gradio may move the element
-  disconnectedCallback() { this.leave(); }
+  disconnectedCallback() { this.leave(); queueMicrotask(() => { if (!this.isConnected) this.clear(); this.signature = ""; }); }
   async start() {
     const labels = JSON.parse(this.dataset.labels ?? "[]"), runs = JSON.parse(this.dataset.runs).map((name, n) => new Followed(name, labels[n]));
     Object.assign(this, { runs, view: { isLog: false, smoothing: 0.8, ...saved() }, charts: [], zoom: null, signature: "" });
-    await loaded();
+    try { await loaded(); } catch { library = null; this.textContent = tr("The chart can't be loaded: reload the page."); return; }
     this.innerHTML = MARKUP;
     for (const box of this.querySelectorAll("[data-view]")) {
       const { view: name } = box.dataset, property = box.type === "checkbox" ? "checked" : "valueAsNumber";
@@ -126,6 +125,7 @@ class Chart extends HTMLElement {
     this.part("more").addEventListener("toggle", () => this.build());
     if (this.isConnected) this.follow();
   }
+  clear() { this.charts.splice(0).forEach(({ u, section }) => { u.destroy(); section.remove(); }); }
   part(name) { return this.querySelector(`.ftc-${name}`); }
   leave() { clearTimeout(this.timer); this.observers?.forEach((observer) => observer.disconnect()); }
   // Follows the runs, the width, and whether it is light or dark.
@@ -147,7 +147,7 @@ class Chart extends HTMLElement {
     await Promise.all(runs.filter(({ isGone }) => !isGone).map((run) => run.ask()));
     this.isPolling = false;
     if (!this.isConnected) return;
-    const isOn = runs.some(({ alive, key, read }) => alive || !key || read !== null);
+    const isOn = runs.some(({ alive, have, read }) => alive || !have || read !== null);
     if (runs.some(({ isGone }) => !isGone)) this.timer = setTimeout(() => this.poll(), isOn ? TICK_MS : IDLE_MS);
     const panels = runs.length > 1 ? compared(runs) : runs[0].panels, signature = JSON.stringify(panels);
     if (signature === this.signature) this.draw();
@@ -155,21 +155,21 @@ class Chart extends HTMLElement {
     this.say();
   }
   // What there is to say beside the curves: a history that is being read, a run without steps, a server that does not answer.
-  say(done = "") {
+  say() {
     const lines = this.runs.map((run) => {
       const silent_s = Math.round((Date.now() - run.answered) / 1000), of = this.runs.length > 1 ? `${run.label}: ` : "";
       if (run.isGone) return of + tr("This run is no longer there.");
       if (silent_s > SILENT_S) return of + tr("No answer for {s} s; the curves are as of then.", { s: silent_s });
-      if (run.read !== null && run.key) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
-      return run.key && !run.step ? of + tr("No step is complete yet.") : "";
+      if (run.read !== null) return of + tr("Reading this run's history: {share}", { share: `${Math.round(100 * run.read)} %` });
+      return run.have && !run.step ? of + tr("No step is complete yet.") : "";
     });
-    Object.assign(this.part("note"), { hidden: !(done || lines.join("")), textContent: done || lines.filter(Boolean).join(" ") });
+    Object.assign(this.part("note"), { hidden: !lines.join(""), textContent: lines.filter(Boolean).join(" ") });
   }
 
   // Makes the plots anew: other panels, or another axis.
   build() {
     if (!this.panels) return;
-    this.charts.forEach(({ u, section }) => { u.destroy(); section.remove(); });
+    this.clear();
     const { open } = this.part("more"), large = this.panels.filter(({ small }) => !small);
     this.part("more").hidden = large.length === this.panels.length;
     this.charts = (open ? this.panels : large).map((panel) => {
@@ -198,7 +198,7 @@ class Chart extends HTMLElement {
       axes: [{ ...axis, size: 30, values: (u, steps) => steps.map(count), incrs: [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((base) => base * 10 ** power)) },
         { ...axis, size: 56, values: (u, values, n, space, step) => values.map((value) => (value === null ? null : isLog ? short(value) : tick(value, step))) }],
       cursor: { y: false, sync: { key: "ft-chart" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.do_whole() } },
-      series: [{ label: tr("step"), class: isFirst ? null : "ftc-unnamed", value: (u, step) => (step === null ? "" : count(Math.min(this.runs[0].step || step, Math.ceil(step)))) },
+      series: [{ label: tr("step"), class: isFirst ? null : "ftc-unnamed", value: (u, step) => (step === null ? "" : count(Math.min(Math.max(...this.runs.map((run) => run.step)) || step, Math.ceil(step)))) },
         ...lines.map(({ label, stroke, width, dash, level }) => ({
           label, width, dash, value: reading, class: label || panel.small ? null : "ftc-unnamed", stroke: () => colour(stroke), auto: level === undefined,
           points: level === undefined && width ? { size: 5 } : { show: false },
@@ -249,11 +249,10 @@ class Chart extends HTMLElement {
   }
   selected(u) {
     const { left, width } = u.select;
-    if (width > 4) { this.zoom = [left, left + width].map((x) => u.posToVal(x, "x")); this.draw(); }
     if (width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    if (width > 4) { this.zoom = [left, left + width].map((x) => u.posToVal(x, "x")); this.draw(); }
   }
   do_whole() { this.zoom = null; this.draw(); }
-
   do_table() {
     const table = this.part("table"), hidden = (table.hidden = !table.hidden);
     this.querySelector("[data-do=table]").setAttribute("aria-pressed", !hidden);
@@ -292,8 +291,10 @@ class Chart extends HTMLElement {
     }, 0);
     const blob = await new Promise((done) => picture.toBlob(done));
     const isCopied = await navigator.clipboard?.write([new ClipboardItem({ [blob.type]: blob })]).then(() => true, () => false);
-    if (isCopied) this.say(tr("The picture is copied."));
-    else save(blob, `${this.runs[0].name}.png`);
+    if (!isCopied) return save(blob, `${this.runs[0].name}.png`);
+    const button = this.querySelector("[data-do=copy]");
+    button.textContent = tr("Copied");
+    setTimeout(() => { button.textContent = tr("Copy picture"); }, 2000);
   }
 }
 customElements.define("ft-chart", Chart);

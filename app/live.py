@@ -19,8 +19,6 @@ from .views.series import Series
 
 #: Read in one tick; what is more waits for the background reader, so that a tick stays short.
 TICK_BYTES = 256 * 2**10
-#: What the allocator's forecast by phase is compared with.
-PHASE_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_segments")
 #: The metrics of each step; a method's own are in `Step.metrics`.
 METRICS = (
     "loss", "learning_rate", "grad_norm", "tokens_per_s", "step_s", "token_accuracy", "peak_allocated_bytes",
@@ -33,19 +31,27 @@ _MARKS, _SAMPLES, _MESSAGES = 400, 24, 50
 class Digest:
     """The run so far: a series for each metric, marks for what happened when, the newest events of other kinds.
 
-    `peaks` has the highest of each memory measure over all steps since the last retry, `phases` the allocator's by phase.
+    `peaks`: the highest of each memory measure since the last retry; `phases`: the most that is allocated in each phase.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MARKS))
-    samples: list[events.Sample] = field(default_factory=list)
+    #: Answers of the first evaluation by prompt and pictures, and the newest others.
+    first_samples: dict[tuple[str | None, tuple[str, ...]], events.Sample] = field(default_factory=dict)
+    newest_samples: deque[events.Sample] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     messages: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     peaks: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
     newest: dict[str, events.Event] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    #: Starts and retries so far. Each may repeat steps.
+    #: Starts and retries so far, each of which may repeat steps; and whether no step has ended since the last one.
     attempts: int = 0
+    is_new_attempt: bool = False
+
+    @property
+    def samples(self) -> list[events.Sample]:
+        """Answers of the first evaluation and the newest ones."""
+        return [*self.first_samples.values(), *self.newest_samples]
 
     @property
     def newest_step(self) -> events.Step | None:
@@ -80,27 +86,26 @@ class Digest:
             case events.Retry():
                 self._mark("retry", self.step)
                 self.peaks, self.phases = {}, {}
-                self.attempts += 1
+                self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Start():
-                self._mark("resume" if event.resumed_from else "start", event.step or self.step)
-                self.attempts += 1
+                if event.resumed_from:
+                    self._mark("resume", event.step or self.step)
+                self.attempts, self.is_new_attempt = self.attempts + 1, True
             case events.Sample():
-                self.samples.append(event)
-                if len(self.samples) > _SAMPLES:  # the first step's stay
-                    del self.samples[sum(sample.step == self.samples[0].step for sample in self.samples)]
+                first = next(iter(self.first_samples.values()), event)
+                if event.step != first.step:
+                    self.newest_samples.append(event)
+                else:
+                    self.first_samples[event.prompt, tuple(event.pictures)] = event
         if isinstance(event, (events.RunWarning, events.Retry, events.OutOfMemory, events.State, events.Start)):
             self.messages.append(event)
 
     def _add_phase(self, phase: str, memory: events.Memory) -> None:
-        for name in PHASE_PEAKS:
-            value = getattr(memory, name)
-            if value is not None:
-                peaks = self.phases.setdefault(phase, {})
-                peaks[name] = max(peaks.get(name, 0), value)
+        if memory.peak_allocated_bytes is not None:
+            self.phases[phase] = max(self.phases.get(phase, 0), memory.peak_allocated_bytes)
 
     def _add_step(self, event: events.Step) -> None:
-        if "loss" not in self.series:
-            self._mark("first step", event.step)
+        self.is_new_attempt = False
         values = {name: value for name in METRICS if (value := getattr(event, name)) is not None}
         for name, value in {**values, **event.metrics}.items():
             self._add(name, event.step, value)
@@ -122,7 +127,7 @@ class LiveRun:
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
         self._reader = events.EventReader(run.events)
-        #: Held while events are taken in; by who reads several bins that belong together, too.
+        #: Held while events are taken in; and by anyone who reads several bins that belong together.
         self.lock, self._catching_up = threading.Lock(), False
         self._file: tuple[int, int] | None = None
         self._plan: tuple[tuple[int, ...], Plan] | None = None
@@ -175,11 +180,13 @@ class LiveRun:
 
     def _catch_up(self) -> None:
         """Read a long history in pieces, letting ticks in between."""
-        while True:
-            with self.lock:
-                if not self._read(2**20) or self._size() - self._reader.offset <= TICK_BYTES:
-                    self._catching_up = False
-                    return
+        try:
+            while self._size() - self._reader.offset > TICK_BYTES:
+                with self.lock:
+                    if not self._read(2**20):
+                        return
+        finally:
+            self._catching_up = False
 
     def _read(self, most_bytes: int) -> bool:
         before = self._reader.offset

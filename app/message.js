@@ -14,8 +14,10 @@ export const send = (message) => post(message);
 // Another way for the messages of this page.
 export const sendBy = (way) => { post = way; };
 document.addEventListener("click", ({ target }) => {
-  const element = target.closest?.("[data-act]");
-  if (element && (!element.dataset.confirm || confirm(element.dataset.confirm))) send(JSON.parse(element.dataset.act));
+  const element = target.closest?.("[data-act]"), bar = document.querySelector("[role=progressbar]");
+  const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
+  const asked = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
+  if (element && (!asked || confirm(asked))) send(JSON.parse(element.dataset.act));
 });
 
 // A file for the page's server: its place there, or the error in words.
@@ -24,11 +26,12 @@ export const upload = async (file) => {
   form.append("files", file);
   const response = await fetch("/gradio_api/upload", { method: "POST", body: form }).catch(() => null);
   if (response?.ok) return { path: (await response.json())[0] };
-  return { error: response ? await response.text() : tr("The page's server does not answer: close this and open it again.") };
+  return { error: response ? await response.text() : tr("The page's server does not answer: try again when it is back.") };
 };
 
 let focus = "";
+document.addEventListener("pointerdown", ({ target }) => { if (!target.closest?.("[data-key]")) focus = ""; });
 document.addEventListener("focusin", ({ target }) => { focus = target.dataset?.key ?? ""; });
 new MutationObserver(() => {
-  if (focus && document.activeElement === document.body) document.querySelector(`[data-key="${focus}"]`)?.focus({ preventScroll: true });
+  if (focus && document.activeElement === document.body) document.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus({ preventScroll: true });
 }).observe(document.documentElement, { childList: true, subtree: true, characterData: true });

@@ -76,7 +76,7 @@ const noteOf = (css, textContent) => Object.assign(document.createElement("p"), 
 const answerTo = async (message) => {
   const response = await fetch("/ft/new/change", posted(message)).catch(() => null);
   if (!response || response.status >= 500) return null;
-  if (response.ok) return response.json();
+  if (response.ok) return response.json().catch(() => ({ parts: {} })); // the next tick has the screen
   return { parts: { refused: noteOf("bad", await response.text()) } };
 };
 const send = (message) => {

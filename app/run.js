@@ -6,7 +6,7 @@ const TICK_MS = 1000, CHAT_MS = 500, IDLE_MS = 5000, SILENT_S = 5;
 const find = (selector) => document.querySelector(selector), live = () => find("#run-live");
 const parts = () => [...document.querySelectorAll("#run-head [data-part], #run-body [data-part]")];
 const address = () => `/ft/run/${encodeURIComponent(live().dataset.run)}`;
-let answered = Date.now(), alive = true, timer = 0;
+let answered = Date.now(), alive = true, refused = "", timer = 0;
 
 // Asks for the parts of the tab whose checksum is another one.
 const ask = async () => {
@@ -15,7 +15,9 @@ const ask = async () => {
   if (live() && !document.hidden) {
     const shown = parts().map(({ dataset }) => dataset.stamp).filter(Boolean).join(".");
     const response = await fetch(`${address()}?${new URLSearchParams({ tab, shown, order: find("#result-order")?.value ?? "differ" })}`).catch(() => null);
-    if (response?.ok) take(await response.json());
+    const answer = response?.ok ? await response.json().catch(() => null) : null;
+    refused = response && !response.ok ? await response.text().catch(() => "") : "";
+    if (answer) take(answer);
   }
   clearTimeout(timer);
   timer = setTimeout(ask, tab === "chat" ? CHAT_MS : alive || tab === "evaluate" || tab === "export" ? TICK_MS : IDLE_MS);
@@ -41,8 +43,8 @@ const silence = () => {
   const isLost = silent_s > (alive ? SILENT_S : SILENT_S + IDLE_MS / 1000) && !document.hidden;
   document.body.toggleAttribute("data-lost", isLost && Boolean(note));
   if (!note) return;
-  note.hidden = !isLost;
-  note.textContent = isLost ? tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s }) : "";
+  note.hidden = !isLost && !refused;
+  note.textContent = refused || !isLost ? refused : tr("No answer from the page's server for {s} s: what you see is as of then. The run itself goes on.", { s: silent_s });
 };
 setInterval(silence, 1000);
 document.addEventListener("visibilitychange", () => { answered = Date.now(); if (!document.hidden) ask(); });
@@ -76,15 +78,19 @@ const post = async (message, said = find("#run-said")) => {
   return answer;
 };
 document.addEventListener("submit", async (event) => {
-  const form = event.target.closest?.("[data-task]"), values = {};
+  const form = event.target.closest?.("[data-task]"), values = {}, { question, waiting } = form?.elements ?? {};
   if (!form) return;
   event.preventDefault();
+  if (form.dataset.busy) return;
+  form.dataset.busy = "1";
   for (const [name, value] of new FormData(form, event.submitter)) values[name] = name in values ? [values[name], value].flat() : value;
+  if (question) question.value = "";
   const { said, error } = await post({ task: form.dataset.task, values }, form.querySelector(".ft-said"));
-  if (form.id !== "chat-box" || said || error) return;
-  form.elements.question.value = "";
-  if (form.elements.waiting) showPictures({ waiting: "", pictures: "" });
+  delete form.dataset.busy;
+  if (question && (said || error)) question.value ||= values.question;
+  else if (waiting) showPictures({ waiting: "", pictures: "" });
 });
+document.addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
 document.addEventListener("change", ({ target }) => { if (target.id === "result-order") ask(); });
 document.addEventListener("keydown", (event) => {
   if (event.target.id !== "chat-question" || event.key !== "Enter" || event.shiftKey || event.isComposing) return;

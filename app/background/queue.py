@@ -71,6 +71,9 @@ class Queue:
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
         """Queue a new run, or with `resume` that run's continuation; returns at once."""
+        for entry in self.waiting():
+            if resume and entry.status().get("resume") == resume:  # the button was pressed twice
+                return entry
         building = self.folder / f".{time.time_ns():020d}-{os.getpid()}"
         building.mkdir(mode=0o700)
         entry = Entry(building)

@@ -25,7 +25,7 @@ from ..views.markup import Safe, action, as_on_page, inert, note
 from ..views.pictures import small_pictures
 from ..views.templates import render
 
-_QUESTION_CHARACTERS, _ANSWER_CHARACTERS = 8000, 20_000
+_QUESTION_CHARACTERS, _ANSWER_CHARACTERS, _MOST_TOKENS = 8000, 20_000, 128
 _WHO: dict[str, tuple[str, tuple[Model, ...]]] = {
     "both": (mark("Base and tuned"), MODELS), "tuned": (mark("Tuned"), ("tuned",)), "base": (mark("Base"), ("base",))
 }  # fmt: skip
@@ -70,9 +70,9 @@ def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
     if not has_adapter(run):
         raise CommandError(tr("{run} has no adapter or checkpoint", run=run.path.name), tr("Wait for its first checkpoint."))
     context.chats.ask(
-        run, question[:_QUESTION_CHARACTERS], int(values["most"]), models=_WHO[values["who"]][1],
+        run, question[:_QUESTION_CHARACTERS], int(values["most"] or _MOST_TOKENS), models=_WHO[values["who"]][1],
         system=str(values["system"]).strip()[:_QUESTION_CHARACTERS], pictures=str(values.get("waiting", "")).split(),
-        temperature=float(values["temperature"]), top_p=float(values["top_p"]), seed=int(values["seed"]),
+        temperature=float(values["temperature"] or 0), top_p=float(values["top_p"] or 1), seed=int(values["seed"] or 0),
     )  # fmt: skip
 
 

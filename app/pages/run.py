@@ -5,7 +5,6 @@ run.js asks the routes.
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +29,6 @@ from ..views.run_head import TABS
 from ..web.followed import RefusedError, answered
 from . import chat, result
 
-_HAVE = re.compile(r"([0-9a-f]{8}-[0-9]{1,9})\.([0-9]{1,12})", re.ASCII)
 _SHOWN_CHARACTERS = 300
 
 
@@ -92,13 +90,6 @@ class RunPage:
             texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
         stamped = {part: (f"{zlib.crc32(f'{part} {text}'.encode()):08x}", text) for part, text in texts.items()}
         return {"alive": is_alive, "parts": {part: pair for part, pair in stamped.items() if pair[0] not in shown}}
-
-    def points(self, run: RunDirectory, have: str) -> dict[str, Any]:
-        """The data of the run's chart. `have`: the key and the step of an earlier answer."""
-        match = _HAVE.fullmatch(have)
-        if have and match is None:
-            raise RefusedError("`have` is the key of an earlier answer and its step.")
-        return answer(self.context.lives.of(run), (match[1], int(match[2])) if match else None)
 
     def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
         """Do what a button or a form asks for; return what to say, and what else the page shows then."""
@@ -162,7 +153,7 @@ class RunPage:
 
         @api.get("/ft/series/{name}")
         def points(name: str, have: str = "") -> Response:
-            return answered(self.context, name, lambda run: self.points(run, have))
+            return answered(self.context, name, lambda run: answer(self.context.lives.of(run), have))
 
         @api.post("/ft/run/{name}")
         def act(name: str, message: dict[str, Any]) -> Response:

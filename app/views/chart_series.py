@@ -93,22 +93,24 @@ def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
         yield f"eval/{name}", tr("Held-out {metric}", metric=as_on_page(label)), unit, text.format
 
 
-def answer(live: LiveRun, have: tuple[str, int] | None = None) -> dict[str, Any]:
-    """Panels, marks and bins. `have`: the key and the newest step of an earlier answer; earlier bins are left out."""
+def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
+    """Panels, marks and bins. `have`: from an earlier answer, whose bins are left out."""
     is_read, state = live.refresh(), live.state()
     with live.lock:
         digest, plan, key = live.digest, live.plan(), live.key
-        lowest = have[1] if have is not None and have[0] == key else 0
+        before, _, step = have.rpartition(".")
+        lowest = int(step) if before == key and step.isdecimal() else 0
         panels = layout(digest, plan)
         # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
         newest = digest.newest_step
         total = (newest.total_steps if newest else None) or plan.total_steps or 0
         return {
-            "key": key, "from": lowest, "step": digest.step, "total": max(total, digest.step), "alive": not state.ended,
+            "have": f"{key}.{0 if digest.is_new_attempt else digest.step}", "from": lowest, "step": digest.step,
+            "total": max(total, digest.step), "alive": not state.ended,
             "read": None if is_read else round(live.progress, 2), "panels": panels,
             "series": {name: _part(name, digest.series[name], lowest) for name in names if name in digest.series},
-            "marks": [[event["name"], event["step"]] for event in digest.marks if event["step"] >= lowest],
+            "marks": [[event["name"], event["step"]] for event in digest.marks],
         }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def interval_text(lower: float, upper: float) -> str:
 
 def action(**message: object) -> str:
     """Attributes of a button whose press sends this to the page's handler of actions."""
-    return f'data-act="{inert(json.dumps(message))}"'
+    return f'data-act="{inert(json.dumps(message), 10**6)}"'
 
 
 class Safe(str):

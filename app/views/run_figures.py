@@ -148,7 +148,7 @@ def memory(digest: Digest, plan: Plan) -> str:
 
 
 def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
-    """How it looks, and the sentence."""
+    """The CSS class and the summary sentence."""
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
         return "plain", tr("There was no forecast for this run.")
@@ -174,7 +174,7 @@ def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
 def _phases(digest: Digest, plan: Plan) -> list[Pair]:
     pairs = []
     for phase, name in _PHASES.items():
-        measured = digest.phases.get(phase, {}).get("peak_allocated_bytes")
+        measured = digest.phases.get(phase)
         if measured is not None:
             expected = plan.forecast.of_phase(phase).allocated_bytes if plan.forecast else None
             pairs.append(Pair(tr(name), expected, measured))

@@ -56,17 +56,9 @@ def pill(state: RunState) -> str:
 def title(live: LiveRun, state: RunState) -> str:
     """Name, state and buttons; model, data, method and GPU."""
     return render(
-        "run_title", name=live.run.path.name, pill=Safe(pill(state)), state=state.state, lost=_lost(live),
+        "run_title", name=live.run.path.name, pill=Safe(pill(state)), state=state.state,
         can_finish=not live.run.finish_request.exists(), resume=_resume_label(live), about=about(live),
     )  # fmt: skip
-
-
-def _lost(live: LiveRun) -> str:
-    """What ending a run now leaves out, as a question."""
-    newest = live.digest.newest_step
-    total = (newest.total_steps if newest else None) or live.plan().total_steps or 0
-    left = max(0, total - live.digest.step)
-    return tr("Finish now? {n} of {total} steps are not trained, and can't be later.", n=f"{left:,}", total=f"{total:,}")
 
 
 def about(live: LiveRun) -> list[str]:

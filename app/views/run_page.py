@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from finetune.errors import RecipeError
 from finetune.recipe import parse_recipe
@@ -32,8 +33,9 @@ def head(live: LiveRun, tab: str, parts: Mapping[str, str]) -> str:
     """Name, progress and tabs."""
     name = live.run.path.name
     return (
-        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}<div id="run-said"></div>'
-        f'{_part("progress", parts)}<p id="run-lost" role="status" hidden></p>{_part("now", parts)}{_part("tabs", parts)}</div>'
+        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}'
+        f'<div id="run-said" role="status"></div>{_part("progress", parts)}<p id="run-lost" role="status" hidden></p>'
+        f"{_part('now', parts)}{_part('tabs', parts)}</div>"
     )
 
 
@@ -93,7 +95,8 @@ def _answers(live: LiveRun) -> str:
     table = answers(live.digest.samples, _PROMPTS_SHOWN)
     if not table:
         return ""
-    head = f'<h2>{tr("Answers as it learns")}</h2><a href="#" data-tab="samples">{tr("All samples")}</a>'
+    address = f"/run?run={quote(live.run.path.name)}&amp;tab=samples"
+    head = f'<h2>{tr("Answers as it learns")}</h2><a href="{address}" data-tab="samples">{tr("All samples")}</a>'
     return f'<section class="ft-box"><div class="ft-boxhead">{head}</div>{table}</section>'
 
 

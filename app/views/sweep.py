@@ -51,6 +51,7 @@ def head(sweep: Sweep) -> str:
     more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
     return (
         f'<h1 class="ft-title" id="run-live" data-run="{name}" data-tab="overview" data-title="{name}">{name}</h1>'
+        '<p id="run-lost" role="status" hidden></p>'
         f"{note(' '.join((tr('A sweep.'), as_on_page(RULE))))}"
         f"{'' if sweep.is_finished else note(more)}"
     )

@@ -20,7 +20,7 @@ class RefusedError(ValueError):
 
 
 def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sweeps: bool = False) -> Response:
-    """The answer about the run called `name`, or about a sweep; 404 without one, 400 for a wrong parameter."""
+    """The answer about a run or a sweep; 404 without one, 400 for a wrong parameter, 409 for damaged files."""
     try:
         run = context.workspace.run(name) or (context.workspace.sweep(name) if sweeps else None)
     except OSError:  # a name that no file can have
@@ -32,7 +32,7 @@ def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sw
     except RefusedError as error:
         return _plain(400, str(error))
     except (FinetuneError, OSError, ValueError, KeyError):
-        return _plain(404, "This run's files can't be read.")
+        return _plain(409, "This run's files can't be read.")
     text = json.dumps(body, separators=(",", ":"), allow_nan=False)
     return Response(text, media_type="application/json", headers=_NO_STORE)
 

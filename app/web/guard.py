@@ -25,6 +25,7 @@ READ = re.compile(
     r"/(?:|run|runs|models|settings|result|config|theme\.css|favicon\.ico|manifest\.json|healthz)/?"
     r"|/(?:assets|static|ft)/[\w./@%+-]+"
     r"|/ft/(?:series|run)/[^/\x00-\x1f\x7f]{1,200}"  # a run's name may have other letters
+    r"|/ft/report/[^/\x00-\x1f\x7f]{1,200}/(?:report|comparison)\.html"
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
 WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change|/ft/run/[^/\x00-\x1f\x7f]{1,200}")

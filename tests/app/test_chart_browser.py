@@ -155,7 +155,7 @@ def test_the_points_are_a_table_a_file_and_a_picture(served, visit, tmp_path):
     rows = Path(download.value.path()).read_text().splitlines()
     assert rows[0].startswith("run,metric,first_step") and "files,loss,30,30,0.1,0.1,0.1,0" in rows
     page.click("ft-chart [data-do=copy]")
-    page.wait_for_selector("ft-chart .ftc-note >> text=copied")
+    page.wait_for_selector("ft-chart [data-do=copy] >> text=Copied")
     assert page.evaluate("navigator.clipboard.read().then(([item]) => item.types)") == ["image/png"]
     page.evaluate("void (navigator.clipboard.write = () => Promise.reject())")
     with page.expect_download() as download:

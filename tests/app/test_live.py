@@ -1,7 +1,6 @@
 """A followed run: reads only what is new, is the same however often it is read, and survives a restart of the app."""
 
 import dataclasses
-import json
 import re
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from app.live import LiveRun
 from app.views.run import _memory_lines, measured_peak, numbers, summary_of
 from app.views.run_figures import figures, memory
 from finetune.card import find_card
-from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Start, Step
+from finetune.events import Checkpoint, Evaluation, EventWriter, Phase, Retry, Sample, Start, Step
 from finetune.memory.forecast import Forecast
 from finetune.planner.plan import Plan, Verdict
 from finetune.run.directory import RunDirectory
@@ -56,20 +55,6 @@ def test_reading_at_once_and_in_pieces_gives_the_same(run):
     once = follow(run)
     once.wait()
     assert once.digest == pieces.digest
-
-
-def test_a_torn_last_line_is_read_when_it_is_whole(run):
-    write_steps(run, 1, 2)
-    line = json.dumps({"kind": "step", "step": 3, "loss": 1.0, "total_steps": 9}) + "\n"
-    with run.events.open("a") as file:
-        file.write(line[:20])
-    live = follow(run)
-    live.refresh()
-    assert live.digest.step == 2
-    with run.events.open("a") as file:
-        file.write(line[20:])
-    live.refresh()
-    assert live.digest.step == 3
 
 
 def test_a_file_that_was_replaced_is_read_from_its_beginning(run):
@@ -162,7 +147,7 @@ def test_marks_say_what_happened_when(run):
     live = follow(run)
     live.refresh()
     assert [(mark["name"], mark["step"]) for mark in live.digest.marks] == [
-        ("start", 0), ("first step", 1), ("evaluation", 2), ("save", 2), ("retry", 1), ("resume", 2),
+        ("evaluation", 2), ("save", 2), ("retry", 1), ("resume", 2),
     ]  # fmt: skip
 
 
@@ -174,26 +159,21 @@ def test_peaks_are_those_since_the_last_retry_which_changed_what_the_forecast_is
     writer.close()
     live = follow(run)
     live.refresh()
-    assert live.digest.peaks == {"peak_allocated_bytes": 4 * GIB} == live.digest.phases["train"]
+    assert live.digest.peaks == {"peak_allocated_bytes": 4 * GIB}
+    assert live.digest.phases == {"train": 4 * GIB}
 
 
 def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run):
     writer = EventWriter(run.events)
-    writer.emit(Phase(phase="load", peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB, peak_segments=70))
-    for step, segments in ((1, 90), (2, 88)):
-        writer.emit(
-            Step(step=step, loss=1.0, peak_allocated_bytes=6 * GIB, peak_reserved_bytes=7 * GIB, peak_segments=segments)
-        )
+    writer.emit(Phase(phase="load", peak_allocated_bytes=4 * GIB))
+    for peak in (6 * GIB, 5 * GIB):
+        writer.emit(Step(step=1, loss=1.0, peak_allocated_bytes=peak))
     writer.emit(Phase(phase="evaluate", peak_reserved_bytes=3 * GIB))
     writer.close()
     digest = follow(run)
     digest.refresh()
-    assert digest.digest.phases["train"]["peak_segments"] == 90
     peaks = {"load": 4 * GIB, "train": 6 * GIB, "eval": GIB}
-    forecast = Forecast(
-        6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks,
-        reserved_peaks={name: size + GIB // 2 for name, size in peaks.items()}, segments={"train": 91},
-    )  # fmt: skip
+    forecast = Forecast(6 * GIB, 7 * GIB, 8 * GIB, 6 * GIB, 9 * GIB, {"weights": 4 * GIB}, peaks)
     plan = dataclasses.replace(written_runs.plan(1), forecast=forecast)
     shown = memory(digest.digest, plan)
     labels = re.findall(r'class="track" role="img" aria-label="([^"]*)"', shown)
@@ -201,3 +181,14 @@ def test_the_allocators_peaks_are_shown_by_phase_beside_their_forecast(run):
         "Loading: measured 4.0 GiB, forecast 4.0 GiB", "Training: measured 6.0 GiB, forecast 6.0 GiB",
     ]  # fmt: skip
     assert "\N{EN DASH}" not in shown
+
+
+def test_answers_of_the_first_evaluation_stay_once_and_the_newest_others(run):
+    writer = EventWriter(run.events)
+    for step in (50, 50, 100, 150):
+        for number in range(16):
+            writer.emit(Sample(step=step, prompt=f"{number}", answer="a"))
+    writer.close()
+    live = follow(run)
+    live.wait()
+    assert [sample.step for sample in live.digest.samples] == [50] * 16 + [100] * 8 + [150] * 16

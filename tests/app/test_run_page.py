@@ -164,10 +164,14 @@ def test_a_run_that_survived_running_out_of_memory_says_so_for_good_and_how(foll
     assert survived(live) == ""
 
 
-def test_finish_asks_and_says_what_is_not_trained(follow, monkeypatch):
+def test_finish_asks_and_the_buttons_stay_the_same_from_step_to_step(follow, monkeypatch):
     live = follow(*steps(1, 160, 250), total=250)
     monkeypatch.setattr(live, "state", lambda: RunState("running", "", None))
-    assert 'data-confirm="Finish now? 90 of 250 steps are not trained' in title(live, live.state())
+    before = title(live, live.state())
+    assert 'data-confirm="Finish now? {n} of {total} steps are not trained' in before
+    append(live.run, [step(161)])
+    live.wait()
+    assert title(live, live.state()) == before
 
 
 def test_the_address_names_run_and_tab_and_another_is_the_overview(page):
