@@ -21,14 +21,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.gc_settings import raise_gc_thresholds
 from finetune.privacy import keep_private
 
 from .process import command, environment
-from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from .workspace import Workspace
 
 Report = Callable[[Any], None]
 

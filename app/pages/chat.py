@@ -50,7 +50,7 @@ def parts(context: Context, run: RunDirectory) -> dict[str, str]:
     except (FinetuneError, OSError, ValueError):  # the chat itself reports an unreadable plan
         pass
     disabled = "" if is_answering else " disabled"
-    stop = f'<button type="button" class="ft-act" id="chat-stop" {action(task="stop")}{disabled}>{tr("Stop")}</button>'
+    stop = f'<button type="button" class="ft-act" {action(task="stop")}{disabled}>{tr("Stop")}</button>'
     return {"turns": conversation(turns, context.chats.pictures), "warning": warning, "stop": stop}
 
 
@@ -64,8 +64,7 @@ def conversation(turns: Sequence[Turn], folder: Path) -> str:
 
 def ask(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
     """Send a message to the chat's process. Raises CommandError, and ValueError for values that the page does not send."""
-    question = str(values["question"]).strip()
-    if not question:
+    if not (question := str(values["question"]).strip()):
         raise CommandError(tr("Write a message."))
     if not has_adapter(run):
         raise CommandError(tr("{run} has no adapter or checkpoint", run=run.path.name), tr("Wait for its first checkpoint."))

@@ -13,7 +13,6 @@ from finetune.errors import CommandError
 from finetune.evaluate.results import read_evaluations, read_forgetting, read_no_call, read_tasks, unreadable_evaluations
 from finetune.export.gguf_types import GGUF_TYPES
 from finetune.hub import require_repo
-from finetune.run.base_adapter import base_adapter_of
 from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
@@ -43,7 +42,9 @@ _NAME = re.compile(r"[^\W_][\w.-]{0,98}")
 
 def evaluate_pane(context: Context, run: RunDirectory) -> str:
     """The forms of Evaluate, and the places of what `parts` returns."""
-    before = [(BEFORE, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) is not None else []
+    from finetune.run.base_adapter import base_adapter_of  # here: imports stay at most ten deep
+
+    before = [(BEFORE, tr(HELD_OUT_BEFORE))] if base_adapter_of(run) else []
     return render(
         "evaluate", scores=[(value, tr(label)) for label, value in SCORES.items()],
         rows=[("", tr("held-out rows")), *before, *((path, path) for path in local_datasets(context.workspace))],

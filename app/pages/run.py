@@ -82,8 +82,7 @@ class RunPage:
         if tab not in TABS or order not in result.ORDERS or len(query.get("shown", "")) > _SHOWN_CHARACTERS:
             raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            # a sweep has no tabs
-            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished
+            texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished  # it has no tabs
         else:
             run = self.context.workspace.run(name)
             assert run is not None

@@ -103,8 +103,7 @@ def answer(live: LiveRun, have: str = "") -> dict[str, Any]:
         panels = layout(digest, plan)
         # two panels may draw one metric
         names = {line["name"] for panel in panels for line in panel["lines"]}
-        newest = digest.newest_step
-        total = (newest.total_steps if newest else None) or plan.total_steps or 0
+        total = (digest.newest_step and digest.newest_step.total_steps) or plan.total_steps or 0
         return {
             "have": f"{key}.{0 if digest.is_new_attempt else digest.step}", "from": lowest, "step": digest.step,
             "total": max(total, digest.step), "alive": not state.ended,
