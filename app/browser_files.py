@@ -1,4 +1,4 @@
-"""What the page's browser loads of other projects, uPlot and the Inter font: there when the build could fetch it."""
+"""Files of other projects for the browser, uPlot and the Inter font: present when the build could fetch them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_charts() -> bool:
 def chart_element(runs: Sequence[str], labels: Sequence[str] = ()) -> str:
     """The chart of a run, or of several in comparison. It gets its points itself, so this text stays while a run goes on.
 
-    `labels`: what the runs are called in it, if not by their names.
+    `labels`: names of the runs in the chart, if different.
     """
     called = f' data-labels="{inert(json.dumps([*labels]), 10_000)}"' if labels else ""
     return f'<ft-chart data-runs="{inert(json.dumps([*runs]), 10_000)}"{called}></ft-chart>'

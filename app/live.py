@@ -1,4 +1,4 @@
-"""State of a run from its events, updated by reading only what is new. Shared by every tab that shows the run."""
+"""State of a run from its events, updated by reading only new events. Shared by every tab that shows the run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Digest:
 
 
 class LiveRun:
-    """One run, followed. `refresh` is what a tick calls; it costs what is new, and never more than TICK_BYTES."""
+    """One run, followed. A tick calls `refresh`, which reads the new events, at most TICK_BYTES."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.digest, self._name = run, Digest(), secrets.token_hex(4)
@@ -134,11 +134,11 @@ class LiveRun:
 
     @property
     def key(self) -> str:
-        """Changes when values of earlier steps may be other ones: a file of its own, and attempts."""
+        """Changes when values of earlier steps may change: with another file, and with each attempt."""
         return f"{self._name}-{self.digest.attempts}"
 
     def refresh(self) -> bool:
-        """Read what is new. True when everything is read; False while a long history is still being read in the background."""
+        """Read new events. True when everything is read; False while a long history is still being read in the background."""
         with self.lock:
             self._restart_if_replaced()
             behind = self._size() - self._reader.offset
@@ -201,7 +201,7 @@ class LiveRun:
             return 0
 
     def _restart_if_replaced(self) -> None:
-        """A file that is another one, or shorter than what was read, is read from its beginning."""
+        """Read the file from its beginning if it was replaced or became shorter."""
         try:
             stat = self.run.events.stat()
         except FileNotFoundError:

@@ -71,7 +71,7 @@ addEventListener("popstate", () => { if (live()) open(new URLSearchParams(locati
 // Buttons and forms: what the server says stands in the head, or in the form.
 const post = async (message, said = find("#run-said")) => {
   const response = await fetch(address(), { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(message) }).catch(() => null);
-  const answer = response?.ok ? await response.json() : { said: "", error: response ? await response.text() : tr("The page's server does not answer: try again when it is back.") };
+  const answer = (response?.ok && await response.json().catch(() => null)) || { said: "", error: response && !response.ok ? await response.text() : tr("The page's server does not answer: try again when it is back.") };
   said.innerHTML = answer.said ?? "";
   if (answer.error) said.append(Object.assign(document.createElement("p"), { className: "ft-note bad", textContent: answer.error }));
   ask();
@@ -85,8 +85,7 @@ document.addEventListener("submit", async (event) => {
   form.dataset.busy = "1";
   for (const [name, value] of new FormData(form, event.submitter)) values[name] = name in values ? [values[name], value].flat() : value;
   if (question) question.value = "";
-  const { said, error } = await post({ task: form.dataset.task, values }, form.querySelector(".ft-said"));
-  delete form.dataset.busy;
+  const { said, error } = await post({ task: form.dataset.task, values }, form.querySelector(".ft-said")).finally(() => delete form.dataset.busy);
   if (question && (said || error)) question.value ||= values.question;
   else if (waiting) showPictures({ waiting: "", pictures: "" });
 });

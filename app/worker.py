@@ -1,4 +1,4 @@
-"""A worker: a module of this package in a process of its own, which answers calls one at a time.
+"""A worker: a module of this package in a separate process, which answers calls one at a time.
 
     planner = Worker(workspace, ".planning.process", log=path)
     planner.call("plan", recipe=text, report=print, newest=True)
@@ -79,7 +79,7 @@ class Worker:
         return self._process is not None and self._process.poll() is None
 
     def call(self, method: str, *, report: Report | None = None, newest: bool = False, **values: Any) -> Any:
-        """The result of a method of the process. `report` gets what it reports meanwhile.
+        """The result of a method of the process. `report` gets its progress.
 
         `newest`: cancels an earlier such call of the method. Raises WorkerError, and SupersededError for a cancelled call.
         """
@@ -175,7 +175,7 @@ def result_of(answer: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """The call that a method answers: what the method has done so far, and whether the caller still waits."""
+    """The call that a method answers: sends its progress, and says whether the caller still waits."""
 
     send: Report = lambda _: None
     is_cancelled: Callable[[], bool] = lambda: False

@@ -70,7 +70,7 @@ class Queue:
         return entries[-1] if entries else None
 
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
-        """Queue a new run, or with `resume` that run's continuation; returns at once."""
+        """Queue a new run, or with `resume` that run's continuation, without waiting."""
         for entry in self.waiting():
             if resume and entry.status().get("resume") == resume:  # the button was pressed twice
                 return entry
@@ -93,7 +93,7 @@ class Queue:
         return False
 
     def ensure_starter(self) -> None:
-        """Start the starter when entries wait and none is running; a second one would exit at once."""
+        """Start the starter when entries wait and no starter runs; a second starter would exit."""
         if self.waiting() and not is_locked(self.folder / ".lock"):
             detach(self.workspace.root, ".background.starter", str(self.workspace.runs), log=self.folder / ".starter.txt")
 

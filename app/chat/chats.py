@@ -109,7 +109,7 @@ class Chats:
         self, run: RunDirectory, text: str, max_new_tokens: int, *, models: Sequence[Model] = MODELS,
         pictures: Sequence[str] = (), **how: Any,
     ) -> None:  # fmt: skip
-        """Ask a question; returns at once. The answers appear in `turns` as they are made.
+        """Ask a question, without waiting. The answers appear in `turns` while they are made.
 
         `how`: `system`, `temperature`, `top_p` and `seed`, where they are not the usual ones.
         """
@@ -120,7 +120,7 @@ class Chats:
         self._newest = self._asking.submit(self._wait, worker, run, question, {"max_new_tokens": max_new_tokens, **how})
 
     def _wait(self, worker: Worker, run: RunDirectory, question: Question, how: dict[str, Any]) -> None:
-        """Wait for the answers, and write that there are no more, or why there are none."""
+        """Wait for the answers, and write that the turn has ended, or the error."""
         error = ""
         try:
             worker.call("answer", question=event_json(question), **how)

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.data.pictures.display import small_copy
 from finetune.data.pictures.limits import MAX_PICTURES
 from finetune.data.pictures.source import BadPicture, PictureSource
-from finetune.errors import CommandError, FinetuneError, PackagesError
+from finetune.errors import CommandError, PackagesError
 from finetune.planner.plan import Plan
 from finetune.run.directory import RunDirectory
 from finetune.run.state import is_alive
@@ -42,13 +42,9 @@ def parts(context: Context, run: RunDirectory) -> dict[str, str]:
     is_answering = bool(turns) and not turns[-1].done and context.chats.is_answering(run)
     if turns and not is_answering and not turns[-1].done:  # the app was killed before the answer was complete
         turns[-1].done = Done(id=turns[-1].question.id)
-    warning = ""
-    try:
-        plan = context.lives.of(run).plan()
-        offloading = note(as_on_page(plan.layer_copies.generation_summary), "warn") if plan.layer_copies else ""
-        warning = offloading + _warning(context, run, plan)
-    except (FinetuneError, OSError, ValueError):  # the chat itself reports an unreadable plan
-        pass
+    plan = context.lives.of(run).plan()
+    warning = note(as_on_page(plan.layer_copies.generation_summary), "warn") if plan.layer_copies else ""
+    warning += _warning(context, run, plan)
     disabled = "" if is_answering else " disabled"
     stop = f'<button type="button" class="ft-act" {action(task="stop")}{disabled}>{tr("Stop")}</button>'
     return {"turns": conversation(turns, context.chats.pictures), "warning": warning, "stop": stop}

@@ -40,7 +40,7 @@ from ..views import data as data_views
 from ..views import new_run as views
 from ..views.binding import show
 from ..views.markup import Safe, note
-from ..views.problems import problem, settings_problem
+from ..views.problems import problem, problem_of, settings_problem
 from ..views.recipe_form import as_settings, changed_values, fields
 from ..views.templates import render
 from ..worker import SupersededError
@@ -136,7 +136,7 @@ class NewRun:
         except SupersededError:  # the draft has changed
             return {"stamp": -1, "parts": {}}
         except FinetuneError as error:
-            shown = views.trouble(problem(error.title, error.problems, error.fix), tr("Unknown: there is no plan"))
+            shown = views.trouble(problem_of(error), tr("Unknown: there is no plan"))
             parts = {"answer": shown, "plans": "", "settings": views.settings(edited, None)}
             return {"stamp": edited.stamp, "parts": {**parts, "ready": views.ready(edited, None, None)[0]}, "start": False}
         blocked = blocker_of(edited.recipe, plan, self.context.workspace.root) if edited.data else None
@@ -165,10 +165,8 @@ class NewRun:
             parts = self._change(message)
         except RecipeError as error:
             refused = settings_problem(error.problems, error.fix)
-        except FinetuneError as error:
-            refused = problem(error.title, error.problems, error.fix)
-        except OSError as error:  # a full disk, among others
-            refused = problem(FinetuneError.title, [str(error)])
+        except (FinetuneError, OSError) as error:  # a full disk, among others
+            refused = problem_of(error)
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):
             refused = problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
         mine = self._started[0] if {"start", "demo"} & {*message} and not refused else ""
@@ -323,7 +321,7 @@ class NewRun:
         elif "quantisation" in result:
             shown = note(result["quantisation"]["sentence"])
         elif error := FinetuneError.written_by(self._measuring.output()):
-            shown = problem(error.title, error.problems, error.fix)
+            shown = problem_of(error)
         elif status:
             shown = note(tr("Measuring was stopped."))
         return render("measured", button=button, shown=Safe(shown))
@@ -350,11 +348,11 @@ class NewRun:
         try:
             shown = views.columns(self.context.planner.call("columns", recipe=text))
         except FinetuneError as error:
-            return problem(error.title, error.problems, error.fix)
+            return problem_of(error)
         try:
             answer = self.context.planner.call("look", recipe=text)
         except FinetuneError as error:
-            return shown + problem(error.title, error.problems, error.fix)
+            return shown + problem_of(error)
         edited = self.context.draft.read()
         return (
             data_views.head(answer, edited.recipe) + data_views.problems(problems_of(answer), answer, edited.recipe) + shown

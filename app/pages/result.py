@@ -72,8 +72,6 @@ def parts(context: Context, run: RunDirectory, tab: str, order: str) -> dict[str
 
 def start(context: Context, run: RunDirectory, verb: str, values: Mapping[str, Any]) -> None:
     """Start the command of a form. Raises CommandError, and ValueError or KeyError for values that the page does not send."""
-    if verb == "push":
-        _require_listed(context, run, values)
     context.tasks.start(run, verb, _OPTIONS[verb](context, run, values))
 
 
@@ -84,7 +82,7 @@ def _evaluation(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
 
 
 def evaluation(values: Mapping[str, Any]) -> list[str]:
-    """The options of `finetune eval` for what was chosen."""
+    """The options of `finetune eval` for a form's values."""
     score, pattern, rows = values["score"], values["pattern"].strip(), values["rows"]
     if score not in SCORES.values():
         raise ValueError(score)
@@ -123,26 +121,21 @@ def _comparison(context: Context, run: RunDirectory, values: Mapping[str, Any]) 
 
 
 def _push(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> list[str]:
-    kind, how = values["kind"], values["how"]
+    """Only files that the last dry run listed are pushed."""
+    repo, kind, how, is_public = values["repo"].strip(), values["kind"], values["how"], "public" in values
     if how not in ("--dry-run", "--yes"):
         raise ValueError(how)
     if kind not in (*_KINDS, *_gguf_files(run)):
         raise CommandError(tr("Choose a run, and what to push."))
-    require_repo(repo := values["repo"].strip())
-    chosen = [f"--{kind}"] if kind in _KINDS else [f"--gguf={run.path / kind}"]
-    return [repo, *chosen, *(["--public"] if "public" in values else []), how]
-
-
-def _require_listed(context: Context, run: RunDirectory, values: Mapping[str, Any]) -> None:
-    """Only what the last dry run listed is pushed."""
-    if values["how"] == "--dry-run":
-        return
-    listed, kind = context.tasks.of(run, "push").result(), values["kind"]
-    named = "gguf" if kind not in _KINDS else kind
-    wanted = {"repo": values["repo"].strip(), "kind": named, "public": "public" in values, "sent": False}
-    is_listed = isinstance(listed, dict) and {key: listed.get(key) for key in wanted} == wanted
-    if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):
-        raise CommandError(tr("See the files first: Dry run."))
+    require_repo(repo)
+    if how == "--yes":
+        listed, named = context.tasks.of(run, "push").result(), kind if kind in _KINDS else "gguf"
+        wanted = {"repo": repo, "kind": named, "public": is_public, "sent": False}
+        is_listed = isinstance(listed, dict) and {key: listed.get(key) for key in wanted} == wanted
+        if not is_listed or (named == "gguf" and Path(kind).name not in {file["name"] for file in listed["files"]}):
+            raise CommandError(tr("See the files first: Dry run."))
+    chosen = f"--{kind}" if kind in _KINDS else f"--gguf={run.path / kind}"
+    return [repo, chosen, *(["--public"] if is_public else []), how]
 
 
 _OPTIONS: dict[str, Callable[[Context, RunDirectory, Mapping[str, Any]], list[str]]] = {

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 from fastapi import Request, Response
 
-from finetune.errors import CommandError, FinetuneError
+from finetune.errors import FinetuneError
 from finetune.recipe import load_recipe, recipe_from, write_recipe
 from finetune.run import control
 from finetune.run.directory import RunDirectory
@@ -23,8 +23,8 @@ from ..views import run_page
 from ..views import sweep as sweep_view
 from ..views.binding import QUIET, show
 from ..views.chart_series import answer
-from ..views.markup import note, to_new_run
-from ..views.problems import problem
+from ..views.markup import note, page_title, to_new_run
+from ..views.problems import problem, problem_of
 from ..views.run_head import TABS
 from ..web.followed import RefusedError, answered
 from . import chat, result
@@ -55,12 +55,12 @@ class RunPage:
             self.context.queue.ensure_starter()
             return [run_page.empty(), ""]
         live = self.context.lives.of(run)
-        forms = {
-            "evaluate": result.evaluate_pane(self.context, run),
-            "export": result.export_pane(run),
-            "chat": chat.pane(live.plan()),
-        }
-        return [run_page.head(live, tab, self.parts(run, tab)), run_page.body(live, forms, self.parts(run, tab))]
+        try:
+            parts, chats = self.parts(run, tab), chat.pane(live.plan())
+        except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
+            return [page_title(run.path.name) + problem_of(error), ""]
+        forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
+        return [run_page.head(live, tab, parts), run_page.body(live, forms, parts)]
 
     def _default(self, tab: str) -> RunDirectory | None:
         if tab not in ("evaluate", "export", "chat"):
@@ -91,14 +91,11 @@ class RunPage:
         return {"alive": is_alive, "parts": {part: pair for part, pair in stamped.items() if pair[0] not in shown}}
 
     def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
-        """Do what a button or a form asks for; return what to say, and what else the page shows then."""
+        """Handle a button or a form; return the message to show, and other new parts of the page."""
         try:
             return {"said": ""} | (self._act(run, message) or {})
-        except FinetuneError as error:
-            title = tr("Not started") if isinstance(error, CommandError) else error.title
-            return {"said": problem(title, error.problems, error.fix)}
-        except OSError as error:  # a full disk, among others
-            return {"said": problem(FinetuneError.title, [str(error)])}
+        except (FinetuneError, OSError) as error:  # a full disk, among others
+            return {"said": problem_of(error)}
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):
             return {
                 "said": problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))

@@ -18,7 +18,7 @@ from ..views import runs as runs_views
 from ..views.binding import QUIET, change_trigger, fingerprint, show
 from ..views.compare import comparison
 from ..views.markup import note, to_new_run
-from ..views.problems import problem
+from ..views.problems import problem, problem_of
 from ..views.run_row import row_of
 from ..views.sweep import listed
 
@@ -56,10 +56,15 @@ class _View:
         """The runs, the sweeps, the queue and the trash."""
         workspace = self.context.workspace
         entries = [(entry.path.name, entry.status()) for entry in self.context.queue.entries()]
-        rows = [row_of(self.context.lives.of(run), self.context.scores) for run in workspace.list_runs()[:_LISTED]]
+        rows, damaged = [], ""
+        for run in workspace.list_runs()[:_LISTED]:
+            try:
+                rows.append(row_of(self.context.lives.of(run), self.context.scores))
+            except (FinetuneError, OSError, ValueError) as error:  # the others are shown
+                damaged += problem_of(error)
         sweeps = listed(workspace.list_sweeps()[:_LISTED])
         trash = runs_views.trash(deleted_runs(workspace.runs)[:_LISTED])
-        return [runs_views.runs_table(rows), sweeps, runs_views.queue(entries), trash]
+        return [damaged + runs_views.runs_table(rows), sweeps, runs_views.queue(entries), trash]
 
     def act(self, message: str) -> list[Any]:
         """Handle a button: return its status line, the comparison, and the fingerprint of the new table."""
@@ -69,7 +74,7 @@ class _View:
         except (ValueError, AttributeError):  # no message of this page
             return [gr.skip()] * 3
         except FinetuneError as error:
-            status, compared = problem(error.title, error.problems, error.fix), gr.skip()
+            status, compared = problem_of(error), gr.skip()
         return [status, compared, self.tick()]
 
     def _done(self, action: dict[str, Any]) -> tuple[Any, Any]:

@@ -86,24 +86,8 @@ def search_models(query: str) -> list[Model]:
 
 
 def card_choices() -> list[tuple[str, str]]:
-    """Label and name of the catalogue's cards by memory; a card is before those whose labels contain its name.
-
-    So the first of the cards that contain what is typed is the one of that name: of `4090` the desktop's, not the laptop's.
-    """
-    sizes = catalogue_sizes()
-    typed = {name: name.removeprefix("rtx-").replace("-", " ") for name in sizes}
-    labels = {name: f"{_spelt(name)} · {size} GB" for name, size in sizes.items()}
-    ordered: dict[str, str] = {}
-
-    def add(name: str) -> None:
-        for other in sizes:
-            if other not in ordered and other != name and typed[other] in labels[name].lower():
-                add(other)
-        ordered.setdefault(name, labels[name])
-
-    for name in sorted(sizes, key=lambda name: sizes[name]):
-        add(name)
-    return [(label, name) for name, label in ordered.items()]
+    """Label and name of the catalogue's cards."""
+    return [(f"{_spelt(name)} · {size} GB", name) for name, size in catalogue_sizes().items()]
 
 
 def _spelt(name: str) -> str:

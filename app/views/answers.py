@@ -1,4 +1,4 @@
-"""Answers of the model to the same prompts as it learns, with what differs from the expected answer marked."""
+"""Answers of the model to the same prompts while it learns, with differences from the expected answer marked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def answers(
 
 @lru_cache(256)
 def _small_copy(path: Path, stat: FileStat) -> dict[str, Any]:
-    """Kept, as it is shown at every tick. `stat`: another one for another file of this name."""
+    """Cached, because each tick shows the copy. `stat` differs when another file has this name."""
     return small_copy_of(path)
 
 
@@ -76,7 +76,7 @@ def _row(prompt: _Prompt, by_step: dict[int, Sample], steps: Sequence[int]) -> s
 
 
 def marked(answer: str, expected: str, earlier: str | None) -> str:
-    """`answer` with the words that are not the expected ones struck, and with those that have become right."""
+    """`answer` with wrong words struck, and words marked that have become right."""
     tokens, wanted = _WORDS.findall(answer), _WORDS.findall(expected)
     if not expected or max(len(tokens), len(wanted)) > _MOST_WORDS:
         return inert(answer) or f"<em>{tr('empty answer')}</em>"

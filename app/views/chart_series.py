@@ -84,7 +84,7 @@ def _small_panels(digest: Digest) -> Iterator[dict[str, Any]]:
 
 
 def small_curves() -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
-    """Name, title and unit of each metric beside loss and memory, and how a value is written; those of methods are the last."""
+    """Name, title and unit of each metric beside loss and memory, and the format of a value; metrics of methods come last."""
     for name, title, unit, show in _SMALL_PANELS:
         yield name, tr(title), unit, show
     for name, (label, text) in METRICS.items():

@@ -1,4 +1,4 @@
-"""The parts of the GPU's memory that a forecast has, by phase: what the bar of Fit and the ledger of a run show."""
+"""The parts of the GPU's memory in a forecast, by phase, for New run's bar and a run's page."""
 
 from __future__ import annotations
 

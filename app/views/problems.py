@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finetune.errors import FinetuneError
+
 from ..language import tr, tr_n
 from .markup import as_on_page, inert
 
@@ -13,6 +15,13 @@ def problem(title: str, problems: Sequence[str], fix: str = "") -> str:
     lines = "".join(f"<li>{inert(as_on_page(line))}</li>" for line in problems[:20])
     remedy = f'<p class="ft-fix">{inert(as_on_page(fix))}</p>' if fix else ""
     return f'<div class="ft-problem" role="alert"><strong>{inert(tr(title))}</strong><ul>{lines}</ul>{remedy}</div>'
+
+
+def problem_of(error: Exception) -> str:
+    """The box of any error."""
+    if isinstance(error, FinetuneError):
+        return problem(error.title, error.problems, error.fix)
+    return problem(FinetuneError.title, [str(error)])
 
 
 def settings_problem(problems: Sequence[str], fix: str = "") -> str:

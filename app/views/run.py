@@ -151,7 +151,7 @@ def _context_bytes(digest: Digest, plan: Plan) -> int:
 
 
 def measured_peak(digest: Digest, plan: Plan) -> tuple[str, int | None]:
-    """The peak of what the forecast's `peak_bytes` is of, with its name: the training process alone, without other programs.
+    """The measured peak to compare with the forecast's `peak_bytes`, and its name: the training process without other programs.
 
     On a GPU that is the allocator's reserved memory and the CUDA context, which is the plan's where the driver does not report
     other programs.

@@ -27,7 +27,7 @@ _NOT_TAKEN = ("spread", "free", "held")
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes that were forecast and measured; None where there is none."""
+    """Forecast and measured bytes; None if unknown."""
 
     name: str
     forecast: int | None
@@ -48,7 +48,7 @@ class Pair:
 
 
 def figures(digest: Digest, plan: Plan) -> str:
-    """Loss, held-out loss, peak memory, speed and GPU, each with what it is to be compared with; where a step's time goes."""
+    """Loss, held-out loss, peak memory, speed and GPU, each beside its reference; where a step's time goes."""
     cells = [_loss(digest), _held_out(digest), _peak(digest, plan), _speed(digest.newest_step, plan), _gpu(digest, plan)]
     clauses, values = digest.pace.step_time(plan)
     step_time = as_on_page(" ".join(tr(clause, **values) for clause in clauses))
@@ -127,7 +127,7 @@ def _percent(measured: float, forecast: float) -> str:
 
 
 def memory(digest: Digest, plan: Plan) -> str:
-    """Whether memory is as forecast, the peak of each phase and, as forecast, what it is made of."""
+    """Whether memory is as forecast, the peak of each phase and the forecast's parts."""
     on_gpu = not plan.card.is_cpu
     process = Pair(tr("Process"), plan.forecast.peak_bytes if plan.forecast else None, measured_peak(digest, plan)[1])
     peaks = [process, *(_phases(digest, plan) if on_gpu else [])]

@@ -40,7 +40,7 @@ def head(live: LiveRun, tab: str, parts: Mapping[str, str]) -> str:
 
 
 def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
-    """The tabs. `forms`: the HTML of those with forms; `parts`: of the open tab."""
+    """The tabs. `forms`: HTML by tab with forms; `parts`: HTML by part of the open tab."""
     chart = chart_element([live.run.path.name]) if has_charts() else _part("curves", parts)
     overview = (
         f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'

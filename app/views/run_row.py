@@ -1,4 +1,4 @@
-"""A run as one line of a list: what the pages that list runs show of it."""
+"""A run as one line of a list."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunRow:
 
 
 def row_of(live: LiveRun, scores: Scores) -> RunRow:
-    """The run as it is now."""
+    """The run's current facts."""
     live.refresh()
     digest, plan, name = live.digest, live.plan(), live.run.path.name
     total, loss = plan.total_steps, digest.series.get("loss")
@@ -72,7 +72,7 @@ def _last(loss: Series | None) -> str:
 
 
 def _held_out(digest: Digest) -> str:
-    """The lowest held-out loss; of a run that has ended, that of its result."""
+    """The lowest held-out loss; the result's if the run has ended."""
     result, series = digest.newest.get(Result.kind), digest.series.get("eval_loss")
     if isinstance(result, Result) and result.eval_loss is not None:
         return loss_text(result.eval_loss)
@@ -85,7 +85,7 @@ def _training_s(digest: Digest) -> float:
 
 
 def _day(moment_s: float) -> str:
-    """`today 14:58`, `24 Nov`; the year where it is another one."""
+    """`today 14:58`, `24 Nov`; with the year if it isn't this year."""
     moment, now = time.localtime(moment_s), time.localtime()
     if moment[:3] == now[:3]:
         return tr("today {time}", time=time.strftime("%H:%M", moment))

@@ -24,7 +24,7 @@ _STATES = {"waiting": mark("In the queue"), "preparing": mark("Starting"), "fail
 
 
 def controls() -> str:
-    """Search and filters; the bar of what is chosen; and the menu of a row. runs.js works them; they never change."""
+    """Search and filters; the bar for chosen runs; and the menu of a row. runs.js works them; they never change."""
     return (
         f'<div class="ft-runs-head"><h1 class="ft-title" data-title="{tr("Runs")}">{tr("Runs")}</h1>'
         f'<input type="search" id="runs-search" placeholder="{tr("Search")}" aria-label="{tr("Search runs")}">'
@@ -39,7 +39,7 @@ def controls() -> str:
 
 
 def chosen_bar() -> str:
-    """What can be done with the chosen runs; hidden while none is."""
+    """Buttons for the chosen runs; hidden while none is chosen."""
     return (
         '<div id="runs-chosen" hidden role="status"><b></b>'
         f'<button type="button" class="ft-act" data-deed="compare">{tr("Compare")}</button>'
@@ -117,7 +117,7 @@ def trash(deleted: Sequence[tuple[str, Path]]) -> str:
 
 
 def undo(deleted: Sequence[tuple[str, Path]]) -> str:
-    """What was deleted just now, with the way back."""
+    """Names of the runs just deleted, with an Undo button."""
     text = tr("Deleted {name}." if len(deleted) == 1 else "Deleted {n} runs.", n=len(deleted), name=inert(deleted[0][0]))
     buttons = f"<button type='button' class='ft-act' {action(restore=[path.name for _, path in deleted])}>{tr('Undo')}</button>"
     return f'<div class="ft-undo" role="status"><p>{text}</p>{buttons}</div>'

@@ -20,7 +20,7 @@ MOST_BINS = 1000
 
 @dataclass
 class Bin:
-    """Values of the steps from `index * width`; `missing` counts those that are no number."""
+    """Values of the steps from `index * width`; `missing` counts values that are no number."""
 
     low: float = math.inf
     low_step: int = 0
@@ -81,7 +81,7 @@ class Series:
             self._double()
 
     def newest_text(self, show: Callable[[float], str]) -> str:
-        """The newest value with its step; where it is not a number, that, and the last one that was."""
+        """The newest value with its step; where it is not a number, the text and the last number."""
         number = ""
         if self.last is not None:
             number = tr("{value} at step {step}", value=show(self.last), step=f"{self.last_step:,}")

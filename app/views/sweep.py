@@ -24,7 +24,7 @@ _ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
 
 
 def listed(sweeps: Sequence[Sweep]) -> str:
-    """The sweeps, newest first; nothing where there are none."""
+    """The sweeps, newest first; empty without any."""
     items = [f"<span><b>{_state(sweep)}</b> {link_to(sweep.path.name)} {inert(_summary(sweep))}</span>" for sweep in sweeps]
     return lines(tr("Sweeps"), items)
 

@@ -1,4 +1,4 @@
-"""Renders the HTML templates of app/templates; what they insert is escaped and can't change colours or text direction."""
+"""Renders the HTML templates of app/templates; inserted values are escaped and can't change colours or text direction."""
 
 from __future__ import annotations
 

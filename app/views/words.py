@@ -1,4 +1,4 @@
-"""Settings in words: the page says what a change does, not how a command line spells it."""
+"""Settings in words: the page describes a change by its effect, not as a command line spells it."""
 
 from __future__ import annotations
 

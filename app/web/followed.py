@@ -16,7 +16,7 @@ _NO_STORE = {"cache-control": "no-store"}
 
 
 class RefusedError(ValueError):
-    """A parameter is wrong; the text says which and what it may be."""
+    """A parameter is wrong; the text names it and its allowed values."""
 
 
 def answered(context: Context, name: str, answer_of: Callable[[Any], Any], *, sweeps: bool = False) -> Response:

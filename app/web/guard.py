@@ -180,7 +180,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
 
 
 def _hardened(send: Send) -> Send:
-    """Send with our headers, without those that let another site read the answer."""
+    """Send with our headers, without headers that let another site read the answer."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,6 +1,6 @@
 """Benchmark tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the tuning's chat template.
 
-Every answer is kept in the run as it is computed, so an interrupted evaluation continues. Downloads are the harness's own: the
+Every computed answer is kept in the run, so an interrupted evaluation continues. Downloads are the harness's own: the
 datasets of the named tasks.
 """
 
@@ -150,7 +150,7 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return [tuple(result) if isinstance(result, list) else result for result in entries]
 
     class JournalHook:
-        """Called by the harness with each result as it is computed."""
+        """Called by the harness with each computed result."""
 
         def add_partial(self, kind: str, arguments: tuple[Any, ...], result: Any) -> None:
             journal.add({_key(kind, arguments): {"result": result}})

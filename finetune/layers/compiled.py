@@ -41,7 +41,7 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
 def _changing(guards: Sequence[Any]) -> list[bool]:
     """Which guards of a layer are checked in each call: of inputs, tensors and plain values such as whether adapters are used.
 
-    Most others ask whether modules and functions are still what they were: nothing changes them in a run.
+    Most others ask whether modules and functions are unchanged: nothing changes them in a run.
     """
     return [guard.guard_type in _CHANGING or not (guard.is_global or "self" in guard.name) for guard in guards]
 

@@ -183,7 +183,7 @@ def is_adapted(module: torch.nn.Module) -> bool:
 
 
 def linear_of(module: Any, x: torch.Tensor) -> Linear | None:
-    """`module` as it is now; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
+    """`module` as a `Linear`; None unless it is a frozen linear layer, with at most one plain adapter, for the dtype of x."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     if not torch.is_grad_enabled() or (autocast and x.dtype != torch.get_autocast_dtype(device)):

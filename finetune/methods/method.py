@@ -46,7 +46,7 @@ class TrainingMethod(ABC):
         self.reference_copies: list[torch.Tensor] = []
 
     def keep_reference(self, model: Any) -> None:
-        """Before the first step: copy the adapter that training goes on from, if the method compares with it in each step."""
+        """Before the first step: copy the adapter that training goes on from, which each step is compared with, if any."""
         continues = self.settings.adapter_name_or_path is not None and self.settings.precompute_ref_log_probs is not True
         if METHODS[self.settings.method].reference_passes and continues:
             self.reference_copies = [parameter.detach().clone() for parameter in _trainable(model)]

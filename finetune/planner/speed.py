@@ -1,7 +1,8 @@
 """Step time from FLOPs, bytes moved and dequantisation at the card's rates.
 
-Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; what a GPU reaches of its published
-rates is in cards.json where published steps show it. `benchmarks/speed_accuracy.py` compares the model with 60 published
+Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; the share of its published rates
+that a GPU reaches is in cards.json where published steps show it.
+`benchmarks/speed_accuracy.py` compares the model with 60 published
 measurements (docs/accuracy.md); earlier runs on a card correct it (history.py). Nothing here decides whether a plan fits.
 """
 

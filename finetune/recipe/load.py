@@ -1,4 +1,4 @@
-"""From a recipe file and `key=value` overrides to a validated Recipe; all problems at once, each with its line and fix."""
+"""From a recipe file and `key=value` overrides to a validated Recipe; all problems together, each with its line and fix."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STEP_TIME = WAITED, MODELLED, COMPILING, MORE_WORK, BUSY = (
 
 @dataclass
 class Pace:
-    """What the newest steps and evaluations of a run took, in seconds, from its events.
+    """Seconds of the newest steps and evaluations of a run, from its events.
 
     `steps_s`: from the end of the step before, so with a checkpoint between, but without an evaluation. `evaluations_s`: an
     evaluation with its samples. `last`: the newest step or start. `waits`: step_s, host_wait_s, gpu_utilisation.

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from written_runs import make_run
 
 from app.chat.chats import Chats, Done, Question, Turn
 from app.chat.process import Conversation
@@ -91,11 +92,6 @@ def test_a_call_of_a_tool_is_shown_by_its_name_and_arguments(chats_with):
     assert message["tool_calls"] == [call]
 
 
-def run_without_plan(path):
-    path.mkdir(parents=True)
-    (path / "plan.json").write_text("{}")
-
-
 ASKED = Question(id="1", text="a")
 
 
@@ -108,10 +104,10 @@ ASKED = Question(id="1", text="a")
 )  # fmt: skip
 def test_stop_can_be_pressed_only_while_there_is_an_answer_to_stop(tmp_path, monkeypatch, turns, alive, can_stop):
     context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
-    run_without_plan(tmp_path / "runs" / "one")
+    run = make_run(tmp_path / "runs", "one", [])
     monkeypatch.setattr(context.chats, "turns", lambda _: turns)
     monkeypatch.setattr(context.chats, "is_answering", lambda _: alive)
-    parts = chat.parts(context, RunDirectory(tmp_path / "runs" / "one"))
+    parts = chat.parts(context, run)
     assert ("disabled" not in parts["stop"]) is can_stop is ("ft-busy" in parts["turns"])
     context.close()
 
@@ -121,9 +117,9 @@ SENT = {"question": "Hello", "who": "tuned", "system": "", "most": "16", "temper
 
 @pytest.mark.parametrize(("change", "reason"), [({}, "empty has no adapter"), ({"question": " "}, "Write a message")])
 def test_a_message_that_nobody_can_answer_is_refused(tmp_path, change, reason):
-    context, run = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary"), tmp_path / "runs" / "empty"
-    run_without_plan(run)
-    assert reason in RunPage(context).act(RunDirectory(run), {"task": "ask", "values": SENT | change})["said"]
+    context = Context(Workspace(tmp_path, tmp_path / "runs"), tmp_path / "temporary")
+    run = make_run(tmp_path / "runs", "empty", [])
+    assert reason in RunPage(context).act(run, {"task": "ask", "values": SENT | change})["said"]
     context.close()
 
 

@@ -445,5 +445,4 @@ def test_the_keyboard_stops_at_controls_and_never_at_the_body(served, visit):
 def test_the_app_holds_no_cuda_context_and_no_torch(served):
     """The pages' process reads files; what needs torch is in processes of its own."""
     maps = Path(f"/proc/{served.process.pid}/maps").read_text()
-    assert "libtorch" not in maps
-    assert "libcuda" not in maps
+    assert "libtorch" not in maps and "libcuda" not in maps

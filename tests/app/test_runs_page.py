@@ -9,6 +9,7 @@ from written_runs import make_run, steps
 
 from app.background.queue import Queue
 from app.live import LiveRuns
+from app.pages.run import RunPage
 from app.pages.runs import _View
 from app.planning.draft import Draft
 from app.scores import Scores
@@ -28,9 +29,8 @@ def context(tmp_path):
     workspace = Workspace(tmp_path, tmp_path / "runs")
     for name in ("first", "second"):
         make_run(workspace.runs, name, [*steps(1, 20), *ENDED])
-    lives = LiveRuns()
     return SimpleNamespace(
-        workspace=workspace, lives=lives, scores=Scores(), queue=Queue(workspace), draft=Draft(workspace), started=[]
+        workspace=workspace, lives=LiveRuns(), scores=Scores(), queue=Queue(workspace), draft=Draft(workspace)
     )
 
 
@@ -83,6 +83,14 @@ def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
     html = _View(context).act(json.dumps({"deed": "compare", "runs": ["first", "second"]}))[1]
     assert "LoRA rank" in html and ">77<" in html and "EM 0 → 97 %" in html and "Weight decay" not in html
     assert "two runs or more" in _View(context).act(json.dumps({"deed": "compare", "runs": ["first"]}))[1]
+
+
+def test_a_damaged_run_is_named_and_hides_no_other(context):
+    context.workspace.run("first").plan.write_text("{")
+    shown = _View(context).tables()[0]
+    assert "first/plan.json can&#x27;t be read" in shown and 'data-run="second"' in shown
+    head, _ = RunPage(context).open(SimpleNamespace(query_params={"run": "first"}))
+    assert ">first</h1>" in head and "can&#x27;t be read" in head
 
 
 @pytest.mark.parametrize(
