@@ -67,7 +67,7 @@ wheel: # dist/*.whl and the list of what it needs, *.cdx.json; build/ would brin
 	rm -rf build dist
 	$(PYTHON) -m pip wheel -q --no-deps -w dist .
 	$(firstword $(wildcard $(VENV)/bin/python) $(PYTHON)) scripts/dependencies.py sbom
-	@[ -e app/fetched/uplot.js ] || echo "This wheel's charts are plain SVG: uPlot could not be fetched."
+	@[ -e app/fetched/uplot.js ] || echo "This wheel has no charts: uPlot could not be fetched."
 
 charts: setup # what the install could not fetch
 	$(VENV)/bin/python -m pip install -q --no-deps -e .
@@ -89,7 +89,7 @@ $(VENV)/.installed-check: EXTRAS = test,docs
 $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-check: pyproject.toml constraints.txt package-lock.json
 	[ -e $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
-	@[ -e app/fetched/uplot.js ] || echo "Charts are plain SVG: uPlot could not be fetched. Try again: make charts"
+	@[ -e app/fetched/uplot.js ] || echo "The page has no charts: uPlot could not be fetched. Try again: make charts"
 	touch $(VENV)/.installed $(if $(findstring test,$(EXTRAS)),$(VENV)/.installed-test) $@
 
 # Without a compiler or the wheel: a line that says so; in continuous integration (CI) an error.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -18,8 +18,6 @@ from typing import Any
 #: Languages by their code in <html lang>, each with its own name.
 LANGUAGES = {"en": "English", "zh": "中文"}
 COOKIE = "ft_language"
-#: The English HTML that pages start with -> what makes it in the language of a request: Gradio keeps one page for all.
-FIRST_HTML: dict[str, Callable[[], str]] = {}
 _ENTRY = re.compile(r'^(msgid|msgid_plural|msgstr(?:\[0\])?) (".*")$|^(".*")$')
 #: A part of the header accept-language: the language without its region, and its weight.
 _PREFERENCE = re.compile(r"\s*([A-Za-z]+)(?:-[\w-]+)?\s*(?:;\s*q\s*=\s*([01](?:\.\d{0,3})?)\s*)?")

@@ -1,6 +1,6 @@
 // New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
 import { tr } from "./language.js";
-import { sendBy, upload } from "./message.js";
+import { sendBy, upload } from "./parts.js";
 
 const TICK_MS = 1500;
 const find = (selector) => document.querySelector(selector);

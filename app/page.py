@@ -1,63 +1,65 @@
-"""Builds the Gradio app: pages, navigation and theme. Each page is a module of app.pages."""
+"""Builds the Gradio app: pages, navigation and theme. Each page is a module of app.pages.
+
+Gradio draws no control and handles no event: a page is HTML that is made for each request, and `parts.js` keeps it up to date.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from .context import Context
-from .machine import Machine
-from .pages import models, new_run, run, runs, settings
+from .pages.models import ModelsPage
+from .pages.new_run import NewRun
+from .pages.rail import Rail
+from .pages.run import RunPage
+from .pages.runs import RunsPage
+from .pages.settings import SettingsPage
 from .views import rail
-from .views.binding import QUIET, show
+from .web.page_filter import FIRST_HTML
 
-#: Path, name in the navigation and builder of each page; the first one is at the root.
+#: Address, name in the navigation and class of each page; the first one is at the root.
 PAGES = (
-    ("", "New run", new_run.build),
-    ("run", "Run", run.build),
-    ("runs", "Runs", runs.build),
-    ("models", "Models", models.build),
-    ("settings", "Settings", settings.build),
-)
-
-_TICK_S = 3.0
+    ("", "New run", NewRun), ("run", "Run", RunPage), ("runs", "Runs", RunsPage), ("models", "Models", ModelsPage),
+    ("settings", "Settings", SettingsPage),
+)  # fmt: skip
 
 
-def build_page(context: Context) -> tuple[gr.Blocks, dict[str, Any]]:
-    """The Gradio application, and the theme options for mounting it."""
-    machine = Machine(context.workspace, context.lives)
-    with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as page:
-        _page(context, machine, page, *PAGES[0])
-    for address, name, build in PAGES[1:]:
-        with page.route(name, f"/{address}"):
-            _page(context, machine, page, address, name, build)
-    page.queue(api_open=False)
-    return page, {"theme": _theme(), "favicon_path": str(Path(__file__).with_name("favicon.svg"))}
+def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
+    """The Gradio application, and the theme options for mounting it. Adds the pages' routes to the FastAPI app."""
+    beside = Rail(context)
+    beside.add_routes(api)
+    pages = [(address, name, page(context)) for address, name, page in PAGES]
+    with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as blocks:
+        _page("", beside, pages[0][2])
+    for address, name, page in pages[1:]:
+        with blocks.route(name, f"/{address}"):
+            _page(address, beside, page)
+    for _, _, page in pages:
+        page.add_routes(api)
+    blocks.queue(api_open=False)
+    return blocks, {"theme": _theme(), "favicon_path": str(Path(__file__).with_name("favicon.svg"))}
 
 
-def _page(
-    context: Context, machine: Machine, page: gr.Blocks, address: str, name: str, build: Callable[[Context, gr.Blocks], None]
-) -> None:
+def _page(address: str, beside: Rail, page: Any) -> None:
     """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
-    gr.Navbar(main_page_name=name if address == PAGES[0][0] else PAGES[0][1], visible=False)
-    _rail(context, machine, page, address)
-    build(context, page)
-
-
-def _rail(context: Context, machine: Machine, page: gr.Blocks, address: str) -> None:
-    def status() -> str:
-        return rail.status(*machine.status())
-
+    gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
-        show(lambda: rail.rail(address))
-        now = show(elem_id="ft-rail-now")
-        show(rail.foot)
-    show('<div id="ft-main" tabindex="-1"></div>')
-    page.load(status, None, now, **QUIET)
-    gr.Timer(_TICK_S).tick(status, None, now, **QUIET)
+        _show(lambda query: rail.rail(address))
+        _show(beside.html, "ft-rail-now")
+        _show(lambda query: rail.foot())
+    _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
+    _show(page.html)
+
+
+def _show(make: Callable[[Mapping[str, str]], str], elem_id: str | None = None) -> None:
+    """HTML that is made for each request from the query of its address, without Gradio's styles and click script."""
+    component = f"first-html-{len(FIRST_HTML)}"
+    FIRST_HTML[component] = make
+    gr.HTML(component, elem_id=elem_id, apply_default_css=False, js_on_load=None)
 
 
 #: Tokens that Gradio's own components use: light and dark.

@@ -1,7 +1,7 @@
 // The page of all runs: search, filters, what is chosen, and the menu of a row. The server replaces the table when a run has moved
 // on, so what is chosen is kept in `state` and applied anew.
-import { send } from "./message.js";
 import { tr } from "./language.js";
+import { post } from "./parts.js";
 
 const find = (selector) => document.querySelector(selector);
 const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
@@ -56,7 +56,7 @@ const open = (button) => {
   menu.showPopover();
   menu.style.top = `${Math.min(place.bottom + 4, innerHeight - menu.offsetHeight - 8)}px`;
   menu.style.left = `${Math.max(8, place.right - menu.offsetWidth)}px`;
-  menu.firstChild.focus();
+  menu.firstElementChild.focus();
 };
 
 const act = (deed, isMenu) => {
@@ -64,9 +64,9 @@ const act = (deed, isMenu) => {
   if (isMenu) find("#runs-menu").hidePopover();
   if (deed === "rename") {
     const name = prompt(tr("New name of {run}", { run: state.menu }), state.menu)?.trim();
-    if (name && name !== state.menu) send({ deed, runs, name });
+    if (name && name !== state.menu) post(find("#runs-page"), { deed, runs, name });
   } else if (deed === "none") state.chosen.clear();
-  else send({ deed, runs });
+  else post(find("#runs-page"), { deed, runs });
   apply();
 };
 

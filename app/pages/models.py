@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
-import gradio as gr
+from finetune.errors import FinetuneError
 
-from ..context import Context
-from ..views.binding import QUIET, show
 from ..views.markup import page_title
 from ..views.models import ModelFile, models_of, models_table
+from ..views.problems import problem_of
+from ..web.followed import FollowedPage
 
-_TICK_S = 5.0
 _LISTED = 200
 
 
-def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers."""
-    listed = show(functools.partial(page_title, "Models"), elem_id="models-list")
+class ModelsPage(FollowedPage):
+    """The page: one table."""
 
-    def shown() -> str:
+    name, every_ms = "models", 5000
+
+    def before(self) -> str:
+        return page_title("Models")
+
+    def parts(self) -> dict[str, str]:
         files: list[ModelFile] = []
-        for run in context.workspace.list_runs()[:_LISTED]:
-            base = Path(str(context.lives.of(run).plan().settings.model_name_or_path)).name
-            files += models_of(run, base, context.scores.of(run))
-        return models_table(files, context.workspace.root)
-
-    page.load(shown, None, listed, **QUIET)
-    gr.Timer(_TICK_S).tick(shown, None, listed, **QUIET)
+        damaged = ""
+        for run in self.context.workspace.list_runs()[:_LISTED]:
+            try:
+                base = Path(str(self.context.lives.of(run).plan().settings.model_name_or_path)).name
+                files += models_of(run, base, self.context.scores.of(run))
+            except (FinetuneError, OSError, ValueError) as error:  # the others are shown
+                damaged += problem_of(error)
+        return {"list": damaged + models_table(files, self.context.workspace.root)}

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
-from fastapi.responses import JSONResponse
+from fastapi import Response
 
-from finetune.errors import CommandError, FinetuneError, RecipeError
+from finetune.errors import CommandError, FinetuneError
 from finetune.planner.plan import Plan
 from finetune.recipe import find_recipe, load_recipe, shipped_recipes, write_recipe
 from finetune.settings import AUTO, Recipe
@@ -38,11 +37,11 @@ from ..planning.draft import FIRST, Edited
 from ..planning.refused_rows import Problem, problems_of, source_text, with_roles_corrected
 from ..views import data as data_views
 from ..views import new_run as views
-from ..views.binding import show
 from ..views.markup import Safe, note
-from ..views.problems import problem, problem_of, settings_problem
+from ..views.problems import problem_of
 from ..views.recipe_form import as_settings, changed_values, fields
 from ..views.templates import render
+from ..web.followed import as_json, attempted
 from ..worker import SupersededError
 
 _PLAN_GOOD_S = 10.0
@@ -51,11 +50,6 @@ _GOOD_S = 10.0
 _LISTED = 30
 #: Letters that no name of a run or a file has.
 _NO_NAME = re.compile(r"[^\w.-]+")
-
-
-def build(context: Context, page: gr.Blocks) -> None:
-    """The empty screen; the browser fills it."""
-    show(lambda: render("new_run"))
 
 
 @dataclass(frozen=True)
@@ -107,6 +101,10 @@ class NewRun:
         self._started = ("", 0)
 
     # -- the screen
+
+    def html(self, query: Mapping[str, str]) -> str:
+        """The empty screen; the browser fills it."""
+        return render("new_run")
 
     def screen(self, mine: str = "") -> dict[str, Any]:
         """Return the draft, the planner's progress, and the progress of `mine`, the queue entry that this tab started."""
@@ -160,15 +158,8 @@ class NewRun:
 
     def change(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Apply a message of the page; return the screen, with the reason of a refusal."""
-        refused, parts = "", {}
-        try:
-            parts = self._change(message)
-        except RecipeError as error:
-            refused = settings_problem(error.problems, error.fix)
-        except (FinetuneError, OSError) as error:  # a full disk, among others
-            refused = problem_of(error)
-        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-            refused = problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+        parts = attempted(self._change, message)
+        refused = parts.pop("said")
         mine = self._started[0] if {"start", "demo"} & {*message} and not refused else ""
         screen = self.screen(mine)
         return {**screen, "mine": mine, "parts": {**screen["parts"], "refused": refused, **parts}}
@@ -364,21 +355,18 @@ class NewRun:
     def add_routes(self, api: Any) -> None:
         """The routes that new_run.js asks."""
 
-        def answered(answer: Any) -> JSONResponse:
-            return JSONResponse(answer, headers={"cache-control": "no-store"})
-
         @api.get("/ft/new/screen")
-        def screen(mine: str = "") -> JSONResponse:
-            return answered(self.screen(mine))
+        def screen(mine: str = "") -> Response:
+            return as_json(self.screen(mine))
 
         @api.get("/ft/new/plan")
-        def plan(complete: bool = False) -> JSONResponse:
-            return answered(self.plan(complete))
+        def plan(complete: bool = False) -> Response:
+            return as_json(self.plan(complete))
 
         @api.get("/ft/new/panel/{name}")
-        def panel(name: str, query: str = "") -> JSONResponse:
-            return answered(self.panel(name, query))
+        def panel(name: str, query: str = "") -> Response:
+            return as_json(self.panel(name, query))
 
         @api.post("/ft/new/change")
-        def change(message: dict[str, Any]) -> JSONResponse:
-            return answered(self.change(message))
+        def change(message: dict[str, Any]) -> Response:
+            return as_json(self.change(message))

@@ -5,11 +5,9 @@ run.js asks the routes.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import gradio as gr
 from fastapi import Request, Response
 
 from finetune.errors import FinetuneError
@@ -21,21 +19,14 @@ from ..context import Context
 from ..language import tr
 from ..views import run_page
 from ..views import sweep as sweep_view
-from ..views.binding import QUIET, show
 from ..views.chart_series import answer
 from ..views.markup import note, page_title, to_new_run
-from ..views.problems import problem, problem_of
+from ..views.problems import problem_of
 from ..views.run_head import TABS
-from ..web.followed import RefusedError, answered
+from ..web.followed import RefusedError, answered, attempted, changed_parts
 from . import chat, result
 
 _SHOWN_CHARACTERS = 300
-
-
-def build(context: Context, page: gr.Blocks) -> None:
-    """The head and the panes, which the browser follows."""
-    head, body = show(elem_id="run-head"), show(elem_id="run-body")
-    page.load(RunPage(context).open, None, [head, body], **QUIET)
 
 
 class RunPage:
@@ -44,23 +35,23 @@ class RunPage:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def open(self, request: gr.Request) -> list[str]:
+    def html(self, query: Mapping[str, str]) -> str:
         """The run, or the sweep, and the tab that the address names; without a run the one at work, else the newest."""
-        tab, name = request.query_params.get("tab", ""), request.query_params.get("run")
+        name, tab = query.get("run"), query.get("tab", "")
         tab = tab if tab in TABS else "overview"
         if (sweep := self.context.workspace.sweep(name)) is not None:
-            return [sweep_view.head(sweep), sweep_view.body(sweep)]
+            return run_page.page(sweep.path.name, tab, sweep_view.head(sweep), sweep_view.body(sweep))
         run = self.context.workspace.run(name) or self._default(tab)
         if run is None:
             self.context.queue.ensure_starter()
-            return [run_page.empty(), ""]
+            return run_page.empty()
         live = self.context.lives.of(run)
         try:
             parts, chats = self.parts(run, tab), chat.pane(live.plan())
         except (FinetuneError, OSError, ValueError) as error:  # a damaged plan
-            return [page_title(run.path.name) + problem_of(error), ""]
+            return page_title(run.path.name) + problem_of(error)
         forms = {"evaluate": result.evaluate_pane(self.context, run), "export": result.export_pane(run), "chat": chats}
-        return [run_page.head(live, tab, parts), run_page.body(live, forms, parts)]
+        return run_page.page(run.path.name, tab, run_page.head(parts), run_page.body(live, forms, parts))
 
     def _default(self, tab: str) -> RunDirectory | None:
         if tab not in ("evaluate", "export", "chat"):
@@ -78,8 +69,8 @@ class RunPage:
 
     def changed(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
         """The parts of a tab that are not among the checksums `shown`: the checksum and the HTML of each."""
-        tab, shown, order = query.get("tab", ""), query.get("shown", "").split("."), query.get("order", "differ")
-        if tab not in TABS or order not in result.ORDERS or len(query.get("shown", "")) > _SHOWN_CHARACTERS:
+        tab, shown, order = query.get("tab", ""), query.get("shown", ""), query.get("order", "differ")
+        if tab not in TABS or order not in result.ORDERS or len(shown) > _SHOWN_CHARACTERS:
             raise RefusedError("`tab` is one of the run's page, `shown` has checksums of its parts.")
         if (sweep := self.context.workspace.sweep(name)) is not None:
             texts, is_alive = {"arms": sweep_view.arms(sweep)}, not sweep.is_finished  # it has no tabs
@@ -87,19 +78,11 @@ class RunPage:
             run = self.context.workspace.run(name)
             assert run is not None
             texts, is_alive = self.parts(run, tab, order), not self.context.lives.of(run).state().ended
-        stamped = {part: (f"{zlib.crc32(f'{part} {text}'.encode()):08x}", text) for part, text in texts.items()}
-        return {"alive": is_alive, "parts": {part: pair for part, pair in stamped.items() if pair[0] not in shown}}
+        return {"alive": is_alive, "parts": changed_parts(texts, shown)}
 
     def act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str]:
         """Handle a button or a form; return the message to show, and other new parts of the page."""
-        try:
-            return {"said": ""} | (self._act(run, message) or {})
-        except (FinetuneError, OSError) as error:  # a full disk, among others
-            return {"said": problem_of(error)}
-        except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-            return {
-                "said": problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
-            }
+        return attempted(lambda sent: self._act(run, sent), message)
 
     def _act(self, run: RunDirectory, message: Mapping[str, Any]) -> dict[str, str] | None:
         values = message.get("values") or {}
@@ -141,7 +124,7 @@ class RunPage:
         raise KeyError(deed)
 
     def add_routes(self, api: Any) -> None:
-        """The routes that run.js asks."""
+        """The routes that run.js and chart.js ask."""
 
         @api.get("/ft/run/{name}")
         def parts(request: Request, name: str) -> Response:

@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import gradio as gr
-
-from finetune.errors import FinetuneError
 
 from ..background.tasks import Task
 from ..context import Context
 from ..language import tr
-from ..views import settings as settings_views
-from ..views.binding import QUIET, change_trigger, fingerprint, show
-from ..views.problems import problem
-
-_TICK_S = 1.0
+from ..views import settings as views
+from ..web.followed import FollowedPage
 
 
-def build(context: Context, page: gr.Blocks) -> None:
-    """Components and their handlers."""
-    view = _View(context)
-    act = gr.Textbox(visible="hidden", elem_id="settings-act")
-    show(lambda: settings_views.choices(_token_from()), elem_id="settings-choices")
-    status = show(elem_id="settings-status")
-    with gr.Column(elem_classes="ft-box"):
-        examined = show(lambda: settings_views.examined(None, is_running=False), elem_id="settings-machine")
-    changed = change_trigger()
-    page.load(view.tick, None, changed, **QUIET)
-    gr.Timer(_TICK_S).tick(view.tick, None, changed, **QUIET)
-    changed.change(view.examined, None, examined, **QUIET)
-    act.change(view.act, act, [status, changed], **QUIET)
+class SettingsPage(FollowedPage):
+    """The page. Theme and language are the browser's."""
 
+    name, every_ms, css = "settings", 1000, "ft-box"
 
-class _View:
     def __init__(self, context: Context) -> None:
-        self.context, self._doctor = context, Task(context.workspace.folder("doctor"))
+        super().__init__(context)
+        self._doctor = Task(context.workspace.folder("doctor"))
 
-    def tick(self) -> str:
-        return fingerprint(self.examined())
+    def before(self) -> str:
+        return views.choices(_token_from())
 
-    def examined(self) -> str:
+    def parts(self) -> dict[str, str]:
         """The last examination, and whether there is one going on."""
         status = self._doctor.status()
         if status is None or status["state"] == "running":
-            return settings_views.examined(None, is_running=status is not None)
+            return {"machine": views.examined(None, is_running=status is not None)}
         silent = [{"check": "doctor", "state": "fail", "what": f"gave no answer: {self._doctor.log()[-400:]}", "fix": ""}]
         findings = (self._doctor.result() or {}).get("findings", silent)
-        return settings_views.examined({"findings": findings, "time_s": status["began_s"]}, is_running=False)
+        return {"machine": views.examined({"findings": findings, "time_s": status["began_s"]}, is_running=False)}
 
-    def act(self, message: str) -> list[Any]:
-        try:
-            action = json.loads(message)
-            if not action.get("examine") or self._doctor.is_running:
-                return [gr.skip(), gr.skip()]
+    def act(self, message: Mapping[str, Any]) -> dict[str, str]:
+        if not message["examine"]:
+            raise KeyError(message)
+        if not self._doctor.is_running:
             self.context.tasks.begin(self._doctor, "doctor", "--json")
-            status = ""
-        except (ValueError, AttributeError):  # no message of this page
-            return [gr.skip(), gr.skip()]
-        except FinetuneError as error:
-            status = problem(error.title, error.problems, error.fix)
-        return [status, self.tick()]
+        return {}
 
 
 def _token_from() -> str:

@@ -14,8 +14,9 @@ from finetune.units import format_count
 from ..language import mark, tr, tr_n
 from ..planning.refused_rows import Problem
 from .charts import histogram
-from .markup import action, as_on_page, inert, note
+from .markup import Safe, as_on_page, inert, note
 from .pictures import pixels, small_pictures
+from .templates import render
 from .words import rows as rows_in_words
 
 _MARKED_CHARACTERS = 6000
@@ -40,83 +41,47 @@ def head(answer: Mapping[str, Any], recipe: Recipe) -> str:
     title = tr("{n} of {rows} are ready", n=f"{counts['rows_used']:,}", rows=rows_in_words(counts["rows_read"]))
     if split_off := counts.get("rows_held_out"):
         title = tr("{rows} to train on, {n} held out", rows=rows_in_words(counts["rows_used"]), n=f"{split_off:,}")
-    return (
-        f'<div class="ft-runs-head"><div><h1 class="ft-title" data-title="{tr("Data")}">{title}</h1>'
-        f'<p class="ft-note" role="status">{inert(" · ".join(facts))}</p></div>'
-        f"{_held_out(recipe, held_out_rows, split_off)}{_template(recipe)}</div>"
-    )
-
-
-def _held_out(recipe: Recipe, held_out_rows: str, split_off: int) -> str:
-    """The share of rows to hold out; the count for a separate file."""
-    dataset = recipe.dataset
+    dataset, template = recipe.dataset, recipe.chat_template or ""
+    templates = {template: template, "": tr("the model's own"), "plain": tr("plain")}
+    held_out_file = ""
     if dataset.eval_path or dataset.eval_split or (held_out_rows and not split_off):
-        text = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
-        return f'<span class="ft-note">{text}</span>'
+        held_out_file = tr("Held out: {rows}, from a file of their own", rows=held_out_rows or tr("none"))
     now = (DEFAULT_SHARE if split_off else 0) if dataset.test_split_size is None else dataset.test_split_size
-    values = {**_HELD_OUT, **({now: f"{now:g}"} if now not in _HELD_OUT else {})}
+    shares = {str(value): tr(text) for value, text in {**_HELD_OUT, now: _HELD_OUT.get(now, f"{now:g}")}.items()}
     label = tr("Hold out ({rows})", rows=held_out_rows) if held_out_rows else tr("Hold out")
-    return _select("hold_out", label, {str(value): tr(text) for value, text in values.items()}, str(now))
-
-
-def _template(recipe: Recipe) -> str:
-    now = recipe.chat_template or ""
-    values = {"": tr("the model's own"), "plain": tr("plain"), **({now: now} if now not in ("", "plain") else {})}
-    return _select("template", tr("Template"), values, now)
-
-
-def _select(name: str, label: str, values: Mapping[str, str], now: str) -> str:
-    options = "".join(
-        f'<option value="{inert(value)}"{" selected" if value == now else ""}>{inert(text)}</option>'
-        for value, text in values.items()
-    )
-    return f'<label class="ft-field">{inert(label)} <select data-send="{name}" data-key="{name}">{options}</select></label>'
+    return render(
+        "data_head", title=title, facts=" · ".join(facts), held_out_file=held_out_file, hold_out=(label, shares, str(now)),
+        template=(tr("Template"), templates, template),
+    )  # fmt: skip
 
 
 def problems(kinds: Sequence[Problem], answer: Mapping[str, Any], recipe: Recipe) -> str:
     """Reasons that keep rows from training, each with a count and a remedy; then warnings."""
-    warnings = "".join(note(as_on_page(text), "warn") for text in answer["report"]["warnings"])
-    if not kinds:
-        return f"<h2>{tr('Problems')}</h2>{note(tr('Every row can be trained on.'), 'ok')}{warnings}"
-    count = sum(len(problem.rows) for problem in kinds)
-    lines = "".join(_problem(number, problem) for number, problem in enumerate(kinds))
-    leave = tr_n("Leave {n} out", "Leave all {n} out", count)
-    leaves = f"<button type='button' class='ft-act' {action(leave_out=True)}>{leave}</button>"
-    if recipe.dataset.on_bad_rows == "skip":
-        leaves = f'<span class="ft-note ok">{tr_n("{n} is left out.", "All {n} are left out.", count)}</span>'
-    return (
-        f'<h2>{tr("Problems")}</h2><ul class="ft-problems">{lines}</ul><div class="ft-acts">{leaves}'
-        f'<a class="ft-button" href="/ft/refused.csv" download="refused.csv">{tr("List as CSV")}</a></div>{warnings}'
-    )
+    return render(
+        "data_problems", problems=list(map(_problem, kinds)), total=sum(len(problem.rows) for problem in kinds),
+        are_left_out=recipe.dataset.on_bad_rows == "skip", warnings=map(as_on_page, answer["report"]["warnings"]),
+    )  # fmt: skip
 
 
-def _problem(number: int, problem: Problem) -> str:
-    buttons = f"<button type='button' class='ft-act' {action(walk=number, at=0)} data-key='walk-{number}'>{tr('Walk')}</button>"
-    row = problem.rows[0]
-    field = f"<small>{inert(row['field'])}</small>" if row["field"] and len(problem.rows) == 1 else ""
-    reason = row["reason"] if len(problem.rows) == 1 else problem.reason
-    text = f"{inert(as_on_page(reason))} {field}"
+def _problem(problem: Problem) -> tuple[str, str, str, bool]:
+    """Row count, reason, the field of a single row, and whether a button corrects the rows."""
+    row, is_single = problem.rows[0], len(problem.rows) == 1
+    text = as_on_page(row["reason"] if is_single else problem.reason)
     if problem.correction:
         wrong, meant = problem.correction
-        text = inert(tr("role '{wrong}', {meant} meant?", wrong=wrong, meant=meant))
-        press = f"{action(correct=number)} data-key='correct-{number}'"
-        buttons += f"<button type='button' class='ft-act' {press}>{tr('Correct')}</button>"
-    return f"<li><b>{len(problem.rows):,}</b><span>{text}</span>{buttons}</li>"
+        text = tr("role '{wrong}', {meant} meant?", wrong=wrong, meant=meant)
+    field = row["field"] or "" if is_single and not problem.correction else ""
+    return f"{len(problem.rows):,}", text, field, bool(problem.correction)
 
 
 def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
     """One refused row as it stands in its file, with the way to the next one of its kind."""
-    row, count = problem.rows[at], len(problem.rows)
-    where = inert(tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), 90)
-    field = f"<b>{inert(row['field'])}</b>: " if row["field"] else ""
-    shown = (
-        f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{tr("The row in its file")}">{inert(text, 5000)}</pre>'
-    )
-    return (
-        f'<div class="ft-boxhead"><h2>{where}</h2>{_steps(at, count, "walk", walk=number)}</div>'
-        f'<p class="ft-note bad">{field}{inert(row["reason"])}</p>{shown if text else ""}'
-        f"<button type='button' class='ft-act' {action(row=0)}>{tr('Show rows that are ready')}</button>"
-    )
+    row = problem.rows[at]
+    return render(
+        "data_row", title=tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), at=at, count=len(problem.rows),
+        name="walk", steps=lambda index: {"walk": number, "at": index}, field=row["field"] or "", reason=row["reason"],
+        pieces=[(text, False)] if text else [], trained="",
+    )  # fmt: skip
 
 
 def marked(answer: Mapping[str, Any]) -> str:
@@ -124,34 +89,18 @@ def marked(answer: Mapping[str, Any]) -> str:
     if not answer["sequences"]:
         return f"<h2>{tr('No row is ready')}</h2>"
     pieces, left = [], _MARKED_CHARACTERS
-    for text, trained in answer["marked"]:
-        shown = inert(text[:left], left + 1)
-        pieces.append(f"<mark>{shown}</mark>" if trained else shown)
+    for text, is_trained in answer["marked"]:
+        pieces.append((Safe(inert(text[:left], left + 1)), is_trained))
         left -= len(text)
         if left <= 0:
-            pieces.append("…")
+            pieces.append((Safe("…"), False))
             break
-    index, count = answer["index"], answer["sequences"]
-    name, text = tr("Row {n}, as the model sees it", n=f"{index + 1:,}"), "".join(pieces)
-    tokens = tr_n("{n} token", "{n} tokens", answer["tokens"])
-    trained = tr("{n} trained", n=f"{answer['trained_tokens']:,}")
-    return (
-        f'<div class="ft-boxhead"><h2>{name}</h2>{_steps(index, count, "row")}</div>'
-        f'<pre class="ft-marked" tabindex="0" role="region" aria-label="{name}">{text}</pre>'
-        f'{small_pictures(answer["pictures"])}<p class="ft-note">{tokens}{tr(", ")}<mark>{trained}</mark></p>'
-    )
-
-
-def _steps(at: int, count: int, name: str, **message: Any) -> str:
-    """‹ 40 of 564 ›"""
-    key = "at" if message else "row"
-    buttons = [
-        f"<button type='button' class='ft-act' {action(**message, **{key: index})} data-key='{name}{sign}' "
-        f"aria-label='{label}'{'' if 0 <= index < count else ' disabled'}>{sign}</button>"
-        for label, sign, index in ((tr("previous row"), "‹", at - 1), (tr("next row"), "›", at + 1))
-    ]
-    where = tr("{n} of {total}", n=f"{at + 1:,}", total=f"{count:,}")
-    return f'<span class="ft-stepper">{buttons[0]}{where}{buttons[1]}</span>'
+    return render(
+        "data_row", title=tr("Row {n}, as the model sees it", n=f"{answer['index'] + 1:,}"), at=answer["index"],
+        count=answer["sequences"], name="row", steps=lambda index: {"row": index}, reason="", pieces=pieces,
+        pictures=Safe(small_pictures(answer["pictures"])), tokens=tr_n("{n} token", "{n} tokens", answer["tokens"]),
+        trained=tr("{n} trained", n=f"{answer['trained_tokens']:,}"),
+    )  # fmt: skip
 
 
 def lengths(answer: Mapping[str, Any], recipe: Recipe) -> str:

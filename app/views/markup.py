@@ -6,7 +6,8 @@ import html
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -54,11 +55,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *
     )
 
 
-def lines(title: str, items: Sequence[str], hint: str = "") -> str:
-    """A box with a line of HTML for each item; empty without any."""
-    shown = "".join(f"<li>{item}</li>" for item in items)
-    box = f'<section class="ft-box ft-lines" data-count="{len(items)}"><h2>{title}</h2>{hint}<ul>{shown}</ul></section>'
-    return box if items else ""
+def stamp_of(name: str, html: str) -> str:
+    """The checksum by which a browser says which HTML of a part it shows."""
+    return f"{zlib.crc32(f'{name} {html}'.encode()):08x}"
 
 
 def interval_text(lower: float, upper: float) -> str:
@@ -73,6 +72,13 @@ def action(**message: object) -> str:
 
 class Safe(str):
     """HTML made by this app, not escaped again."""
+
+
+def part(name: str, parts: Mapping[str, str], css: str = "", identity: str = "") -> Safe:
+    """The element of a part, whose HTML parts.js replaces; it is filled when the part is among `parts`."""
+    html, named = parts.get(name, ""), f' id="{identity}"' if identity else ""
+    stamp = f' data-stamp="{stamp_of(name, html)}"' if name in parts else ""
+    return Safe(f'<div data-part="{name}" class="{css}"{named}{stamp}>{html}</div>')
 
 
 def as_on_page(text: str) -> str:

@@ -11,7 +11,7 @@ from finetune.run.directory import RunDirectory
 from finetune.units import format_bytes
 
 from ..language import mark, tr
-from .markup import Safe, inert, page_title, table
+from .markup import Safe, inert, table
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ def models_of(run: RunDirectory, base: str, score: str) -> Iterable[ModelFile]:
 
 def models_table(models: Sequence[ModelFile], root: Path) -> str:
     """The models, the newest run's first."""
-    title = page_title("Models")
     if not models:
         hint = tr("An adapter shows here when a run has ended; merge and export it on the run's page.")
-        return f'{title}<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
+        return f'<div class="ft-empty"><p>{tr("No models yet.")}</p><p>{hint}</p></div>'
     rows = [
         [
             Safe(f'<a href="/run?run={quote(model.run)}&amp;tab=export">{inert(model.run)}</a>'), model.base, tr(model.kind),
@@ -54,7 +53,7 @@ def models_table(models: Sequence[ModelFile], root: Path) -> str:
         for model in models
     ]  # fmt: skip
     columns = [tr("Run"), tr("Base model"), tr("Kind"), f">{tr('Size')}", f">{tr('Score')}", tr("Where"), tr("Try")]
-    return f'{title}<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
+    return f'<section class="ft-box">{table(columns, rows, tr("Models"), hidden_caption=True)}</section>'
 
 
 def _size(paths: Iterable[Path]) -> int:

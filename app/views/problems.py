@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 
 from ..language import tr, tr_n
 from .markup import as_on_page, inert
@@ -24,6 +24,15 @@ def problem_of(error: Exception) -> str:
     return problem(FinetuneError.title, [str(error)])
 
 
-def settings_problem(problems: Sequence[str], fix: str = "") -> str:
-    """A box with the settings that can't be used, counted."""
-    return problem(tr_n("{n} setting to correct", "{n} settings to correct", len(problems)), problems, fix)
+#: What handling a message raises that the page would not send.
+WRONG_MESSAGE = (ValueError, KeyError, IndexError, AttributeError, TypeError)
+
+
+def refusal(error: Exception) -> str:
+    """The box of an error in handling a message of the page; settings that can't be used are counted."""
+    if isinstance(error, RecipeError):
+        title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
+        return problem(title, error.problems, error.fix)
+    if isinstance(error, WRONG_MESSAGE):
+        return problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
+    return problem_of(error)

@@ -12,7 +12,7 @@ from finetune.settings.schema import GROUPS
 
 from ..language import tr
 from ..planning.draft import Edited
-from .markup import inert, note
+from .templates import render
 
 #: A page must not allow a model's own code.
 _LEFT_OUT = ("trust_remote_code",)
@@ -26,34 +26,26 @@ class Field:
         self.choices = [_shown(choice) for choice in row.choices]
         if row.type.endswith("| auto") and self.choices:
             self.choices.append("auto")
+        if self.choices and self.default not in self.choices:
+            self.choices.insert(0, "")
 
     @property
     def default(self) -> str:
-        """The schema's default as it is shown; empty when there is none."""
+        """The schema's default as text; empty without a default."""
         return "" if self.row.default in ("required", None, [], {}) else _shown(self.row.default)
 
-    def html(self) -> str:
-        """A list where the schema has the choices, else a text field, with name and help."""
-        identity, value = f"key-{self.name.replace('.', '-')}", inert(self.default)
-        named = f'id="{identity}" data-field="{inert(self.name)}" aria-describedby="{identity}-help"'
-        if self.choices:
-            choices = [*self.choices] if self.default in self.choices else ["", *self.choices]
-            chosen = {choice: " selected" if choice == self.default else "" for choice in choices}
-            options = "".join(f"<option{chosen[choice]}>{inert(choice)}</option>" for choice in choices)
-            control = f"<select {named}>{options}</select>"
-        else:
-            control = f'<textarea rows="1" maxlength="4000" spellcheck="false" {named}>{value}</textarea>'
+    @property
+    def identity(self) -> str:
+        return f"key-{self.name.replace('.', '-')}"
+
+    def help(self) -> str:
         is_list = not self.choices and self.row.type.startswith("list of ")
         kind = [tr("A list of {items}.", items=self.row.type.removeprefix("list of "))] if is_list else []
         usual = tr("Default: {value}.", value=self.default) if self.default else tr("Default: none.")
-        info = " ".join([tr(self.row.description), *kind, usual])
-        return (
-            f'<div><label for="{identity}">{inert(self.name)}</label>{control}'
-            f'<p class="ft-note" id="{identity}-help">{inert(info)}</p></div>'
-        )
+        return " ".join([tr(self.row.description), *kind, usual])
 
     def text(self, edited: Edited) -> str:
-        """The draft's value, or the default, as it is shown."""
+        """The draft's value, or the default, as text."""
         values: Any = edited.values
         for part in self.name.split("."):
             values = values.get(part) if isinstance(values, dict) else None
@@ -74,16 +66,13 @@ def fields() -> list[Field]:
 
 
 def form() -> str:
-    """All fields in groups, as they are without a recipe; the browser fetches this when a person opens it."""
-    groups = []
-    for title in GROUPS:
-        members = "".join(field.html() for field in fields() if field.row.group == title)
-        groups.append(f'<details><summary>{inert(tr(title))}</summary><div class="ft-fields">{members}</div></details>')
-    return note(tr("A model's own code can be allowed on the command line only.")) + "".join(groups)
+    """All fields in groups, with the schema's defaults; the browser fetches the form when a person opens it."""
+    groups = [(title, [field for field in fields() if field.row.group == title]) for title in GROUPS]
+    return render("form", groups=groups)
 
 
 def changed_values(edited: Edited) -> dict[str, str]:
-    """What the fields show that are not at their default: text by name."""
+    """The text of each field that is not at its default, by name."""
     return {field.name: text for field in fields() if (text := field.text(edited)) != field.default}
 
 

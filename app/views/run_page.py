@@ -1,6 +1,6 @@
 """The run's page as HTML: its head, its tabs, and the parts that are followed while it is open.
 
-A part is an element with `data-part`, which run.js fills with the HTML that `texts` has under its name.
+`texts` has the HTML of each part by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..planning.draft import command_line
 from . import run as run_view
 from .answers import answers
 from .choices import chosen
-from .markup import inert, note
+from .markup import inert, note, part
 from .run_figures import figures, memory
 from .run_head import BROKEN, failure, next_steps, progress, survived, tabs, title
 
@@ -29,27 +29,35 @@ _NO_CHARTS = mark("Charts need uPlot, which the build could not fetch: build aga
 _NO_SAMPLES = mark("The model answers held-out prompts at each evaluation; here they stand side by side.")
 
 
-def head(live: LiveRun, tab: str, parts: Mapping[str, str]) -> str:
-    """Name, progress and tabs."""
-    name = live.run.path.name
+def page(name: str, tab: str, head: str, body: str) -> str:
+    """The page of a run or a sweep, which run.js follows."""
+    address = f"/ft/run/{quote(name, safe='')}"
     return (
-        f'<div id="run-live" data-run="{inert(name)}" data-tab="{inert(tab)}">{_part("title", parts)}'
-        f'<div id="run-said" role="status"></div>{_part("progress", parts)}<p id="run-lost" role="status" hidden></p>'
-        f"{_part('now', parts)}{_part('tabs', parts)}</div>"
+        f'<div id="run-page" class="ft-page" data-run="{inert(name)}" data-tab="{tab}" data-address="{address}" '
+        f'data-follow="{address}?tab={tab}" data-every="1000">'
+        f'<div id="run-head">{head}</div><div id="run-body">{body}</div></div>'
+    )
+
+
+def head(parts: Mapping[str, str]) -> str:
+    """Name, progress and tabs."""
+    return (
+        f'{part("title", parts)}<div data-said role="status"></div>{part("progress", parts)}'
+        f'<p id="run-lost" role="status" hidden></p>{part("now", parts)}{part("tabs", parts)}'
     )
 
 
 def body(live: LiveRun, forms: Mapping[str, str], parts: Mapping[str, str]) -> str:
     """The tabs. `forms`: HTML by tab with forms; `parts`: HTML by part of the open tab."""
-    chart = chart_element([live.run.path.name]) if has_charts() else _part("curves", parts)
+    chart = chart_element([live.run.path.name]) if has_charts() else part("curves", parts)
     overview = (
-        f'{_part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
-        f"{_part('memory', parts, 'ft-box ft-memory')}</div>{_part('answers', parts)}"
+        f'{part("figures", parts)}<div class="ft-two"><section class="ft-box" aria-label="{tr("Curves")}">{chart}</section>'
+        f"{part('memory', parts, 'ft-box ft-memory')}</div>{part('answers', parts)}"
     )
-    log = f"{_part('messages', parts, 'ft-box')}{_part('log', parts, 'ft-box')}"
+    log = f"{part('messages', parts, 'ft-box')}{part('log', parts, 'ft-box')}"
     panes = {
         "overview": overview,
-        "samples": _part("samples", parts, "ft-box"),
+        "samples": part("samples", parts, "ft-box"),
         **forms,
         "settings": _settings(live),
         "log": log,
@@ -114,7 +122,3 @@ def _settings(live: LiveRun) -> str:
         f'<section class="ft-box"><h2>{tr("What was chosen, and why")}</h2>{chosen(live.plan())}</section>'
         f'<section class="ft-box"><h2>{tr("Recipe")}</h2>{shown}</section>'
     )
-
-
-def _part(name: str, parts: Mapping[str, str], css: str = "") -> str:
-    return f'<div data-part="{name}" class="{css}">{parts.get(name, "")}</div>'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from finetune.events import Result
 from finetune.run.state import RunState
@@ -15,7 +14,7 @@ from ..language import tr
 from ..live import Digest, LiveRun
 from ..scores import Scores
 from .charts import sparkline
-from .markup import inert
+from .markup import Safe
 from .run import measured_peak
 from .series import Series
 from .words import day, loss_text, minutes
@@ -49,7 +48,7 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
     steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
         name, Path(str(plan.settings.model_name_or_path)).name, live.state(), steps,
-        _last(loss), sparkline(loss.points(), label) if loss else "", _held_out(digest), scores.of(live.run),
+        _last(loss), Safe(sparkline(loss.points(), label)) if loss else "", _held_out(digest), scores.of(live.run),
         peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(live.run.plan.stat().st_mtime),
         f"{rate:,.0f}" if rate else "",
     )  # fmt: skip
@@ -90,8 +89,3 @@ def _day(moment_s: float) -> str:
     if moment[:3] == now[:3]:
         return tr("today {time}", time=time.strftime("%H:%M", moment))
     return day(moment) if moment[0] == now[0] else tr("{day} {year}", day=day(moment), year=moment[0])
-
-
-def link_to(name: str) -> str:
-    """The run's name as a link to its page."""
-    return f'<a href="/run?run={quote(name)}">{inert(name)}</a>'

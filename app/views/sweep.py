@@ -9,9 +9,9 @@ from urllib.parse import quote
 from ..browser_files import chart_element, has_charts
 from ..language import mark, tr
 from .charts import Line, picture
-from .markup import Safe, as_on_page, inert, interval_text, lines, note, table
+from .lists import Item, item_list
+from .markup import Safe, as_on_page, inert, interval_text, note, part, table
 from .run_head import STATES
-from .run_row import link_to
 from .words import setting_name, value_text
 
 if TYPE_CHECKING:
@@ -25,12 +25,9 @@ _ARM_STATES = {"waiting": mark("Waiting"), "dropped": mark("Dropped")}
 
 def listed(sweeps: Sequence[Sweep]) -> str:
     """The sweeps, newest first; empty without any."""
-    items = [f"<span><b>{_state(sweep)}</b> {link_to(sweep.path.name)} {inert(_summary(sweep))}</span>" for sweep in sweeps]
-    return lines(tr("Sweeps"), items)
-
-
-def _summary(sweep: Sweep) -> str:
-    return tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep))
+    summaries = [tr("{n} arms: {result}", n=len(sweep.study.trials), result=sentence(sweep)) for sweep in sweeps]
+    rows = zip(sweeps, summaries, strict=True)
+    return item_list(tr("Sweeps"), [Item(summary, _state(sweep), run=sweep.path.name) for sweep, summary in rows])
 
 
 def sentence(sweep: Sweep) -> str:
@@ -50,7 +47,7 @@ def head(sweep: Sweep) -> str:
     name = inert(sweep.path.name)
     more = tr("To follow it, or to go on with it: {command}", command=f"finetune sweep {sweep.path}")
     return (
-        f'<h1 class="ft-title" id="run-live" data-run="{name}" data-tab="overview" data-title="{name}">{name}</h1>'
+        f'<h1 class="ft-title" data-title="{name}">{name}</h1>'
         '<p id="run-lost" role="status" hidden></p>'
         f"{note(' '.join((tr('A sweep.'), as_on_page(RULE))))}"
         f"{'' if sweep.is_finished else note(more)}"
@@ -65,7 +62,7 @@ def body(sweep: Sweep) -> str:
     fewer = note(tr("The {n} arms with the lowest held-out losses as this page was opened.", n=MOST_CURVES))
     shown = f"{fewer if len(results) > MOST_CURVES else ''}{element}" if has_charts() else losses(sweep)
     return (
-        f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section><div data-part="arms" id="run-arms">{arms(sweep)}</div>'
+        f'<section class="ft-box"><h2>{tr("Arms")}</h2>{shown}</section>{part("arms", {"arms": arms(sweep)}, "", "run-arms")}'
     )
 
 

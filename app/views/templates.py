@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..language import tr, tr_n
-from .markup import Safe, action, as_on_page, inert
+from .markup import Safe, action, as_on_page, inert, part
 
 
 @functools.cache
@@ -23,7 +23,9 @@ def _environment() -> Any:
         loader=FileSystemLoader(folder), autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals.update(tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page)
+    environment.globals.update(
+        tr=tr, tr_n=tr_n, action=lambda **message: Safe(action(**message)), as_on_page=as_on_page, part=part
+    )
     return environment
 
 

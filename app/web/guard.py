@@ -2,7 +2,7 @@
 
 A request passes when its Host is one of ours, its Origin (if any) is that same host, no other site sent it, its route is on the
 list below, it has the token (link once, then cookie; or bearer), and its body has a type and size that the route accepts.
-Gradio itself checks none of these: `private` handlers run for anybody, and any site may upload.
+Gradio checks nothing of this: any site may upload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ = re.compile(
     r"|/ft/report/[^/\x00-\x1f\x7f]{1,200}/(?:report|comparison)\.html"
     r"|/gradio_api/(?:startup-events|upload_progress|app_id|theme\.css|heartbeat/[\w-]+)"
 )
-WRITE = re.compile(r"/gradio_api/(?:run/predict|upload)/?|/ft/new/change|/ft/run/[^/\x00-\x1f\x7f]{1,200}")
+WRITE = re.compile(r"/gradio_api/upload/?|/ft/new/change|/ft/page/[a-z]+|/ft/run/[^/\x00-\x1f\x7f]{1,200}")
 BODY_BYTES, UPLOAD_BYTES = 2 * 2**20, 64 * 2**20
 #: Of uploads: how many at once, and their bytes and age on disk.
 UPLOADS_AT_ONCE = 2

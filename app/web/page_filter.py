@@ -1,4 +1,4 @@
-"""Rewrites Gradio's HTML so that it loads nothing from other hosts, and adds our script, style and content security policy.
+"""Rewrites Gradio's HTML: adds our HTML, scripts, styles and content security policy, and removes what other hosts have.
 
 Scripts need a nonce that is new for each page, so markup injected through data can't run.
 """
@@ -8,22 +8,24 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import language
 from ..browser_files import FOLDER, has_charts
-from ..language import FIRST_HTML, tr
 from .own_files import OWN_FOLDER
 
 #: Gradio's script for a page in a frame of another site, which is refused here.
 _FRAME_SCRIPT = re.compile(rb"<script>(?:(?!</script>).)*iframeResizer(?:(?!</script>).)*</script>", re.S)
 _FOREIGN = re.compile(rb"<(?:meta|link)\b[^>]*?(?:https?:)?//[^>]*?>|<meta\b[^>]*?(?:og:|twitter:)[^>]*?>", re.S)
 #: Styles and scripts of every page; beside them those of New run and Run, the pages with the most controls, and of all others.
-_SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "message.js")
+_SHARED: tuple[str, ...] = ("theme.css", "shell.css", "language.js", "page.js", "parts.js")
 _OF_CHARTS = ("uplot.css", "chart.css") if has_charts() else ()
 _OF_PAGE: dict[str, tuple[str, ...]] = {
     "": ("svg_chart.css", "new_run.css", "new_run.js"),
@@ -33,11 +35,10 @@ _OF_OTHERS = (*_OF_CHARTS, "svg_chart.css", "run.css", "runs.css", "runs.js")
 if (FOLDER / "inter.css").is_file():
     _SHARED = ("inter.css", *_SHARED)
 #: A text in a script: `tr("Free")`.
-SCRIPT_CALL = re.compile(r'\btr\(\s*"([^"\\]+)"')
+SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
-#: Properties of Gradio's components that are texts of the page; of those that show their value, that too.
-_TEXTS = ("label", "info", "placeholder")
-_SHOW_VALUE = ("html", "button", "uploadbutton")
+#: The value of an HTML component -> what makes its HTML for a request with this query: Gradio keeps one page for all requests.
+FIRST_HTML: dict[str, Callable[[Mapping[str, str]], str]] = {}
 
 
 def policy(nonce: str) -> bytes:
@@ -63,6 +64,7 @@ class PageFilter:
             await self.app(scope, receive, send)
             return
         nonce, path = secrets.token_urlsafe(16), scope["path"]
+        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin1")))
         start: Message | None = None
         body = b""
 
@@ -80,7 +82,7 @@ class PageFilter:
                 body += message.get("body", b"")
                 if message.get("more_body"):
                     return
-                page = rewritten(body, nonce, path)
+                page = await run_in_threadpool(rewritten, body, nonce, path, query)
                 headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
                 await send({**start, "headers": [*headers, (b"content-length", str(len(page)).encode())]})
                 message = {"type": "http.response.body", "body": page}
@@ -93,11 +95,11 @@ class PageFilter:
             await self.app({**scope, "headers": plain}, receive, filtered)
 
 
-def rewritten(page: bytes, nonce: str, path: str) -> bytes:
-    """The page at `path` in this request's language, without foreign tags, with our styles and scripts, each with the nonce."""
+def rewritten(page: bytes, nonce: str, path: str, query: Mapping[str, str]) -> bytes:
+    """The page at `path` in this request's language, without foreign tags, with our HTML, styles and scripts and the nonce."""
     code = language.current()
     page = re.sub(rb'<html lang="[\w-]*"', f'<html lang="{"zh-CN" if code == "zh" else code}"'.encode(), page, count=1)
-    page = _FRAME_SCRIPT.sub(b"", _CONFIG.sub(_translated, page, 1), 1)
+    page = _FRAME_SCRIPT.sub(b"", _CONFIG.sub(lambda config: _with_html(config, query), page, 1), 1)
     page = _FOREIGN.sub(b"", page).replace(b"</head>", _head(path), 1)
     return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
 
@@ -111,20 +113,13 @@ def _head(path: str) -> bytes:
     return f"{icon}{styles}{texts}{scripts}</head>".encode()
 
 
-def _translated(match: re.Match[bytes]) -> bytes:
-    """Gradio's description of the page with its texts translated."""
+def _with_html(match: re.Match[bytes], query: Mapping[str, str]) -> bytes:
+    """Gradio's description of the page with the HTML of this request."""
     config = json.loads(match[1])
     for component in config["components"]:
-        props = component["props"]
-        names = (*_TEXTS, "value") if component["type"] in _SHOW_VALUE else _TEXTS
-        props.update({name: _translation(props[name]) for name in names if isinstance(props.get(name), str)})
-        if isinstance(props.get("choices"), list):
-            props["choices"] = [[tr(choice[0]), *choice[1:]] for choice in props["choices"] if isinstance(choice, list)]
+        if component["type"] == "html":
+            component["props"]["value"] = FIRST_HTML[component["props"]["value"]](query)
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
-
-
-def _translation(text: str) -> str:
-    return FIRST_HTML[text]() if text in FIRST_HTML else tr(text) if text else text
 
 
 def _in_script(value: Any) -> str:

@@ -32,8 +32,6 @@ _REQUEST_HEAD_S = 10.0
 _MOST_CONNECTIONS = 512
 #: Every address of this machine.
 ANY_HOST = ("0.0.0.0", "::")
-#: Opened pages that Gradio remembers, at about 0.4 MB each; an older one that is still open is remembered anew.
-_SESSIONS = 64
 
 
 def page_token() -> str:
@@ -89,8 +87,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
 
     from ..context import Context
     from ..page import build_page
-    from ..pages.new_run import NewRun
-    from ..pages.run import RunPage
     from .own_files import OWN_FILES, own_file
 
     context = Context(workspace, temporary)
@@ -100,15 +96,12 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         handler = own_file(path)
         api.get(f"/ft/{path.name}")(handler)
         api.get(f"/ft/v{{version}}/{path.name}")(handler)  # a page from before an update gets what there is now
-    NewRun(context).add_routes(api)
-    RunPage(context).add_routes(api)
     api.get("/ft/refused.csv")(lambda: _refused(context))
     attached = {"content-disposition": 'attachment; filename="recipe.yaml"'}
     api.get("/ft/recipe.yaml")(lambda: PlainTextResponse(context.draft.read().text, headers=attached))
     api.get("/ft/report/{name}/{file}")(lambda name, file: _report(workspace, name, file))
     api.get("/result")(lambda run="": RedirectResponse(f"/run?{urlencode(_named(run, 'evaluate'))}", 307))
-    page, looks = build_page(context)
-    page.state_session_capacity = _SESSIONS
+    page, looks = build_page(context, api)
     api = gradio.mount_gradio_app(
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,

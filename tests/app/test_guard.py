@@ -124,7 +124,7 @@ def test_the_list_has_no_file_proxy_api_or_admin_route():
     pages = "monitoring", "docs", "openapi.json", "logout", "gradio_api/deep_link", "gradio_api/dev/reload", "gradio_api/runs"
     for path in (*(f"/gradio_api/{name}" for name in api), *(f"/{name}" for name in pages), "/gradio_api/custom_component/1/x"):
         assert not READ.fullmatch(path), path
-    for name in ("run/another", "queue/join", "cancel", "api/x", "call/x", "component_server"):
+    for name in ("run/predict", "queue/join", "cancel", "api/x", "call/x", "component_server"):
         assert not WRITE.fullmatch(f"/gradio_api/{name}") and not WRITE.fullmatch("/login"), name
 
 
@@ -141,7 +141,7 @@ def test_a_foreign_host_is_refused_also_with_the_token(app, host):
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_foreign_origin_is_refused_and_never_echoed(app, origin, method):
     headers = {"Origin": origin.format(port=app[0]), "Content-Type": "application/json"}
-    status, answered, _ = send(app, method, "/gradio_api/run/predict", headers, b"{}" if method == "POST" else None)
+    status, answered, _ = send(app, method, "/ft/page/runs", headers, b"{}" if method == "POST" else None)
     assert status == 403
     assert not [name for name in answered if name.startswith("access-control-")]
 
@@ -161,11 +161,14 @@ def test_posts_from_other_sites_are_refused(app, site):
 @pytest.mark.parametrize("kind", [None, "text/plain; application/json", "application/json-patch+json"])
 def test_other_kinds_of_content_are_refused(app, kind):
     headers = {"Content-Type": kind} if kind else {}
-    assert send(app, "POST", "/gradio_api/run/predict", headers, b'{"fn_index":0,"data":[],"session_hash":"x"}')[0] == 415
+    assert send(app, "POST", "/ft/page/runs", headers, b"{}")[0] == 415
 
 
-def test_no_handler_depends_on_a_stream_that_the_client_may_have_shut(app):
-    assert [item["id"] for config in configs(app) for item in config["dependencies"] if item["queue"] is not False] == []
+def test_gradio_handles_no_event_and_each_page_has_only_its_own_html(app):
+    for config in configs(app):
+        assert config["dependencies"] == []
+        values = [item["props"]["value"] for item in config["components"] if item["type"] == "html"]
+        assert len(values) == 5 and sum("ft-page" in value or "new-run" in value for value in values) <= 2
 
 
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN.upper(), "é" * 32])
@@ -232,7 +235,6 @@ def test_files_of_the_working_folder_and_links_are_not_served(app):
 def test_a_file_given_by_path_or_address_is_not_taken(app):
     """A handler that takes an upload must not be made to read another file of this machine, or of the network."""
     kind = {"Content-Type": "application/json"}
-    assert [item for config in configs(app) for item in config["dependencies"] if item["targets"][0][1] == "upload"] == []
     names = ("secret.txt", "secret.yaml", "secret.jsonl")
     for path in (*(str(app[2] / name) for name in names), "/etc/passwd", "http://127.0.0.1:1/x", "\0"):
         send(app, "POST", "/ft/new/change", kind, json.dumps({"upload": path}).encode())
@@ -248,13 +250,11 @@ def test_a_file_given_by_path_or_address_is_not_taken(app):
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(app):
     kind = {"Content-Type": "application/json"}
-    assert send(app, "POST", "/gradio_api/run/predict", {**kind, "Content-Length": str(2**40)}, None)[0] == 413
-    assert send(app, "POST", "/gradio_api/run/predict", {**kind, "Content-Length": "-1"}, None)[0] in (400, 413)
+    assert send(app, "POST", "/ft/page/runs", {**kind, "Content-Length": str(2**40)}, None)[0] == 413
+    assert send(app, "POST", "/ft/page/runs", {**kind, "Content-Length": "-1"}, None)[0] in (400, 413)
     chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
     with contextlib.suppress(OSError, http.client.HTTPException):
-        status, _, _ = send(
-            app, "POST", "/gradio_api/run/predict", {**kind, "Transfer-Encoding": "chunked"}, chunk * 4 + b"0\r\n\r\n"
-        )
+        status, _, _ = send(app, "POST", "/ft/page/runs", {**kind, "Transfer-Encoding": "chunked"}, chunk * 4 + b"0\r\n\r\n")
         assert status >= 400
 
 

@@ -75,7 +75,9 @@ def test_a_running_run_asks_twice_in_a_tick_for_all_that_is_new(served, visit):
         append(run, [step(number, total=600)])
         page.wait_for_selector(f"#run-head >> text=Step {number} of 600")
     entries = page.evaluate(asked.format(began))
-    routes = {route: [size for name, size in entries if route in name] for route in ("/ft/series/", "/ft/run/", "run/predict")}
+    routes = {
+        route: [size for name, size in entries if route in name] for route in ("/ft/series/", "/ft/run/", "/ft/page/rail")
+    }
     seconds = (page.evaluate("performance.now()") - began) / 1000
     assert sum(map(len, routes.values())) == len(entries)
     for sizes, each_s in zip(routes.values(), (1, 1, 3), strict=True):  # the chart, the parts of the page, the rail

@@ -145,8 +145,7 @@ def page(tmp_path, kept_run, monkeypatch):
 
 
 def opened(page, **parameters):
-    head = page.view.open(SimpleNamespace(query_params=parameters))[0]
-    return re.search('data-run="(.*?)" data-tab="(.*?)"', head).groups()
+    return re.search('data-run="(.*?)" data-tab="(.*?)"', page.view.html(parameters)).groups()
 
 
 def pressed(page, **message):

@@ -1,19 +1,22 @@
 """The list of runs, what its buttons do, and Home, which shows the newest of them."""
 
 import json
+import re
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
-from written_runs import make_run, steps
+from written_runs import append, make_run, step, steps
 
 from app.background.queue import Queue
 from app.live import LiveRuns
+from app.pages.models import ModelsPage
 from app.pages.run import RunPage
-from app.pages.runs import _View
+from app.pages.runs import RunsPage
 from app.planning.draft import Draft
 from app.scores import Scores
 from app.views.run_row import row_of
+from app.web.followed import attempted, changed_parts
 from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
@@ -34,8 +37,8 @@ def context(tmp_path):
     )
 
 
-def acted(context, **action):
-    return _View(context).act(json.dumps(action))[0]
+def acted(context, **message):
+    return attempted(RunsPage(context).act, message)["said"]
 
 
 def scored(run, base=0.0, tuned=0.97):
@@ -61,7 +64,7 @@ def test_deleted_runs_come_back_by_undo_unless_their_name_is_taken(context):
     assert {run.path.name for run in context.workspace.list_runs()} == {"first", "second"}
     deleted = delete_run(context.workspace.run("first"))
     make_run(context.workspace.runs, "first", steps(1, 2))
-    assert "exists already" in acted(context, restore=deleted.name)
+    assert "exists already" in acted(context, restore=[deleted.name])
     for name in ("../first", "first", "..", ""):
         with pytest.raises(CommandError):
             restore_run(context.workspace.runs, name)
@@ -80,22 +83,35 @@ def test_a_comparison_has_the_settings_that_differ_and_the_scores(context):
     path = context.workspace.run("second").plan
     plan = json.loads(path.read_text())
     path.write_text(json.dumps({**plan, "plan": {**plan["plan"], "lora_r": 77}}))
-    html = _View(context).act(json.dumps({"deed": "compare", "runs": ["first", "second"]}))[1]
+    html = RunsPage(context).act({"deed": "compare", "runs": ["first", "second"]})["compared"]
     assert "LoRA rank" in html and ">77<" in html and "EM 0 → 97 %" in html and "Weight decay" not in html
-    assert "two runs or more" in _View(context).act(json.dumps({"deed": "compare", "runs": ["first"]}))[1]
+    assert "two runs or more" in RunsPage(context).act({"deed": "compare", "runs": ["first"]})["compared"]
 
 
 def test_a_damaged_run_is_named_and_hides_no_other(context):
     context.workspace.run("first").plan.write_text("{")
-    shown = _View(context).tables()[0]
+    shown = RunsPage(context).parts()["list"]
     assert "first/plan.json can&#x27;t be read" in shown and 'data-run="second"' in shown
-    head, _ = RunPage(context).open(SimpleNamespace(query_params={"run": "first"}))
-    assert ">first</h1>" in head and "can&#x27;t be read" in head
+    page = RunPage(context).html({"run": "first"})
+    assert ">first</h1>" in page and "can&#x27;t be read" in page
+    (context.workspace.run("second").path / "model.gguf").write_bytes(b"x")
+    models = ModelsPage(context).parts()["list"]
+    assert "first/plan.json can&#x27;t be read" in models and "runs/second/model.gguf" in models
 
 
 @pytest.mark.parametrize(
-    "message", ["", "[]", "{}", '{"deed": "delete"}', '{"deed": "delete", "runs": ["../x", 3]}', '{"x": 1}']
+    "message", [{}, {"deed": "delete"}, {"deed": "delete", "runs": ["../x", 3]}, {"runs": 1}, {"restore": "first"}, {"x": 1}]
 )
-def test_a_message_that_means_nothing_changes_nothing(context, message):
-    _View(context).act(message)
+def test_a_message_that_means_nothing_changes_nothing_and_says_so(context, message):
+    assert "Not done" in acted(context, **message)
     assert len(context.workspace.list_runs()) == 2
+
+
+def test_a_page_sends_the_parts_that_have_changed(context):
+    page = RunsPage(context)
+    opened = page.html({})
+    shown = ".".join(re.findall(r'data-stamp="(\w+)"', opened))
+    assert 'data-run="first"' in opened and changed_parts(page.parts(), shown) == {}
+    append(context.workspace.run("first"), [step(21)])
+    context.lives.of(context.workspace.run("first")).wait()
+    assert changed_parts(page.parts(), shown).keys() == {"list"}

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import gradio as gr
 import pytest
 from written_runs import make_sweep
 
@@ -29,14 +28,13 @@ def test_a_sweep_is_a_line_of_its_own_and_its_arms_are_no_runs_of_the_list(conte
 
 
 def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(context):
-    request = gr.Request(query_params={"run": "rates"})
-    head, body = RunPage(context).open(request)
-    assert "above the median of the finished arms" in head
+    shown_page = RunPage(context).html({"run": "rates"})
+    assert "above the median of the finished arms" in shown_page
     shown = ("rates-1", "rates-2") if has_charts() else ("<svg", "Learning rate 0.0001", "Learning rate 0.0004")
-    assert all(text in body for text in shown)
+    assert all(text in shown_page for text in shown)
     changed = RunPage(context).changed("rates", {"tab": "overview"})
     arms = changed["parts"]["arms"][1]
-    assert arms in body and not changed["alive"]
+    assert arms in shown_page and not changed["alive"]
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
 
 

@@ -1,4 +1,4 @@
-"""What this machine does now: the run at work, and the memory of its GPUs."""
+"""The rail beside every page: the running job and the memory of this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
 from finetune.run.state import is_alive
 
-from .live import LiveRun, LiveRuns
-from .views.rail import GpuMemory, RunningJob
-from .workspace import Workspace
+from ..context import Context
+from ..live import LiveRun
+from ..views import rail as views
+from ..views.rail import GpuMemory, RunningJob
+from ..web.followed import FollowedPage
 
 #: Seconds for which the driver's answer is good.
 _GOOD_S = 1.5
 
 
-class Machine:
-    """What this machine does now. The driver is asked once in a tick, however many tabs are open."""
+class Rail(FollowedPage):
+    """The running job and the GPUs' memory. The driver is asked once in a tick, however many tabs are open."""
 
-    def __init__(self, workspace: Workspace, lives: LiveRuns) -> None:
-        self._workspace, self._lives, self._lock = workspace, lives, threading.Lock()
-        self._read_s = -_GOOD_S
+    name, every_ms = "rail", 3000
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._lock, self._read_s = threading.Lock(), -_GOOD_S
         self._status: tuple[RunningJob | None, list[GpuMemory]] = (None, [])
 
-    def status(self) -> tuple[RunningJob | None, list[GpuMemory]]:
-        """The run at work, if any, and each GPU that this process may use."""
+    def parts(self) -> dict[str, str]:
         with self._lock:
             if time.monotonic() - self._read_s > _GOOD_S:
                 live = self._live()
                 self._status, self._read_s = (_job(live) if live else None, gpu_memory(live)), time.monotonic()
-            return self._status
+            return {"now": views.status(*self._status)}
 
     def _live(self) -> LiveRun | None:
-        run = next((run for run in self._workspace.list_runs() if is_alive(run)), None)
+        run = next((run for run in self.context.workspace.list_runs() if is_alive(run)), None)
         if run is None:
             return None
-        live = self._lives.of(run)
+        live = self.context.lives.of(run)
         live.refresh()
         return live
 
