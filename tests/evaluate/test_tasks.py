@@ -17,35 +17,32 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = ["shipping", "returns", "billing", "technical", "account", "sales"]
-#: `finetune eval RUN --tasks NAMES --json`, then what the harness computes alone: its own model class loads base and
-#: adapter, as `lm-eval run --model hf` does. In one process: the harness takes seconds to import.
-BESIDE_ALONE = """
+#: `finetune eval RUN --tasks NAMES --json`; what the harness computes alone, whose own model class loads base and adapter as
+#: `lm-eval run --model hf` does; and after a kill `finetune eval RUN --tasks NAME` for a wrong name, a broken file and a task.
+#: In one process: the harness takes seconds to import.
+COMMANDS = """
 import json, sys
 import lm_eval
 from finetune.cli import main
 from finetune.model.configuration import resolve_model_path
 from finetune.planner.plan import read_plan
 from finetune.run.directory import open_run
-run, *tasks = sys.argv[1:]
+run, broken, *tasks = sys.argv[1:]
 sys.argv = ["finetune", "eval", run, "--tasks", ",".join(tasks), "--json"]
 assert main() == 0
-run, results = open_run(run), {}
+folder, run, results = run, open_run(run), {}
 base = resolve_model_path(read_plan(run.plan).settings)
 arguments = {"pretrained": base, "tokenizer": str(run.data / "tokenizer"), "dtype": "float32"}
 manager = lm_eval.tasks.TaskManager(include_defaults=False)  # the index of all tasks takes seconds
 options = {"batch_size": 4, "device": "cpu", "bootstrap_iters": 0, "apply_chat_template": True, "task_manager": manager}
 for model, adapter in (("base", {}), ("tuned", {"peft": str(run.adapter)})):
     results[model] = lm_eval.simple_evaluate("hf", arguments | adapter, tasks, **options)["results"]
-print(json.dumps(results))
-"""
-#: `finetune eval RUN --tasks NAME` for each name.
-ONE_BY_ONE = """
-import sys
-from finetune.cli import main
-run, *names = sys.argv[1:]
-for name in names:
-    sys.argv = ["finetune", "eval", run, "--tasks", name]
-    print(main())
+print("ALONE", json.dumps(results), "ALONE")
+for journal in (run.path / "evaluations").glob("tasks-*.jsonl"):
+    journal.write_bytes(journal.read_bytes()[: journal.stat().st_size // 2])  # as a kill leaves it
+for name in ("gsm8kk", broken, tasks[-1]):
+    sys.argv = ["finetune", "eval", folder, "--tasks", name]
+    print("EXIT", main())
 """
 
 
@@ -114,13 +111,21 @@ def run(kept_run, tmp_path_factory):
     return RunDirectory(kept_run(tmp_path_factory.mktemp("runs")))
 
 
-def test_scores_are_those_of_the_harness_alone_and_are_kept(python, tasks, run):
-    files = [str(tasks / "routes.yaml"), str(tasks / "queues.yaml")]
-    ended = subprocess.run([python, "-c", BESIDE_ALONE, str(run.path), *files], capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stderr
-    *printed, alone = ended.stdout.splitlines()
-    results = json.loads(alone)
-    scores = [from_json(TaskScore, values) for values in json.loads("".join(printed))["tasks"]]
+@pytest.fixture(scope="module")
+def ended(python, tasks, run):
+    (tasks / "broken.yaml").write_text("task: [")
+    files = [str(tasks / name) for name in ("broken.yaml", "routes.yaml", "queues.yaml")]
+    process = subprocess.run([python, "-c", COMMANDS, str(run.path), *files], capture_output=True, text=True, timeout=900)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+def first_scores(ended):
+    return [from_json(TaskScore, values) for values in json.loads(ended.stdout.partition("ALONE")[0])["tasks"]]
+
+
+def test_scores_are_those_of_the_harness_alone_and_are_kept(ended, run):
+    results, scores = json.loads(ended.stdout.split("ALONE")[1]), first_scores(ended)
     assert {(score.task, score.metric) for score in scores} == {
         ("routes", "exact_match"), ("queues", "acc"), ("queues", "acc_norm")
     }  # fmt: skip
@@ -130,24 +135,11 @@ def test_scores_are_those_of_the_harness_alone_and_are_kept(python, tasks, run):
     assert len(list((run.path / "evaluations").glob("tasks-*.jsonl"))) == 2
 
 
-def test_bad_tasks_are_refused_in_a_sentence_and_a_killed_evaluation_computes_what_is_missing(python, tasks, run):
-    journals = {path: path.read_bytes() for path in (run.path / "evaluations").glob("tasks-*.jsonl")}
-    for path, content in journals.items():
-        path.write_bytes(content[: len(content) // 2])  # as a kill leaves it
-    before = read_tasks(run)
-    (tasks / "broken.yaml").write_text("task: [")
-    command = [
-        python,
-        "-c",
-        ONE_BY_ONE,
-        str(run.path),
-        "gsm8kk",
-        *(str(tasks / name) for name in ("broken.yaml", "queues.yaml")),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert [ended.stdout.split()[number] for number in (0, 1, -1)] == ["2", "4", "0"], ended.stderr
-    assert "queues" in ended.stdout and "95 % interval" in ended.stdout and "Traceback" not in ended.stderr
-    assert sorted(read_tasks(run), key=str) == sorted(before, key=str)
+def test_bad_tasks_are_refused_in_a_sentence_and_a_killed_evaluation_computes_what_is_missing(ended, run):
+    printed = ended.stdout.split("ALONE")[2]
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("EXIT")] == ["2", "4", "0"], ended.stderr
+    assert "queues" in printed and "95 % interval" in printed and "Traceback" not in ended.stderr
+    assert sorted(read_tasks(run), key=str) == sorted(first_scores(ended), key=str)
     unknown, _, broken = " ".join(ended.stderr.split()).partition("similar: gsm8k")
     assert "can't be loaded" in broken and "can't be loaded" not in unknown
 

@@ -113,11 +113,12 @@ with PeakMemory() as peak:
     model = sharded(with_adapters(sharded_base(settings, load_config(settings), "cpu", messages.append)))
 parameters = list(model.parameters())
 loss, norm = loss_and_norm(model)
-full_loss, full_norm = loss_and_norm(with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True)))
 values = {
-    "loss": loss, "full_loss": full_loss, "norm": norm, "full_norm": full_norm, "peak_bytes": peak.bytes,
-    "model_bytes": size_bytes(), "messages": messages, "parameters": len(parameters),
-    "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
+    "loss": loss, "norm": norm, "peak_bytes": peak.bytes, "model_bytes": size_bytes(), "messages": messages,
+    "parameters": len(parameters), "sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in parameters),
 }  # fmt: skip
+if messages:  # of the process that has quantised the weights
+    whole = with_adapters(build_base(settings, load_config(settings), device="cpu", weights=True))
+    values["full_loss"], values["full_norm"] = loss_and_norm(whole)
 (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(values))
 dist.destroy_process_group()
