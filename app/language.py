@@ -1,4 +1,4 @@
-"""The language of the page: chosen for each request by the browser's cookie, else by what it prefers.
+"""The language of the page: chosen for each request by the browser's cookie, else by the browser's preference.
 
 A text is written in English where it is used, as `tr("Free: {size}", size=size)`; `languages/zh.po` has its Chinese. A constant
 of a module is made before there is a request: `mark` names it for the catalogue, `tr` translates it when it is shown.

@@ -170,14 +170,15 @@ for (const name of ["dragover", "drop"]) {
     take(file);
   });
 }
-const tick = async () => {
+const follow = async () => {
   if (find("#new-run")) {
     const answer = await ask(`screen?mine=${state.mine}`);
     show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. What you choose is kept in this tab and sent when it answers.")) });
     if (!state.waiting.length) takeScreen(answer);
-    if (state.panel === "settings") fill(find("[data-measured]"), await ask("panel/measured") ?? "");
+    const measured = find("[data-measured]"); // there when the panel of all settings has arrived
+    if (measured) fill(measured, await ask("panel/measured") ?? "");
     if (state.panel === "model") await loadPanel();
   }
-  setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS);
 };
+const tick = () => follow().finally(() => setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS));
 tick();

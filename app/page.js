@@ -1,11 +1,8 @@
 // What the server can't do: set the tab's title, open a run's page when the run that was requested here has started, and load the
 // charts.
 const update = () => {
-  const titled = document.querySelector("[data-title]");
-  if (titled) {
-    const title = `${titled.dataset.title} · finetune`;
-    if (document.title !== title) document.title = title;
-  }
+  const titled = document.querySelector("[data-title]"), title = `${titled?.dataset.title} · finetune`;
+  if (titled && document.title !== title) document.title = title;
   const ready = document.querySelector("[data-go]");
   if (ready && !ready.dataset.gone) {
     ready.dataset.gone = "1";

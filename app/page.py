@@ -5,7 +5,6 @@ Gradio draws no control and handles no event: a page is HTML that is made for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .pages.run import RunPage
 from .pages.runs import RunsPage
 from .pages.settings import SettingsPage
 from .views import rail
-from .web.page_filter import FIRST_HTML
+from .web.page_filter import FIRST_HTML, MakeHtml
 
 #: Address, name in the navigation and class of each page; the first one is at the root.
 PAGES = (
@@ -55,7 +54,7 @@ def _page(address: str, beside: Rail, page: Any) -> None:
     _show(page.html)
 
 
-def _show(make: Callable[[Mapping[str, str]], str], elem_id: str | None = None) -> None:
+def _show(make: MakeHtml, elem_id: str | None = None) -> None:
     """HTML that is made for each request from the query of its address, without Gradio's styles and click script."""
     component = f"first-html-{len(FIRST_HTML)}"
     FIRST_HTML[component] = make

@@ -38,9 +38,10 @@ export const post = async (root, message, said = root.querySelector("[data-said]
   ask(root);
   return answer;
 };
-let send = (message, root) => post(root, message);
-// Another way for the messages of this page.
-export const sendBy = (way) => { send = way; };
+// Another way for the messages of this page, also for those that were sent before its script was there.
+const early = [];
+let send = (message, root) => (root ? post(root, message) : early.push(message));
+export const sendBy = (way) => { send = way; early.splice(0).forEach((message) => way(message)); };
 document.addEventListener("click", ({ target }) => {
   const element = target.closest?.("[data-act]"), bar = document.querySelector("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));

@@ -1,4 +1,4 @@
-"""A run, or a comparison of several, as an HTML file that opens offline and prints: `python -m app.report FILE RUN ...`.
+"""A run, a comparison of runs, or a sweep as an HTML file that opens offline and prints: `python -m app.report FILE PATH ...`.
 
 It has no script and fetches nothing. Its numbers come from the run directories.
 """
@@ -34,8 +34,10 @@ from .views import run_figures, run_head
 from .views.answers import answers
 from .views.choices import chosen
 from .views.compare import comparison
-from .views.markup import Safe, inert, note, table
+from .views.markup import Safe, as_on_page, inert, note, table
 from .views.scores import forgetting_notes, no_call_note, scores, task_table
+from .views.templates import render
+from .workspace import JOURNAL
 
 _ROWS_SHOWN = 5
 #: Memory that is forecast and measured: the end of its fields' names, and how it is called.
@@ -43,7 +45,7 @@ _COMPARED = {
     "allocated_bytes": "allocated", "reserved_bytes": "reserved", "context_bytes": "CUDA context",
     "other_processes_bytes": "other programs", "card_used_bytes": "whole GPU, with other programs",
 }  # fmt: skip
-STYLE = """
+_STYLE = """
 body { margin: 0; padding: 1.5rem; box-sizing: border-box; line-height: 1.45;
   background: var(--ft-ground); color: var(--ft-text);
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -60,7 +62,8 @@ def main() -> int:
     """Write the file and print its path; returns the exit code."""
     target, names = Path(sys.argv[1]), sys.argv[2:]
     try:
-        write_output(target, page([open_run(name) for name in names]))
+        is_sweep = (Path(names[0]) / JOURNAL).is_file()
+        write_output(target, sweep_page(Path(names[0])) if is_sweep else page([open_run(name) for name in names]))
     except FinetuneError as error:
         sys.stderr.write(json.dumps(error.as_json()) + "\n")
         return error.exit_code
@@ -73,26 +76,37 @@ def page(runs: list[RunDirectory]) -> str:
     for live in lives:
         live.wait()
     title = ", ".join(run.path.name for run in runs)
-    body = _one(lives[0]) if len(lives) == 1 else _several(lives)
-    created = time.strftime("%Y-%m-%d %H:%M")
+    if len(lives) > 1:
+        return _page(title, "", _several(lives))
+    return _page(title, note(" · ".join(run_head.about(lives[0]))), _one(lives[0]))
+
+
+def sweep_page(path: Path) -> str:
+    """The page of a sweep, with its arms' curves over each other."""
+    from finetune.sweep.sweep import RULE, open_sweep
+
+    from .views import sweep as sweep_view
+
+    sweep = open_sweep(path)
+    head = f"<p>{inert(sweep_view.sentence(sweep))}</p>{note(as_on_page(RULE))}"
+    arms = sweep_view.arms_table(sweep.results(), lambda entry: inert(entry.run))
+    return _page(sweep.path.name, head, {"Held-out loss": sweep_view.losses(sweep), "Arms": arms})
+
+
+def _page(title: str, head: str, parts: dict[str, str]) -> str:
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
-    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + STYLE
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{inert(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f'<body class="gradio-container"><h1 class="ft-title">{inert(title)}</h1>'
-        f"{note(f'Made {created} by finetune.')}{body}</body></html>\n"
-    )
+    style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + _STYLE
+    return render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts)
 
 
-def _one(live: LiveRun) -> str:
+def _one(live: LiveRun) -> dict[str, str]:
     plan, digest = live.plan(), live.digest
     edited = note("plan.json has changed since it was written.") if plan_was_edited(live.run.plan) else ""
     origin = base_adapter_of(live.run)
     continued = note(f"Continued from the adapter of {origin.summary()}.") if origin else ""
     notes = "".join(map(note, plan.forecast.notes if plan.forecast else ()))
     measured = f"{run_view.curves(live)}{_checks(live)}{run_figures.memory(digest, plan)}"
-    parts = {
+    return {
         "How it went": _outcome(live) + continued,
         "Scores": _evaluations(live.run),
         "Sample answers": answers(digest.samples, with_pictures=False),
@@ -102,22 +116,17 @@ def _one(live: LiveRun) -> str:
         "Messages": run_view.messages(digest),
         "Versions": _versions(digest),
     }
-    return note(" · ".join(run_head.about(live))) + "".join(
-        f"<section><h2>{name}</h2>{part}</section>" for name, part in parts.items() if part
-    )
 
 
-def _several(lives: list[LiveRun]) -> str:
+def _several(lives: list[LiveRun]) -> dict[str, str]:
     rows = [
         [live.run.path.name, Safe(run_head.pill(live.state())), f"{live.digest.step:,}",
          format_bytes(run_view.measured_peak(live.digest, live.plan())[1])]
         for live in lives
     ]  # fmt: skip
     summary = table(["run", "state", ">steps", ">measured peak"], rows, "Runs", hidden_caption=True)
-    return (
-        f"<section><h2>Runs</h2>{summary}</section><section><h2>Curves and settings</h2>{comparison(lives)}</section>"
-        f"<section><h2>Paired scores</h2>{_paired([live.run for live in lives])}</section>"
-    )
+    paired = _paired([live.run for live in lives])
+    return {"Runs": summary, "Curves and settings": comparison(lives), "Paired scores": paired}
 
 
 def _outcome(live: LiveRun) -> str:

@@ -227,7 +227,6 @@ class _Inbox:
             return None
 
     def is_cancelled(self, number: int) -> bool:
-        """Whether nobody waits for the answer to this call."""
         return self._is_closed or self._cancelled == number
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from finetune.sweep.sweep import Sweep
 
 #: Is there in a sweep's folder: finetune.sweep.sweep.JOURNAL, without importing Optuna.
-_JOURNAL = "study.journal"
+JOURNAL = "study.journal"
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Workspace:
     def list_sweeps(self) -> list[Sweep]:
         """Sweeps, the newest first; damaged ones and symbolic links are left out."""
         times: dict[Path, float] = {}
-        for path in self.runs.glob(f"*/{_JOURNAL}"):
+        for path in self.runs.glob(f"*/{JOURNAL}"):
             with contextlib.suppress(OSError):  # it was deleted just now
                 times[path] = path.stat().st_mtime
         paths = sorted(times, key=times.__getitem__, reverse=True)
         return [sweep for path in paths if (sweep := self.sweep(path.parent.name)) is not None]
 
     def sweep(self, name: str | None) -> Sweep | None:
-        """The sweep called `name`; None when there is none."""
+        """The sweep called `name`, or None."""
         path = self._folder_of(name)
-        if path is None or not (path / _JOURNAL).is_file():
+        if path is None or not (path / JOURNAL).is_file():
             return None
         with contextlib.suppress(FinetuneError, ImportError):  # Optuna is an extra
             from finetune.sweep.sweep import open_sweep
@@ -61,7 +61,7 @@ class Workspace:
         return None
 
     def run(self, name: str | None) -> RunDirectory | None:
-        """The run, or the arm of a sweep, called `name`; None when there is none. A name can't lead out of the folder."""
+        """The run, or the arm of a sweep, called `name`, or None. A name can't lead out of the folder."""
         path = self._folder_of(name)
         if path is None:
             return None

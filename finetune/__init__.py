@@ -25,7 +25,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, whose module is imported when it is first asked for: `import finetune` takes milliseconds."""
+    """A public name, whose module is imported at its first use: `import finetune` takes milliseconds."""
     if name not in _MODULES:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
     return getattr(import_module(f"finetune.api.{_MODULES[name]}"), name)

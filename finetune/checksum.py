@@ -21,5 +21,5 @@ def has_checksum(text: bytes) -> bool:
 
 
 def is_damaged(text: bytes) -> bool:
-    """Whether the text of a JSON object is another than the one that its checksum was made of; False where it has none."""
+    """Whether the text of a JSON object differs from its checksum; False without a checksum."""
     return has_checksum(text) and b"%08x" % zlib.crc32(text[:-_BYTES]) != text[-10:-2]

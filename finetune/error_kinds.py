@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True when a write failed for the disk, its quota, a limit of a file's size, or as it is read-only; also as a cause."""
+    """True when a write failed for lack of disk space, a quota, a file size limit or a read-only disk; also as a cause."""
     return any(
         (isinstance(seen, OSError) and seen.errno in _DISK_ERRNOS) or any(text in str(seen) for text in _DISK_TEXTS)
         for seen in _with_causes(error)

@@ -56,7 +56,7 @@ class RecipeError(FinetuneError):
 
 
 class CommandError(RecipeError):
-    """A command can't do what was asked: a run, a file or an option of it is not as it must be."""
+    """A command can't be done: a run, a file or an option is wrong."""
 
     title = "This can't be done"
 
@@ -68,13 +68,13 @@ class ModelError(RecipeError):
 
 
 class MachineError(RecipeError):
-    """This machine lacks what the recipe asks for: cards, or a package."""
+    """This machine lacks cards or a package that the recipe needs."""
 
     title = "This machine lacks something"
 
 
 class NoCard(RecipeError):
-    """The card that is named or asked for is not here, not in the catalogue, or can't train."""
+    """The named or required card is not here, not in the catalogue, or can't train."""
 
     title = "There is no such card"
 

@@ -23,7 +23,7 @@ _switched_off_here = False
 
 
 def require_repo(repo: str) -> None:
-    """Raise CommandError for what is no repository's name."""
+    """Raise CommandError for an invalid repository name."""
     if not REPO_ID.fullmatch(repo):
         raise CommandError(f"{repo[:100]!r} is not OWNER/NAME", "For example alice/support-lora")
 

@@ -59,7 +59,7 @@ def read_own(path: Path, cls: type[T], key: str = "") -> T | None:
 def readable(cls: type[T], text: bytes) -> T | None:
     """A dataclass from a line of JSON that may be damaged: a field of another type keeps its default.
 
-    None when the line is no JSON object, or has not what the dataclass needs.
+    None when the line is no JSON object, or lacks required fields.
     """
     try:
         return _adapter(cls).validate_json(text)

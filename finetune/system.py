@@ -1,4 +1,4 @@
-"""What differs between Linux and Windows: processes, their memory, locks, and files that another process has open."""
+"""Differences between Linux and Windows: processes, their memory, locks, and files that another process has open."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def one_writer_at_a_time(path: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file over another one. Raises OSError."""
+    """Rename a file over an existing file. Raises OSError."""
     _retry_while_in_use(source.replace, target)
 
 

@@ -120,7 +120,6 @@ class Chats:
         self._newest = self._asking.submit(self._wait, worker, run, question, {"max_new_tokens": max_new_tokens, **how})
 
     def _wait(self, worker: Worker, run: RunDirectory, question: Question, how: dict[str, Any]) -> None:
-        """Wait for the answers, and write that the turn has ended, or the error."""
         error = ""
         try:
             worker.call("answer", question=event_json(question), **how)

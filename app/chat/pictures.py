@@ -23,7 +23,7 @@ def keep_picture(folder: Path, upload: str) -> str:
 
 
 def kept_pictures(folder: Path, names: Iterable[str]) -> list[PictureSource]:
-    """The pictures of these names; what is gone or changed, or is no name, is left out."""
+    """The pictures of these names; missing or changed pictures and invalid names are left out."""
     pictures = [_kept(folder / name) for name in names if _NAME.fullmatch(name)]
     return [picture for picture in pictures if picture is not None]
 

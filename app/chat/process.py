@@ -98,7 +98,6 @@ class _Pieces:
         self._waiting, self._written = ["", ""], time.monotonic()  # the answer's text, and its thought's
 
     def add(self, text: str, is_thought: bool) -> None:
-        """Write the text with the pieces that wait, unless something was written just now."""
         self._waiting[is_thought] += text
         now = time.monotonic()
         if now - self._written >= _PIECE_S:

@@ -1,1 +1,1 @@
-"""The pages, one module each: what it shows is rebuilt from files, what it does is what the command line does."""
+"""The pages, one module each. A page is rebuilt from files, and its buttons do the same as the command line."""

@@ -132,7 +132,6 @@ def _pace(answer: Answer) -> str:
 
 
 def _calls(answer: Answer) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The name and the arguments of each call of a tool."""
     for call in answer.calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         rows = arguments.items() if isinstance(arguments, dict) else [("", arguments)]

@@ -262,7 +262,6 @@ class NewRun:
         return problems_of(self.context.planner.call("look", recipe=write_recipe(self.context.draft.read().recipe)))
 
     def _start(self, recipe: Recipe, of_draft: int, name: str = "", *, force: bool = False) -> None:
-        """Queue a recipe. `of_draft`: the stamp of its draft."""
         if name := _NO_NAME.sub("-", name).strip("-. "):
             folder = self.context.workspace.runs / name
             if folder.exists():
@@ -303,7 +302,6 @@ class NewRun:
             self.context.tasks.begin(task, "plan", str(path), "--measure-quantisation", "--json")
 
     def _measured(self) -> str:
-        """The button, and the result so far."""
         status, result = self._measuring.status(), self._measuring.result() or {}
         button, shown = tr("Test what 4-bit costs in quality"), ""
         if status and status["state"] == "running":
@@ -332,7 +330,6 @@ class NewRun:
         return views.model_panel(named, edited, self._badges.of([model.name for model in named]), query, offline)
 
     def _look(self, edited: Edited) -> str:
-        """The data's columns, format, problems, lengths, and one row as the model sees it."""
         if not edited.data:
             return ""
         text = write_recipe(edited.recipe)

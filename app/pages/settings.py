@@ -36,9 +36,7 @@ class SettingsPage(FollowedPage):
         return {"machine": views.examined({"findings": findings, "time_s": status["began_s"]}, is_running=False)}
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        if not message["examine"]:
-            raise KeyError(message)
-        if not self._doctor.is_running:
+        if message["examine"] and not self._doctor.is_running:
             self.context.tasks.begin(self._doctor, "doctor", "--json")
         return {}
 

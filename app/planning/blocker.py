@@ -1,4 +1,4 @@
-"""What is known to keep a run from starting, before anybody presses Run."""
+"""Reasons that keep a run from starting, known before anybody presses Start."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ _SHOWN_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Problem:
-    """Refused rows of one kind. `correction`: the wrong role and the one that was meant, where all rows have such a one."""
+    """Refused rows of one kind. `correction`: the wrong role and the intended role, where all rows have both."""
 
     kind: str
     rows: tuple[dict[str, Any], ...]
 
     @property
     def reason(self) -> str:
-        """What is wrong, without where in the row."""
+        """The reason without its place in the row."""
         field = re.sub(r"\[\d+\]", "[]", self.rows[0]["field"] or "")
         return self.kind.removeprefix(field).strip()
 
@@ -64,7 +64,7 @@ def source_text(root: Path, row: dict[str, Any]) -> str:
 def with_roles_corrected(workspace: Workspace, rows: Sequence[dict[str, Any]]) -> str:
     """Write a copy of the rows' file with the roles that were meant; returns its path as a recipe names it.
 
-    Raises RecipeError where the file is none of lines of JSON.
+    Raises RecipeError for a file that is not JSON Lines.
     """
     paths = {workspace.root / row["file"] for row in rows}
     if len(paths) != 1 or next(iter(paths)).suffix not in _LINES:

@@ -93,6 +93,5 @@ def marked(answer: str, expected: str, earlier: str | None) -> str:
 
 
 def _right(tokens: Sequence[str], wanted: Sequence[str]) -> set[int]:
-    """Indices of the expected words that an answer has."""
     blocks = difflib.SequenceMatcher(None, tokens, wanted, autojunk=False).get_matching_blocks()
     return {block.b + number for block in blocks for number in range(block.size)}

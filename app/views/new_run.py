@@ -81,7 +81,6 @@ def settings(edited: Edited, plan: Plan | None) -> str:
 
 
 def _price(name: str, plan: Plan) -> str:
-    """The cost of a setting in time and memory."""
     forecast, steps = plan.forecast, plan.total_steps
     match name:
         case "num_train_epochs":

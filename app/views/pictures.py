@@ -10,7 +10,7 @@ from .markup import inert
 
 
 def small_pictures(small: Sequence[Mapping[str, Any]]) -> str:
-    """Small copies of pictures, as `display.small_pictures` makes them; those that are gone as text."""
+    """Small copies of pictures, as `display.small_pictures` makes them; missing pictures as text."""
     shown = []
     for picture in small:
         size = pixels(picture["width"], picture["height"])

@@ -148,7 +148,6 @@ def memory(digest: Digest, plan: Plan) -> str:
 
 
 def _summary(digest: Digest, plan: Plan) -> tuple[str, str]:
-    """The CSS class and the summary sentence."""
     measured, forecast = measured_peak(digest, plan)[1], plan.forecast
     if forecast is None:
         return "plain", tr("There was no forecast for this run.")

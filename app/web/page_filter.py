@@ -17,8 +17,11 @@ from urllib.parse import parse_qsl
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from finetune.errors import FinetuneError
+
 from .. import language
 from ..browser_files import FOLDER, has_charts
+from ..views.problems import problem_of
 from .own_files import OWN_FOLDER
 
 #: Gradio's script for a page in a frame of another site, which is refused here.
@@ -37,8 +40,10 @@ if (FOLDER / "inter.css").is_file():
 #: A text in a script: `tr("Free")`.
 SCRIPT_CALL = re.compile(r'\btr(?:_n)?\(\s*"([^"\\]+)"')
 _CONFIG = re.compile(rb"window\.gradio_config = (\{.*?\});</script>", re.S)
-#: The value of an HTML component -> what makes its HTML for a request with this query: Gradio keeps one page for all requests.
-FIRST_HTML: dict[str, Callable[[Mapping[str, str]], str]] = {}
+#: Makes HTML for the query of a request.
+MakeHtml = Callable[[Mapping[str, str]], str]
+#: By the value of an HTML component, because Gradio keeps one page for all requests.
+FIRST_HTML: dict[str, MakeHtml] = {}
 
 
 def policy(nonce: str) -> bytes:
@@ -116,9 +121,11 @@ def _head(path: str) -> bytes:
 def _with_html(match: re.Match[bytes], query: Mapping[str, str]) -> bytes:
     """Gradio's description of the page with the HTML of this request."""
     config = json.loads(match[1])
-    for component in config["components"]:
-        if component["type"] == "html":
-            component["props"]["value"] = FIRST_HTML[component["props"]["value"]](query)
+    for props in (component["props"] for component in config["components"] if component["type"] == "html"):
+        try:
+            props["value"] = FIRST_HTML[props["value"]](query)
+        except (FinetuneError, OSError, ValueError) as error:  # a damaged file
+            props["value"] = problem_of(error)
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
 
 

@@ -106,7 +106,6 @@ def build(workspace: Workspace, access: Access) -> tuple[Any, Any]:
         api, page, path="/", ssr_mode=False, max_file_size=UPLOAD_BYTES, footer_links=[], allowed_paths=[],
         show_error=True, enable_monitoring=False, pwa=False, mcp_server=False, **looks,
     )  # fmt: skip
-    page.has_launched = True  # or Gradio takes any path of this machine for an upload (`_check_allowed`)
     return Guard(UploadLimit(GZipMiddleware(PageFilter(api)), temporary / "files"), access), context
 
 
@@ -165,7 +164,6 @@ def _announce(host: str, port: int, token: str, workspace: Workspace) -> None:
 
 
 def _serve_until_interrupted(application: Any, bound: socket.socket) -> None:
-    """Serve an ASGI application at a bound socket until Ctrl-C."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -18,9 +18,9 @@ _MEASURED_AFTER = 2
 
 
 class MemoryCallback(TrainerCallback):
-    """Forecast before the first step and beside what was measured: `trainer.add_callback(finetune.MemoryCallback(trainer))`.
+    """Forecast before the first step, shown beside the measurement: `trainer.add_callback(finetune.MemoryCallback(trainer))`.
 
-    `gpu`: as for `finetune.fits`. Where even the lower end of the forecast exceeds what is free, training raises DoesNotFit
+    `gpu`: as for `finetune.fits`. Where even the lower end of the forecast exceeds the free memory, training raises DoesNotFit
     before its first step; `refuse=False` only says so. `fit`, `measured_bytes` and `error` (allocated: measured / forecast - 1)
     stay readable. Messages go to stderr, from the first process only.
     """

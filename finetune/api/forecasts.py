@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Fit:
     """Whether a training step fits a GPU. True where it does: `if not finetune.fits(trainer): ...`.
 
-    `budget_bytes`: what is free on `gpu`. `forecast`: peaks by part, phase and layer; lower end, likely peak and upper end.
+    `budget_bytes`: free memory of `gpu`. `forecast`: peaks by part, phase and layer; lower end, likely peak and upper end.
     """
 
     gpu: str
@@ -46,7 +46,7 @@ class Fit:
 
 
 def fits(trainer: Any, gpu: str | None = None) -> Fit:
-    """Whether `trainer` (TRL's or transformers') can train its longest rows on `gpu`, by a dry run of its own step.
+    """Whether `trainer` (TRL's or transformers') can train its longest rows on `gpu`, by a dry run of the trainer's step.
 
     `gpu`: this machine's by default, `cpu`, or a name of the catalogue (`finetune doctor` lists them). Nothing of the trainer
     is changed and no GPU is opened. Raises a FinetuneError for an unknown GPU, or a step that needs the values of tensors.

@@ -13,8 +13,8 @@ from finetune.layers.lean_layers import lean_summary, make_lean, undo_lean
 def lean(model: torch.nn.Module, *, enabled: bool = True) -> list[str]:
     """Let a model's layers save about half the bytes for the backward pass, with the same gradients up to rounding, in place.
 
-    `model`: a transformers model or a PeftModel of one, with its adapters. `enabled=False` takes it back. Returns what is lean
-    in each decoder layer, in words. Raises RecipeError for a model without decoder layers.
+    `model`: a transformers model or a PeftModel of one, with its adapters. `enabled=False` takes it back. Returns the lean
+    parts of each decoder layer, in words. Raises RecipeError for a model without decoder layers.
     """
     layers = _decoder_layers(model)
     (make_lean if enabled else undo_lean)([*layers, *outside_layers(model)])

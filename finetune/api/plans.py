@@ -74,7 +74,7 @@ def plan(model: str, dataset: str | None = None, *, gpu: str = "auto", **setting
     """The fastest plan that fits: `finetune.plan("Qwen/Qwen3-8B", "rows.jsonl", gpu="rtx-4090", lora_r=16).settings`.
 
     `model`: a name of the hub or a path; its configuration and tokenizer are read. `dataset`: a path or a name of
-    the hub; without it, or where it is not here, rows are as long as max_length. `settings`: those of a recipe. As
+    the hub; without it, or where it is not here, rows are as long as max_length. `settings`: recipe settings. As
     `finetune plan`, whose files `finetune.read_plan` reads. Raises a FinetuneError.
     """
     recipe = recipe_from({"model_name_or_path": model, "dataset": {"path": dataset or NO_DATASET}, "gpu": gpu, **settings})

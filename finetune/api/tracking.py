@@ -14,7 +14,7 @@ from finetune.units import format_bytes
 
 
 class MemoryTracker(StorageTracker):
-    """Live and peak bytes of tensors made inside `track()`, and of those given to it, rounded up to torch's blocks."""
+    """Live and peak bytes of tensors made inside `track()` and of the tensors it was given, rounded up to torch's blocks."""
 
     @property
     def peak_bytes(self) -> int:
@@ -37,8 +37,8 @@ class MemoryTracker(StorageTracker):
 def track(model: torch.nn.Module | None = None, *, phase: str = "all") -> Iterator[MemoryTracker]:
     """Track the memory of what runs inside: `with finetune.track(model) as memory: ...; memory.peak_bytes`.
 
-    `model`: its parameters, buffers and gradients exist already and are counted, too. With it the peaks know the running layer.
-    Counts tensors, not what libraries allocate beside them; the peak lacks the CUDA context and cuBLAS's workspaces.
+    `model`: its parameters, buffers and gradients exist already and are counted, too. With a model the peaks name the running
+    layer. Counts tensors, not what libraries allocate beside them; the peak lacks the CUDA context and cuBLAS's workspaces.
     """
     tracker = MemoryTracker()
     tracker.phase, tracker.part = phase, "activations"

@@ -23,7 +23,7 @@ from finetune.model.padding import without_mask
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The collated micro-batch of the longest rows: shape and type of each tensor, other values as they are.
+    """The collated micro-batch of the longest rows: shape and type of each tensor, other values unchanged.
 
     `trained_tokens`: labels that count in the loss. `padded`: batches of this size may have an attention mask.
     """
@@ -56,7 +56,7 @@ def largest_batch(dataset: Any, collator: Any, rows: int, tokens: int | None = N
 
 
 def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The row with so many tokens: each list of one value per token is repeated or cut."""
+    """The row with `tokens` tokens: each list with one value per token is repeated or cut."""
     length = len(row["input_ids"])
     return {
         name: (list(value) * -(-tokens // length))[:tokens] if isinstance(value, list) and len(value) == length else value
@@ -65,7 +65,7 @@ def _resized(row: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def sft_trainer(model: Any, args: Any, peft_config: Any, tokens: int) -> Any:
-    """TRL's trainer for a copy of `model` without weights, or of the named model, with one row of so many tokens."""
+    """TRL's trainer for a copy of `model` without weights, or of the named model, with one row of `tokens` tokens."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTTrainer
@@ -139,7 +139,6 @@ def _shadow(trainer: Any, model: torch.nn.Module) -> Any:
 
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
-    """Turn on what Trainer turns on when training begins."""
     if not args.activation_checkpointing or model.is_activation_checkpointing:
         return
     arguments = dict(args.activation_checkpointing_kwargs or {})
@@ -182,7 +181,6 @@ class _Copies(dict[int, Any]):
         self._device, self._keep_meta = device, keep_meta
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor of the same layout, on the forecast's device."""
         device = "meta" if tensor.is_meta and self._keep_meta else self._device
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
@@ -216,7 +214,6 @@ def meta_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _copy_modules(model: torch.nn.Module, copies: _Copies) -> torch.nn.Module:
-    """The copy of a model whose parameters are copied already."""
     parameters = list(model.parameters())
     for buffer in model.buffers():
         _copy_tensor(buffer, copies)

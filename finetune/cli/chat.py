@@ -151,7 +151,6 @@ class _Chat:
             raise KeyboardInterrupt
 
     def add_picture(self, path: Path) -> None:
-        """Add the picture of `/image PATH`; a file that is no picture is said, and the chat goes on."""
         try:
             self.answerer.require_vision()
             picture = picture_file(path)

@@ -237,7 +237,7 @@ def _print_result(sweep: Sweep, as_json: bool) -> int:
     from finetune.sweep.sweep import label
 
     report = sweep.path / "report.html"
-    command = [*page_command(".sweep_report"), str(sweep.path), str(report)]
+    command = [*page_command(".report"), str(report), str(sweep.path)]
     process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     if as_json:
         print_json({**sweep.as_json(), "report": None if process.returncode else str(report)})

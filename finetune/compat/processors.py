@@ -86,7 +86,6 @@ def save_processor(processor: Any, folder: str) -> None:
 
 
 def _processor_class(path: str, revision: str | None) -> Any:
-    """Return the class that a checkpoint names, else the class of its model type."""
     from transformers import AutoConfig, ImageProcessingMixin, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 

@@ -76,7 +76,7 @@ def import_without_listing_packages() -> None:
 
 @contextmanager
 def cuda_loss() -> Iterator[None]:
-    """Inside, TRL's loss allocates what it allocates on CUDA; the tiles compute nothing."""
+    """Inside, TRL's loss allocates as on CUDA; the tiles compute nothing."""
     with ExitStack() as stack:
         stack.enter_context(replaced("trl.trainer.utils._use_triton", lambda device: True))
         for tile in ("_forward_tile", "_backward_tile", "_addmm_fp32"):

@@ -39,7 +39,7 @@ def assistant_message(answer: Any) -> dict[str, Any]:
 class CallSyntax:
     """A form of calls. `opening` begins a call, `openings` are the literal texts with which that may begin.
 
-    `read(text, match)` yields the calls that begin at the opening. It raises ValueError for one that can't be read.
+    `read(text, match)` yields the calls that begin at the opening. It raises ValueError for an unreadable call.
     """
 
     openings: tuple[str, ...]
@@ -68,7 +68,7 @@ class CallSyntax:
 
 
 def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyntax | None:
-    """The form in which a rendered text has exactly these calls; None if there is none."""
+    """The form in which a rendered text has exactly these calls, or None."""
     tools = []
     for name, arguments in calls:
         types = {argument: {"type": _type_of(value)} for argument, value in arguments.items()}

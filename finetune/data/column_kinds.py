@@ -1,4 +1,4 @@
-"""What the values of an unused column are, and whether column and values together say that they don't change a row's meaning.
+"""Classifies the values of an unused column, and says whether column and values together don't change a row's meaning.
 
 A name alone proves nothing: a `source` may be where a row is from, or a sentence to translate.
 """

@@ -1,4 +1,5 @@
-"""Columns and fields that change the meaning of a row. One that isn't used stops the run until the recipe names it."""
+"""Columns and fields that change the meaning of a row. An unused column of this kind stops the run until the recipe names the
+column."""
 
 from __future__ import annotations
 

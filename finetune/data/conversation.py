@@ -93,7 +93,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
 
 
 def unread_fields(value: Any, keys: tuple[str, str]) -> list[Values]:
-    """The fields of each message in a column that `read_messages` has read, without those that it reads."""
+    """The fields of each message that `read_messages` leaves unread."""
     messages = parse_if_list(value)
     if isinstance(messages, dict):
         messages = [messages]

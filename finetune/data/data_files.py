@@ -41,7 +41,7 @@ class DataFiles:
 
     @classmethod
     def of(cls, path_text: str) -> DataFiles | None:
-        """Those of a folder or pattern; None for anything else."""
+        """The data files of a folder or pattern; None for anything else."""
         path = expanded(path_text)
         try:
             if path.is_dir():
@@ -73,7 +73,7 @@ class DataFiles:
         return [file for file, split in self.splits.items() if split in splits]
 
     def of_split(self, name: str) -> list[Path]:
-        """The files of the split that a recipe names. Raises DataError if there are none."""
+        """The files of the split that a recipe names. Raises DataError without such files."""
         files = self._named(_SPLIT_WORDS.get(name.lower(), name))
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
@@ -95,7 +95,7 @@ class DataFiles:
         return files
 
     def held_out(self) -> list[Path]:
-        """The files to hold out: those of validation. Test files are left alone."""
+        """The files to hold out: validation files. Test files are left alone."""
         return self._named(VALIDATION) if self.is_split else []
 
     def evaluation(self) -> list[Path]:

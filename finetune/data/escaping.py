@@ -1,4 +1,4 @@
-"""Special tokens in a user's text stay text: no row can end a turn or open another one."""
+"""Special tokens in a user's text stay text: no row can end a turn or open a new turn."""
 
 from __future__ import annotations
 

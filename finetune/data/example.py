@@ -15,9 +15,9 @@ class Example:
     """One row, whatever its format: messages, prompt and completion, or text.
 
     `answers` are the indices of the messages to train on; `file` and `row` say where the row was read. A pair of answers to the
-    same prompt has the one that is not preferred in `rejected` (its messages) or `rejected_completion`. `desirable`: whether
-    the answer is marked good; None for rows without such a label. `pictures`: one for each mark in the
-    messages' texts, in order (`pictures.placement`).
+    same prompt has the rejected answer in `rejected` (its messages) or `rejected_completion`. `desirable`: whether the answer
+    is marked good; None for rows without such a label. `pictures`: one for each mark in the messages' texts, in order
+    (`pictures.placement`).
     """
 
     file: str
@@ -35,11 +35,11 @@ class Example:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the row has an answer that is not preferred beside the one that is."""
+        """Whether the row has a rejected answer beside the preferred answer."""
         return bool(self.rejected) or self.rejected_completion is not None
 
     def pair(self) -> tuple[Example, Example]:
-        """The preferred and the other answer as rows of their own."""
+        """The preferred and the rejected answer as separate rows."""
         chosen = replace(self, rejected=(), rejected_completion=None)
         if not self.messages:
             return chosen, replace(chosen, completion=self.rejected_completion)

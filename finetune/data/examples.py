@@ -93,7 +93,7 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
 
 
 def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
-    """What the names of files decided: for each folder or pattern, which are trained on, held out and not read."""
+    """For each folder or pattern, the files that are trained on, held out and not read, chosen by their names."""
     paths = [{source.path for source in sources if source.path is not None} for sources in (training, held_out)]
     return [describe_split(files, *paths) for files in split_files(dataset.path)]
 

@@ -181,7 +181,7 @@ _QUESTIONS_ANSWERS = [
 
 
 class UnknownColumns(DataError):
-    """Columns that no format has, or not the one that the recipe names."""
+    """Columns of no format, or of another format than the recipe's."""
 
 
 def _formats_with(columns: set[str]) -> list[str]:

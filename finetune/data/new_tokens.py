@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Add the recipe's new tokens: ordinary ones, which answers show. Raises RecipeError for those that it has already."""
+    """Add the recipe's new tokens: ordinary ones, which answers show. Raises RecipeError for tokens that the vocabulary already
+    has."""
     from transformers import AddedToken
 
     if not recipe.new_tokens:
@@ -46,8 +47,8 @@ def _first(problems: list[str]) -> list[str]:
 def rows_of_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_rows: int | None, highest: int) -> list[int]:
     """First and end of the embedding's rows that are trained; empty for none.
 
-    Those of the recipe's new tokens, and of tokens that were added to the tokenizer beyond the model's `model_rows`, where the
-    data has one of them: `highest` is its largest token. Raises DataError for tokens that were not added: they are those of
+    The rows of the recipe's new tokens, and of tokens that were added to the tokenizer beyond the model's `model_rows` and
+    occur in the data: `highest` is the data's largest token. Raises DataError for tokens that were not added: they belong to
     another model.
     """
     end = max(tokenizer.get_vocab().values()) + 1

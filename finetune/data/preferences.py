@@ -1,4 +1,4 @@
-"""Rows with two answers to one prompt, of which one is preferred (`chosen`, `rejected`) -> fields of an Example.
+"""Rows with a preferred and a rejected answer to one prompt (`chosen`, `rejected`) -> fields of an Example.
 
 As TRL, LLaMA-Factory, Axolotl and ms-swift write them: the prompt in its own column (text, messages, instruction), or each
 answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".

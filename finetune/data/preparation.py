@@ -61,7 +61,7 @@ class PreparedData:
 
     @cached_property
     def eval(self) -> Dataset | None:
-        """The same of the held-out rows; None if no rows are held out."""
+        """The trainer's dataset of held-out rows; None if no rows are held out."""
         return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
@@ -113,7 +113,7 @@ class EncodedRows:
 
 @dataclass
 class SelectedRows:
-    """The training and held-out rows with one max_length, and why the others are left out."""
+    """The training and held-out rows with one max_length, and why other rows are left out."""
 
     encoded: EncodedRows
     recipe: Recipe
@@ -220,7 +220,7 @@ def encode(
     progress: Progress | None = None,
 ) -> EncodedRows:  # fmt: skip
     """Read and tokenise the recipe's dataset, or load its tokens from the cache. `progress(done, total)` counts rows;
-    the total is None if it is known only after reading. `infos`: those of its files, if computed before.
+    the total is None if it is known only after reading. `infos`: of the dataset's files, if computed before.
 
     Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
     """
@@ -282,14 +282,12 @@ class _RowCounter:
         self._progress, self.finished_rows, self._reported = progress, 0, -1
 
     def __call__(self, rows: int) -> None:
-        """Report the rows of all finished sources plus the rows read from the current source."""
         count = self.finished_rows + rows
         if self._progress is not None and count != self._reported:
             self._reported = count
             self._progress(count, self._total)
 
     def finish(self) -> None:
-        """Report the total."""
         self._total = self.finished_rows
         self(0)
 

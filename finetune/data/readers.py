@@ -74,7 +74,7 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
 
 
 def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
-    """The rows of one split. A file without splits is a whole: its rows are those of any split, unless it must have them."""
+    """The rows of one split. A file without splits is read whole for any split, unless it must have splits."""
     if file_type(path) == ".json" and (value := _splits_of(path, name)):
         if split not in value:
             raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(value)}", "Name one of them.")

@@ -41,7 +41,7 @@ _MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen
 
 @dataclass(frozen=True)
 class ParsedBatch:
-    """Rows of one batch: examples, refused rows, what they have that isn't read, and the files of their pictures."""
+    """Rows of one batch: examples, refused rows, unread columns, and picture files."""
 
     examples: list[Example]
     refused: list[Refused]
@@ -51,7 +51,7 @@ class ParsedBatch:
 
 @dataclass(frozen=True)
 class RowParser:
-    """The format of a source's rows, and how their columns are called. `unused_columns` are those of the first rows.
+    """The format of a source's rows, and how their columns are called. `unused_columns`: unused columns of the first rows.
 
     `picture_columns`: where pictures may stand; `has_pictures`: some first rows have one; `has_tags`: most have `<image>`;
     `folder`, `image_folder`: where files of pictures are looked for. With `reads_pictures` false no picture is opened, and

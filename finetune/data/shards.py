@@ -170,7 +170,7 @@ class StoredRows:
         return np.array([part.weight for part in self.parts])[self.source_indices]
 
     def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
-        """Indices of the rows in `row_mask` that equal an earlier one of them, by 8 bytes of their digests."""
+        """Indices of the rows in `row_mask` that equal an earlier row in it, by 8 bytes of their digests."""
         rows = np.flatnonzero(row_mask)
         digests = np.ascontiguousarray(self.content_digests[:, :8]).view(np.uint64).ravel()[rows]
         is_repeated = np.ones(len(rows), dtype=bool)
@@ -200,7 +200,7 @@ class StoredRows:
 
     @property
     def are_pairs(self) -> bool:
-        """Whether each row is a pair of answers, with a sequence of its own for each."""
+        """Whether each row is a pair of answers, with one sequence for each answer."""
         return any(part.format == "preference" for part in self.parts)
 
     @property

@@ -53,7 +53,7 @@ class DataSplit:
 class LimitedSplit:
     """One split under a max_length: its rows as masks, and its sequences.
 
-    `weighted`: rows are used as often as `dataset.weights` says, those for a fraction of it chosen by `seed`.
+    `weighted`: rows are used as often as `dataset.weights` says, rows for a fractional weight are chosen by `seed`.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class LimitedSplit:
         return self._pictures_of(int(values.argmax()), processor) if len(values) else ()
 
     def usual_pictures(self, processor: PictureProcessor) -> tuple[tuple[tuple[int, int], ...], float]:
-        """The same of the row nearest to the mean of those with pictures, and the mean of all rows in pixel values of it."""
+        """Picture sizes of the row nearest to the mean of all rows with pictures, and the mean of all rows as a multiple of
+        this row's pixel values."""
         values = processor.values_by_row(self._picture_sizes, len(self.stored))
         with_pictures = np.flatnonzero(values)
         if not len(with_pictures):
@@ -178,7 +179,7 @@ class LimitedSplit:
         return [(self.stored.row_location(index), int(self.stored.longest[index])) for index in ordered]
 
     def dataset(self, fingerprint: str) -> Dataset:
-        """The sequences as a dataset. Shards of which every row is used stay mapped from their files."""
+        """The sequences as a dataset. Shards whose rows are all used stay mapped from their files."""
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
@@ -186,7 +187,7 @@ class LimitedSplit:
         return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
-        """The rows, in order: input_ids and labels; of pairs those of the preferred answer, and rejected_input_ids and
+        """The rows, in order: input_ids and labels; for pairs the preferred answer's, with rejected_input_ids and
         rejected_labels."""
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 

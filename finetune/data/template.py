@@ -90,7 +90,7 @@ class Template:
         return self._render(messages, tools, prompt, tracked=False)[0]
 
     def sequences(self, example: Example, *, whole: bool = False) -> list[Rendered]:
-        """Training texts of one conversation, with every answer in exactly one of them. Raises BadRow.
+        """Training texts of one conversation, with every answer in exactly one text. Raises BadRow.
 
         `whole`: one text, all of it trained on. Else one text if the template writes each answer the same whether or not the
         conversation continues. Otherwise another text for each answer that changes (for instance in templates that drop the
@@ -277,7 +277,6 @@ class Template:
 
 
 def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template's text. Raises RecipeError when there is none or it isn't valid Jinja."""
     from jinja2.exceptions import TemplateSyntaxError
 
     try:

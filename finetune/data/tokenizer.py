@@ -46,7 +46,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with the recipe's chat
     template and new tokens.
 
-    Raises RecipeError when there is none or it is broken. Remote code runs only if the recipe allows it.
+    Raises RecipeError for a missing or broken tokenizer. Remote code runs only if the recipe allows it.
     """
     name = recipe.model_name_or_path
     path_or_id = _path_or_hub_id(name)
@@ -66,7 +66,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 class ModelPictures:
-    """Loads the processor of a recipe's model, or one that a run has saved in `folder`."""
+    """Loads the processor of a recipe's model, or a run's saved processor from `folder`."""
 
     def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
         self._recipe = recipe
@@ -80,7 +80,7 @@ class ModelPictures:
         return [pixel_limit(self._recipe), *processor_identity(self._path)]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Raises ModelError for one that can't be used."""
+        """Raises ModelError for an unusable processor."""
         from finetune.data.pictures.processing import processor_for
 
         revision = self._recipe.model_revision if isinstance(self._path, str) else None
@@ -88,7 +88,7 @@ class ModelPictures:
 
 
 def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the recipe's chat template has replaced another one of the model's own."""
+    """Whether the recipe's chat template replaces the model's template."""
     return bool(vars(tokenizer).get(_REPLACED_ATTRIBUTE))
 
 

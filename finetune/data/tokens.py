@@ -116,7 +116,7 @@ class Encoder:
         return sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> list[list[Encoded] | BadRow]:
-        """The sequences of each example, or why there are none: one; two of a pair of answers; several for templates that
+        """The sequences of each example, or why it has no sequences: one; two of a pair of answers; several for templates that
         rewrite earlier turns."""
         if any(example.messages for example in examples):
             self.use_template()
@@ -142,7 +142,7 @@ class Encoder:
 
     @cached_property
     def picture_processor(self) -> PictureProcessor:
-        """The model's processor. Raises RecipeError where there is none."""
+        """The model's processor. Raises RecipeError for a model without a processor."""
         if self._pictures is None:
             raise RecipeError("there are pictures, and this command reads text only", "Leave the pictures out.")
         return self._pictures(self.tokenizer)

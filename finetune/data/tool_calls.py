@@ -165,7 +165,7 @@ _TAGGED = tuple(
 
 
 def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
-    """The arguments that begin at a position, each in tags of its own, as text, and the position after them."""
+    """The arguments that begin at a position, each in separate tags, as text, and the position after the last argument."""
     arguments: dict[str, str] = {}
     while match := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED)), None):
         arguments[match[1]], position = match[2], match.end()

@@ -61,7 +61,7 @@ class UnusedColumns:
     fields: dict[str, ColumnUse] = field(default_factory=dict)
 
     def merge(self, other: UnusedColumns) -> None:
-        """Add those of other rows."""
+        """Add the unused columns of other rows."""
         self.rows += other.rows
         self.messages += other.messages
         for kind in ("meanings", "columns", "fields"):
@@ -80,7 +80,7 @@ class UnusedColumns:
         return undecided
 
     def add_row(self, undecided: Values, number: int, texts: list[str]) -> None:
-        """Add the other columns of a row that can be trained on. `texts`: what is read of it."""
+        """Add the other columns of a row that can be trained on. `texts`: texts that are read from the row."""
         self.rows += 1
         for column, value in undecided.items():
             _add(self.columns, column, value, number, texts)
@@ -101,7 +101,8 @@ class UnusedColumns:
         return bool({*self.meanings} - {"split"} or self._asked(all_rows=False))
 
     def asked(self, rows_read: int) -> dict[str, ColumnUse]:
-        """Those that stop a run. A `split` in all `rows_read` rows is no mixture; a single row can't show what is constant."""
+        """Columns that stop a run. A `split` in all `rows_read` rows is no mixture; a single row can't show that a value is
+        constant."""
         meanings = {name: use for name, use in self.meanings.items() if name != "split" or use.count != rows_read}
         return {**meanings, **self._asked(all_rows=True)}
 
@@ -119,7 +120,7 @@ class UnusedColumns:
         return asked
 
     def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
-        """What to say about them: a line for each whose name is known, and one line for the others."""
+        """Messages about these columns: one line for each known name, and one line for all unknown names."""
         lines = [
             f"{self.file}: '{printable(name)}' isn't used, and it says {meaning_of(name)}: {use.count:,} row(s), the first "
             f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"

@@ -59,7 +59,6 @@ def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[di
 
 
 def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of a call; a missing argument has its default in the tool's schema."""
     functions = [function for tool in tools if isinstance(function := tool.get("function"), dict)]
     parameters = next((function.get("parameters") for function in functions if function.get("name") == _name(call)), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None

@@ -76,7 +76,6 @@ def _scores(
     run: RunDirectory, load: Callable[[], Answerer], rows: EvalRows, models: Iterable[tuple[str, Path | None]], name: str,
     max_new_tokens: int | None, progress: Callable[[str], None], chat_format: ChatFormat | None = None,
 ) -> list[Score]:  # fmt: skip
-    """The scores of each of `models`, by its name for `Answerer.using` and its adapter, on the same rows."""
     from finetune.evaluate.score import ModelOutputs
 
     outputs = (

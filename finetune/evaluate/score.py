@@ -269,7 +269,6 @@ class ModelOutputs:
 
 
 def _digests(pictures: list[list[dict[str, Any]]], rows: list[Any]) -> list[list[str]]:
-    """Digests of each row's pictures; empty lists for rows of text."""
     return [[picture["digest"] for picture in its] for its in pictures] or [[]] * len(rows)
 
 

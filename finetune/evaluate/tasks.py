@@ -129,7 +129,6 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return self._complete("generate_until", requests, super().generate_until)
 
         def _complete(self, kind: str, requests: list[Any], compute: Callable[..., list[Any]]) -> list[Any]:
-            """Return results of all requests, in order, from the journal or computed."""
             keys, batch_size = [_key(kind, request.args) for request in requests], 0
             while remaining := {
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries

@@ -46,7 +46,7 @@ _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder with the GGUF file of the model (and of the adapter), a Modelfile or why there is none, and the parity."""
+    """The folder with the GGUF file of the model (and of the adapter), a Modelfile or why it is missing, and the parity."""
 
     folder: Path
     file: Path

@@ -172,7 +172,7 @@ def _merged_in_memory(
 
 
 def model_folder(settings: Any) -> Path:
-    """The folder with the model's files; those of a hub model come from its cache or are downloaded. Raises ModelError."""
+    """The folder with the model's files; a hub model's files come from the hub's cache or are downloaded. Raises ModelError."""
     from huggingface_hub import snapshot_download
 
     from finetune.model.configuration import resolve_model_path

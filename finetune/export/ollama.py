@@ -77,7 +77,7 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
 
 
 def conversations(with_system: bool) -> list[list[Message]]:
-    """Conversations that a template may treat differently: their length, a system message, what they contain."""
+    """Conversations that a template may treat differently: by length, system message and content."""
     contents = ("Hello", "Two\nlines\n\nand more", "Ünïcödé 你好 🙂", '{"a": [1, 2]}', "# a <b> & 'c'", "x")
     variants: list[list[Message]] = []
     for content, turns, system in itertools.product(contents, (0, 1, 2), (False, True) if with_system else (False,)):

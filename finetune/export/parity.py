@@ -20,7 +20,7 @@ CONVERTER, _CLONE = "convert_hf_to_gguf.py", "git clone --depth 1 https://github
 
 
 class ParityError(FinetuneError):
-    """The exported file is not the trained model: `stage` is the first one that differs."""
+    """The exported file is not the trained model: `stage` is the first stage that differs."""
 
     title = "The exported file is not the trained model"
 
@@ -156,7 +156,8 @@ def check_answers(
 
 
 def require_llama_cpp(checkout: Path) -> None:
-    """Raise CommandError with what is missing: the converter in this checkout of llama.cpp, the package that loads files."""
+    """Raise CommandError that names the missing part: the converter in this checkout of llama.cpp, the package that loads
+    files."""
     problems, fixes = [], []
     if not (checkout / CONVERTER).is_file():
         problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")

@@ -84,7 +84,7 @@ def push(
 ) -> str:  # fmt: skip
     """Create the repository, private unless `public`, and commit all files at once. Returns the commit's address.
 
-    `update`: the repository may have files. Raises CommandError for what the user can change, HubError for the network.
+    `update`: the repository may have files. Raises CommandError for errors that the user can correct, HubError for the network.
     """
     require_repo(repo)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token

@@ -62,7 +62,6 @@ def packable_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _expert_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The fused weights of a module that transformers' `use_experts_implementation` is applied to."""
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         for name in EXPERT_WEIGHTS:
             weight = module._parameters.get(name)

@@ -1,4 +1,4 @@
-"""SFTTrainer's loss on a model that has no trainer: for the dry run, and for what is asked of a model before it is trained."""
+"""SFTTrainer's loss on a model that has no trainer: for the dry run, and for checks of a model before training."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sins: Any, sign: float) -> torc
 
 
 def rotary_forward(module: Any) -> Any:
-    """The forward of this module's class with lean RoPE; None where it calls no RoPE, or one that computes otherwise."""
+    """The forward of this module's class with lean RoPE; None where it calls no RoPE, or RoPE that computes otherwise."""
     if getattr(getattr(module, "config", None), "rope_interleave", False):  # then it calls another function
         return None
     return forward_with(module, _NAME, _lean)

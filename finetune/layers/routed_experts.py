@@ -1,4 +1,4 @@
-"""Forward and backward of a mixture's 4-bit experts: only those that got rows are dequantised, and little is saved.
+"""Forward and backward of a mixture's 4-bit experts: only experts with rows are dequantised, and little is saved.
 
 A forward pass dequantises a fused weight, multiplies each expert's rows and frees it; the backward pass dequantises it again.
 Which experts got rows is read once in a forward pass, which waits for the device; a forecast assumes that all of them did. The

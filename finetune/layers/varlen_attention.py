@@ -164,7 +164,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None for the CPU, and for ROCm, which torch gives numbers of its own for."""
+    """Compute capability of an NVIDIA GPU; None for the CPU, and for ROCm, whose numbers in torch mean something else."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 

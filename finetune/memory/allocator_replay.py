@@ -147,7 +147,7 @@ def _formula(size: int, width: int, other: int, narrow: int) -> tuple[float, flo
 def micro_batch_widths(lengths: Sequence[int], rows: int, longest: int, accumulation: int, seed: int = 0) -> list[int]:
     """Widths of the first micro-batches, each padded to its longest row. As in a run, a step's rows are random and sorted.
 
-    Widths fall in the first step, from the second longest row, and rise in the others; the longest row ends step 2.
+    Widths fall in the first step, from the second longest row, and rise in later steps; the longest row ends step 2.
     """
     rng, padded_lengths = random.Random(seed), sorted(min(length, longest) for length in lengths)
     count, batch = min(MOST_MICRO_BATCHES, 2 * accumulation + LATER_MICRO_BATCHES), rows * accumulation

@@ -2,8 +2,8 @@
 
 `torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: outputs of the forward part
 for the backward part are saved, all else is recomputed. The same partitioner runs here, without Dynamo before it and without
-code generation after it. In a dry run the two parts are executed operator by operator: saved tensors are those of a
-compiled layer, temporary ones an upper bound, as a fused kernel writes fewer.
+code generation after it. In a dry run the two parts are executed operator by operator: saved tensors are a compiled layer's,
+temporary ones an upper bound, as a fused kernel writes fewer.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ def _as_function(
 
 
 def _slots(layer: torch.nn.Module) -> Iterator[_Slot]:
-    """The slots of a layer's tensors: parameters, buffers and quantisation states."""
     for module in layer.modules():
         for tensors_by_name in (module._parameters, module._buffers):
             yield from ((tensors_by_name, key) for key, value in tensors_by_name.items() if value is not None)

@@ -78,9 +78,9 @@ class Forecast:
 class RowShape:
     """Tokens of the longest row, and the largest share of a micro-batch's positions that count in the loss.
 
-    `mismatched_tokens`: width of a KL batch, whose rows have a prompt and another row's answer; None: as `tokens`.
-    `pictures`: width and height of those of the row with most pixels, after `max_pixels`; `eval_pictures` of the held-out row.
-    `eval_tokens` and `eval_trained_share`: the same of the held-out rows; as for training where they are not known.
+    `mismatched_tokens`: width of a KL batch, whose rows have a prompt and another row's answer; None: as `tokens`. `pictures`:
+    width and height of each picture of the row with most pixels, after `max_pixels`; `eval_pictures` of the held-out row.
+    `eval_tokens` and `eval_trained_share`: for the held-out rows; the training rows' figures where unknown.
     """
 
     tokens: int

@@ -88,7 +88,6 @@ class LongestEarly(Sampler[int]):
         return early
 
     def _longest_indices(self) -> tuple[int, ...]:
-        """Indices of the longest rows in this epoch, the longest first."""
         rows = len(self._lengths)
         if self._epoch == 0:
             return (0,)[:rows] if rows <= self._batch or self._steps == 1 else (min(2 * self._batch, rows) - 1, 0)

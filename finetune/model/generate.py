@@ -143,7 +143,6 @@ class _Pieces:
         self._prompt, self._emitted = True, ""
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, then each token."""
         if self._prompt:
             self._prompt = False
             return

@@ -24,7 +24,7 @@ def grow_vocabulary(model: Any, settings: Settings, tokenizer: PreTrainedTokeniz
     """Give a base model the rows of its new tokens, if it has any: each the mean of the rows of the text that it stands for,
     or of all earlier rows.
 
-    Both tables grow, or the one that is tied. Without a `tokenizer`, on meta, rows have no values. Raises RecipeError for a
+    Both tables grow, or the tied table. Without a `tokenizer`, on meta, rows have no values. Raises RecipeError for a
     model whose vocabulary can't grow.
     """
     if not settings.trained_embedding_rows:

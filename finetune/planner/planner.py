@@ -437,7 +437,6 @@ class _Planner:
         )
 
     def _many_cards(self, attempt: _Attempt, settings: Settings) -> ManyCards | None:
-        """Memory needs per card for each launch strategy, when one card is too small or the launch shards the model."""
         launch, verdict = settings.launch, attempt.verdict
         wanted = verdict == Verdict.NO_FIT or is_sharded(launch) or (launch.num_processes > 1 and not verdict.fits)
         if self.card.is_cpu or not wanted or settings.vision:

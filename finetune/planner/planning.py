@@ -144,7 +144,6 @@ def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
 
 
 def _picture_note(plan: Plan) -> str:
-    """Describe the largest step, with its images; empty for text."""
     if plan.data is None or not plan.data.picture_tokens:
         return ""
     tokens = min(plan.data.longest or plan.settings.max_length, plan.settings.max_length)

@@ -29,8 +29,9 @@ class ModelShape:
     """Counts of parameters, and the widths that speed and advice need.
 
     `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
-    the ones that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the linear
-    layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get one.
+    the experts that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the
+    linear layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get
+    one.
     """
 
     family: str

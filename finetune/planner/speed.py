@@ -161,9 +161,9 @@ CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 @dataclass(frozen=True)
 class Job:
-    """Figures that all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and
-    the training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` of it.
-    `fused_mixers`: a package computes delta rules and scans."""
+    """Figures that all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and the
+    training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` times this
+    work. `fused_mixers`: a package computes delta rules and scans."""
 
     shape: ModelShape
     card: Card

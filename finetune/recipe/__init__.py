@@ -1,4 +1,4 @@
-"""Recipe: what the user wants, as YAML plus overrides; the settings themselves are in `finetune.settings`."""
+"""Recipe: the user's settings as YAML plus overrides; the settings themselves are in `finetune.settings`."""
 
 from finetune.recipe.load import (
     find_recipe,

@@ -187,7 +187,7 @@ class RunCallback(TrainerCallback):
         set_rates(self.trainer.lr_scheduler, rate, [group["lr"] for group in groups])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a run resumed from its last step: the trainer looks at the number of steps only after training another one."""
+        """End a run resumed from its last step: the trainer looks at the number of steps only after one more step."""
         if state.global_step >= state.max_steps:
             raise NothingLeftToTrain
 

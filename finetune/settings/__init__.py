@@ -1,4 +1,4 @@
-"""Settings: what a recipe may say, which settings agree, and what each decides; `finetune.recipe` reads files.
+"""The settings of a recipe: keys and values, which settings agree, and the effects of each; `finetune.recipe` reads files.
 
 Here is a recipe with every `auto` resolved: the input of plans, forecasts and training.
 """

@@ -1,4 +1,4 @@
-"""The formats of the base model's weights: a row for each, with what validation, forecast and planner must know of it.
+"""The formats of the base model's weights: a row for each, with the facts that validation, forecast and planner need.
 
 finetune/model/quantisation.py has how a format is loaded, finetune/memory/rules.py the memory of its kernels.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """`bits` and `weight_bytes` (with scales) are those of a quantised weight, `other_bytes` of a weight that is not quantised.
+    """`bits` and `weight_bytes` (with scales): of a quantised weight; `other_bytes`: of a weight that is not quantised.
 
     `setting`: the recipe's switch of a quantised format. `title` and `method`: the format, and LoRA on it, in a sentence.
     """
@@ -80,7 +80,7 @@ def requested_formats(recipe: Recipe) -> list[BaseFormat]:
 
 
 def base_format_of(recipe: Recipe) -> BaseFormat:
-    """The format of resolved settings. Of a recipe it is the one asked for, else the dtype's."""
+    """The format of resolved settings. Of a recipe: the requested format, else the dtype's."""
     plain = BITS_32 if recipe.dtype == "float32" else BITS_16
     return next(iter(requested_formats(recipe)), plain)
 

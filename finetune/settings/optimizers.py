@@ -1,4 +1,4 @@
-"""The optimizers of a recipe's `optim`: a row for each, with what validation, forecast and planner must know of it.
+"""The optimizers of a recipe's `optim`: a row for each, with the facts that validation, forecast and planner need.
 
 Trainer makes them by their names; this project's own are in finetune/model/techniques.py.
 """

@@ -12,7 +12,7 @@ from finetune.settings.schema import ALIASES, AUTO, Recipe, takes_auto
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the schema for display. `name` is dotted when nested; `default` is "required" when there is none."""
+    """A row of the schema for display. `name` is dotted when nested; `default` is "required" without a default."""
 
     name: str
     type: str

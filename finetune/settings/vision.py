@@ -1,4 +1,4 @@
-"""Settings of runs on rows with pictures: what they are with them, and what has not been checked with them yet."""
+"""Settings of runs on rows with pictures: values for such runs, and settings that are not checked with pictures yet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _ONLY: dict[str, tuple[Any, str]] = {
 
 
 def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
-    """The recipe for rows with pictures, if there are some and it leaves that open; and reasons for what it sets.
+    """The recipe for rows with pictures, if there are pictures and the recipe leaves that open; and a reason for each changed
+    setting.
 
     Raises RecipeError for settings that do not work with pictures.
     """
@@ -64,7 +65,7 @@ def pixel_limit(recipe: Recipe) -> int | None:
 
 
 def vision_problems(recipe: Recipe) -> Iterator[str]:
-    """What can't go together with pictures, one line each."""
+    """Settings that can't be combined with pictures, one line each."""
     if recipe.vision is False and recipe.train_vision != "none":
         yield f"train_vision {recipe.train_vision} needs the vision tower, and vision is false"
     if recipe.vision is not True:

@@ -7,6 +7,7 @@ data, on the CPU. Needs /usr/bin/chromium; the check of accessibility needs npm 
 import json
 import random
 import shutil
+import time
 from pathlib import Path
 
 import psutil
@@ -273,6 +274,7 @@ def test_a_field_of_all_settings_and_the_recipe_follow_each_other(served, visit)
     write_recipe(served)
     page = visit("")
     settled(page)
+    page.route("**/panel/settings*", lambda route: (time.sleep(3), route.continue_()))  # ticks come before the panel
     page.click("[data-panel=settings]")
     page.click("#nr-panel details:has([data-field=weight_decay]) > summary")
     page.fill("[data-field=weight_decay]", "0.25")

@@ -17,6 +17,7 @@ from app.planning.draft import Draft
 from app.scores import Scores
 from app.views.run_row import row_of
 from app.web.followed import attempted, changed_parts
+from app.web.page_filter import FIRST_HTML, rewritten
 from app.workspace import Workspace
 from finetune.errors import CommandError
 from finetune.evaluate.results import Comparison, Score
@@ -105,6 +106,12 @@ def test_a_damaged_run_is_named_and_hides_no_other(context):
 def test_a_message_that_means_nothing_changes_nothing_and_says_so(context, message):
     assert "Not done" in acted(context, **message)
     assert len(context.workspace.list_runs()) == 2
+
+
+def test_a_page_that_can_not_be_made_says_why(monkeypatch):
+    monkeypatch.setitem(FIRST_HTML, "place", lambda _query: int("damaged"))
+    page = b'window.gradio_config = {"components": [{"type": "html", "props": {"value": "place"}}]};</script>'
+    assert b"damaged" in rewritten(page, "nonce", "/runs", {})
 
 
 def test_a_page_sends_the_parts_that_have_changed(context):

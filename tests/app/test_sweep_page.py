@@ -8,6 +8,7 @@ from written_runs import make_sweep
 from app.browser_files import has_charts
 from app.live import LiveRuns
 from app.pages.run import RunPage
+from app.report import main as report_main
 from app.views import sweep as sweep_view
 from app.workspace import Workspace
 
@@ -36,6 +37,14 @@ def test_the_page_of_a_sweep_has_the_curves_of_its_arms_and_a_link_to_each(conte
     arms = changed["parts"]["arms"][1]
     assert arms in shown_page and not changed["alive"]
     assert arms.index('href="/run?run=rates-2"') < arms.index('href="/run?run=rates-1"')
+
+
+def test_the_report_of_a_sweep_is_one_file_with_the_curves_and_a_line_for_each_arm(context, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path / "report.html"), str(context.workspace.runs / "rates")])
+    assert report_main() == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Learning rate 0.0004 wins with a held-out loss of 0.5000" in page and page.count("<polyline") == 2
+    assert "<script" not in page
 
 
 def test_an_arm_is_opened_by_its_name_and_a_name_that_leads_elsewhere_is_nothing(context):

@@ -1,6 +1,5 @@
 """Every command of the pages is run, and a sample of what the program printed into them is printed again."""
 
-import csv
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from blocks.measured import MEASURED, accuracy
 from blocks.page import block, cells, pages
 from blocks.plans import MODELS, need_row, recipe_row
 from doc_pages import ROOT, every_command
@@ -141,19 +139,3 @@ def test_tables_of_what_fits_are_up_to_date(forecasts):
             assert recipe_row(row[0].strip("`")) == row
         for row in needs[3::14]:
             assert need_row(row[0]) == row
-
-
-@pytest.mark.exhaustive
-def test_errors_against_measurements_are_up_to_date(tmp_path):
-    """Every eighth row of the table, by the benchmark itself; `python docs/generate.py --check` makes all rows."""
-    on_page = cells(block("docs/accuracy.md", "accuracy").rsplit("\n\n", 1)[0])
-    with MEASURED.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns, rows = reader.fieldnames, [row for row in reader]
-    assert len(rows) == len(on_page)
-    sample = tmp_path / "sample.csv"
-    with sample.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows[::8])
-    assert cells(accuracy(sample).rsplit("\n\n", 1)[0]) == on_page[::8]

@@ -53,20 +53,8 @@ def python(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "libraries.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{ROOT}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(venv / "bin" / "python"),
-        "install",
-        "-q",
-        "--no-compile",
-        "-c",
-        str(ROOT / "constraints.txt"),
-        "lm-eval",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    install = ["-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "--no-compile", "lm-eval"]
+    subprocess.run([sys.executable, *install, "-c", str(ROOT / "constraints.txt")], check=True, capture_output=True)
     return venv / "bin" / "python"
 
 

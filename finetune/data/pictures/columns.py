@@ -37,7 +37,7 @@ def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
 
 
 def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
-    """The pictures of each sequence, of which row i has `counts[i]`; none for a table without pictures."""
+    """The pictures of each sequence, where row i has `counts[i]` sequences; none for a table without pictures."""
     if PICTURES not in table.column_names:
         return pa.array([[]] * int(counts.sum()), LIST_OF_PICTURES)
     return table[PICTURES].combine_chunks().take(pa.array(np.repeat(np.arange(table.num_rows), counts)))
@@ -86,7 +86,7 @@ class PictureSummary:
 
 
 def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSummary | None:
-    """Those of the rows in a mask; None without any."""
+    """Summary of the pictures of the rows in a mask; None without pictures."""
     used = sizes.of_rows(row_mask)
     if not len(used.rows):
         return None

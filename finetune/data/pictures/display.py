@@ -29,7 +29,7 @@ def small_pictures(pictures: Sequence[PictureSource]) -> list[dict[str, Any]]:
 
 
 def small_copy_of(path: Path) -> dict[str, Any]:
-    """That of a file."""
+    """The small copy of a picture file."""
     try:
         return small_copy(picture_file(path))
     except (BadPicture, PackagesError):

@@ -116,7 +116,8 @@ def _with_count(message: Message) -> Message:
 def _fill_parts(
     parts: list[PictureReference | int | None], column: list[PictureReference], example: Example
 ) -> list[PictureReference]:  # fmt: skip
-    """The picture of each content part: its own, or the column's next, or the one that its `index` names. Raises BadRow."""
+    """The picture of each content part: its own picture, the column's next picture, or the picture with its `index`. Raises
+    BadRow."""
     texts = example.texts()
     if any(IMAGE_TAG in text for text in texts):
         raise BadRow(None, f"has pictures as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
@@ -162,7 +163,7 @@ def _as_conversation(example: Example) -> Example:
 
 
 def with_parts(messages: list[Message]) -> list[Message]:
-    """The messages as a chat template takes them: with content parts if one of them has a picture."""
+    """The messages as a chat template takes them: with content parts if a message has a picture."""
     if not any("pictures" in message for message in messages):
         return messages
     return [

@@ -74,11 +74,11 @@ class PictureProcessor:
         return picture if size == picture.size else picture.resize(size)
 
     def tensors(self, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
-        """What the model gets of the scaled pictures of each row; nothing if no row has any."""
+        """The model's inputs for the scaled pictures of each row; empty if no row has pictures."""
         return processed_pictures(self.processor, rows) if any(rows) else {}
 
     def token_types(self, input_ids: Any) -> dict[str, Any]:
-        """What the model gets of the kind of each token; nothing for most."""
+        """The model's input for the kind of each token; empty for most models."""
         return token_types(self.processor, input_ids)
 
     def expanded(self, rendered: Rendered, pictures: Sequence[PictureSource]) -> Rendered:
@@ -152,7 +152,7 @@ def blank(width: int, height: int) -> Image:
 
 
 def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revision: str | None = None) -> PictureProcessor:
-    """The processor of a model's folder or hub id with this tokenizer. Raises ModelError for one that can't be used."""
+    """The processor of a model's folder or hub id with this tokenizer. Raises ModelError for an unusable processor."""
     require_pillow()
     name = recipe.model_name_or_path
     try:

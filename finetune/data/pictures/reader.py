@@ -33,7 +33,7 @@ class PictureReader:
         self._sizes = size_cache(pictures_folder())
 
     def read(self, rows: Iterable[list[PictureReference]]) -> list[tuple[PictureSource, ...] | BadRow]:
-        """The pictures of each row, or why one of them can't be used."""
+        """The pictures of each row, or why a picture can't be used."""
         with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
             return list(pool.map(self._read_row, rows))
 
@@ -75,7 +75,7 @@ class PictureReader:
 
 
 def file_stat(path: Path) -> FileStat:
-    """Size and modification time of a file; None if there is none."""
+    """Size and modification time of a file; None without the file."""
     try:
         stat = path.stat()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a value of a row says about a picture: a path, or its bytes. Nothing is opened here."""
+"""References to pictures in a row's values: a path, or the picture's bytes. Nothing is opened here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN_PATH = 120
 
 @dataclass(frozen=True)
 class PictureReference:
-    """A picture as a row names it. `field`: where in the row; `path` as it is written, or the picture's bytes."""
+    """A picture as a row names it. `field`: where in the row; `path` as written in the row, or the picture's bytes."""
 
     field: str
     path: str | None = None
