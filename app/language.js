@@ -9,6 +9,4 @@ document.addEventListener("click", ({ target }) => {
   const button = target.closest?.("[data-language]");
   if (button) choose(button.dataset.language);
 });
-document.addEventListener("change", ({ target }) => {
-  if (target.matches?.("[data-language-choice]")) choose(target.value);
-});
+document.addEventListener("change", ({ target }) => { if (target.matches?.("[data-language-choice]")) choose(target.value); });

@@ -1,25 +1,15 @@
 // New run: sends each edit in its order, shows the screen that comes back and then the plan of that draft, and opens the panels.
 import { tr } from "./language.js";
-import { sendBy, upload } from "./parts.js";
+import { find, sendBy, show as morphTo, upload } from "./parts.js";
 
 const TICK_MS = 1500;
-const find = (selector) => document.querySelector(selector);
 // The draft's stamp, the edits that wait for their answer, the plan that is asked for, and what a person opened.
 const state = { stamp: -1, waiting: [], edits: Promise.resolve(), planning: null, starting: false, mine: "", panel: "", query: "", why: "" };
 
 const ask = (path, options = {}) => fetch(`/ft/new/${path}`, options).then((response) => (response.ok ? response.json() : null)).catch(() => null);
-// A part is replaced around what is being typed in it: the same field keeps its text, its focus and the cursor.
 const fill = (element, html) => {
-  if (element.dataset.html === html) return;
-  const used = element.contains(document.activeElement) ? document.activeElement : null;
-  const typed = used?.matches("input, textarea") ? [used.value, used.selectionStart, used.selectionEnd] : null;
-  element.innerHTML = element.dataset.html = html;
-  const next = used?.dataset.key && element.querySelector(`[data-key="${CSS.escape(used.dataset.key)}"]`);
-  next?.focus({ preventScroll: true });
-  if (next && typed) {
-    next.value = typed[0];
-    if (next.type !== "number" && typed[1] !== null) next.setSelectionRange(typed[1], typed[2]);
-  }
+  if (element.dataset.html !== html) morphTo(element, html);
+  element.dataset.html = html;
 };
 const show = (parts) => {
   for (const [name, html] of Object.entries(parts)) for (const element of document.querySelectorAll(`[data-part="${name}"]`)) fill(element, html);
@@ -171,14 +161,13 @@ for (const name of ["dragover", "drop"]) {
   });
 }
 const follow = async () => {
-  if (find("#new-run")) {
-    const answer = await ask(`screen?mine=${state.mine}`);
-    show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. What you choose is kept in this tab and sent when it answers.")) });
-    if (!state.waiting.length) takeScreen(answer);
-    const measured = find("[data-measured]"); // there when the panel of all settings has arrived
-    if (measured) fill(measured, await ask("panel/measured") ?? "");
-    if (state.panel === "model") await loadPanel();
-  }
+  if (!find("#new-run")) return;
+  const answer = await ask(`screen?mine=${state.mine}`);
+  show({ lost: answer ? "" : noteOf("warn", tr("No answer from the page's server. What you choose is kept in this tab and sent when it answers.")) });
+  if (!state.waiting.length) takeScreen(answer);
+  const measured = state.panel === "settings" && find("[data-measured]"); // there when the panel has arrived
+  if (measured) fill(measured, await ask("panel/measured") ?? "");
+  if (state.panel === "model") await loadPanel();
 };
 const tick = () => follow().finally(() => setTimeout(tick, document.hidden ? 4 * TICK_MS : TICK_MS));
 tick();

@@ -1,31 +1,48 @@
-// Keeps a page up to date. An element with `data-follow` has an address that is asked every `data-every` milliseconds for the parts
-// inside it, elements with `data-part`, whose stamp has changed. Buttons with `data-act` send their message to `data-address`, or to
-// the same address.
+// Keeps a page up to date. An element with `data-follow` has an address that is asked every `data-every` ms for its parts, elements
+// with `data-part`, whose stamp has changed. Buttons with `data-act` send their message there, or to `data-address`.
 import { tr } from "./language.js";
 
+export const find = (selector) => document.querySelector(selector);
 const NO_ANSWER = () => tr("The page's server does not answer: try again when it is back.");
-const timers = new Map();
+const keyOf = (node) => node.dataset?.run ?? node.dataset?.key;
+// Makes `node` equal to `wanted`. Nodes that stay keep focus, scrolling, selection, open details and what is being typed.
+const morph = (node, wanted) => {
+  if (node.nodeName !== wanted.nodeName || keyOf(node) !== keyOf(wanted)) return void node.replaceWith(wanted);
+  if (!node.attributes) return void (node.data === wanted.data || (node.data = wanted.data));
+  const { value } = wanted, before = [...node.childNodes], after = [...wanted.childNodes];
+  for (const { name } of [...node.attributes]) if (name !== "open" && !wanted.hasAttribute(name)) node.removeAttribute(name);
+  for (const { name, value: text } of wanted.attributes) if (name !== "open" && node.getAttribute(name) !== text) node.setAttribute(name, text);
+  after.forEach((child, n) => (before[n] ? morph(before[n], child) : node.append(child)));
+  before.slice(after.length).forEach((child) => child.remove());
+  if (node.matches("input, select, textarea") && node !== document.activeElement && node.value !== value) node.value = value;
+};
+export const show = (element, html) => {
+  const wanted = element.cloneNode(false), used = element.contains(document.activeElement) ? document.activeElement : null;
+  wanted.innerHTML = html;
+  morph(element, wanted);
+  if (used && !used.isConnected) element.querySelector(`[data-key="${CSS.escape(used.dataset.key ?? "")}"]`)?.focus({ preventScroll: true });
+};
+const timers = new Map(), turns = new Map(); // only the newest turn counts: an older answer may be from before a message
 const parts = (root) => [...root.querySelectorAll("[data-part]")];
-const fill = (part, [stamp, html]) => {
-  const key = part.contains(document.activeElement) ? document.activeElement.dataset.key : "";
-  const folded = [...part.querySelectorAll("details")].map(({ open }) => open), scrolled = part.querySelector(".ft-log")?.scrollTop;
-  [part.dataset.stamp, part.innerHTML] = [stamp, html];
-  part.querySelectorAll("details").forEach((details, n) => { details.open = folded[n] ?? details.open; });
-  if (scrolled) part.querySelector(".ft-log").scrollTop = scrolled;
-  if (key) part.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+const refresh = async (root, turn) => {
+  const shown = parts(root).map(({ dataset }) => dataset.stamp).filter(Boolean).join("."), { follow } = root.dataset;
+  const response = await fetch(`${follow}${follow.includes("?") ? "&" : "?"}shown=${shown}`).catch(() => null);
+  const answer = (response?.ok && await response.json().catch(() => null)) || null;
+  const refused = response && !response.ok ? await response.text().catch(() => "") : "", said = root.querySelector("[data-said]");
+  if (turns.get(root) !== turn) return;
+  for (const part of answer ? parts(root) : []) {
+    const [stamp, html] = answer.parts[part.dataset.part] ?? [];
+    if (stamp) show(Object.assign(part.dataset, { stamp }) && part, html);
+  }
+  if (!find("#run-lost") && (!answer || said.dataset.lost)) [said.textContent, said.dataset.lost] = answer ? ["", ""] : [refused || NO_ANSWER(), "1"];
+  root.dispatchEvent(new CustomEvent("answer", { detail: { answer, refused } }));
 };
 export const ask = async (root) => {
+  const turn = {};
+  turns.set(root, turn);
   timers.set(root, clearTimeout(timers.get(root)));
-  if (!document.hidden) {
-    const shown = parts(root).map(({ dataset }) => dataset.stamp).filter(Boolean).join("."), { follow } = root.dataset;
-    const response = await fetch(`${follow}${follow.includes("?") ? "&" : "?"}shown=${shown}`).catch(() => null);
-    const answer = (response?.ok && await response.json().catch(() => null)) || null;
-    for (const part of answer ? parts(root) : []) if (answer.parts[part.dataset.part]) fill(part, answer.parts[part.dataset.part]);
-    const refused = response && !response.ok ? await response.text().catch(() => "") : "";
-    root.dispatchEvent(new CustomEvent("answer", { detail: { answer, refused } }));
-  }
-  clearTimeout(timers.get(root));
-  timers.set(root, setTimeout(ask, Number(root.dataset.every), root));
+  if (!document.hidden) await refresh(root, turn).catch(console.error);
+  if (turns.get(root) === turn) timers.set(root, setTimeout(ask, Number(root.dataset.every), root));
 };
 // Sends a message; what the server says of it stands in `said`, other parts of the answer in their places.
 export const post = async (root, message, said = root.querySelector("[data-said]")) => {
@@ -43,7 +60,7 @@ const early = [];
 let send = (message, root) => (root ? post(root, message) : early.push(message));
 export const sendBy = (way) => { send = way; early.splice(0).forEach((message) => way(message)); };
 document.addEventListener("click", ({ target }) => {
-  const element = target.closest?.("[data-act]"), bar = document.querySelector("[role=progressbar]");
+  const element = target.closest?.("[data-act]"), bar = find("[role=progressbar]");
   const [total, step] = ["max", "now"].map((name) => Number(bar?.getAttribute(`aria-value${name}`)));
   const asked = element?.dataset.confirm?.replace("{n}", Math.max(0, total - step)).replace("{total}", total);
   if (element && (!asked || confirm(asked))) send(JSON.parse(element.dataset.act), element.closest("[data-follow]"));

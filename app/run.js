@@ -1,9 +1,9 @@
 // A run's page: the open tab, the parts of it that change while it is open, its forms, and how old what it shows is.
 import { tr } from "./language.js";
-import { ask, post, upload } from "./parts.js";
+import { ask, find, post, upload } from "./parts.js";
 
 const TICK_MS = 1000, CHAT_MS = 500, IDLE_MS = 5000, SILENT_S = 5;
-const find = (selector) => document.querySelector(selector), live = () => find("#run-page");
+const live = () => find("#run-page");
 let answered = Date.now(), alive = true, refused = "";
 
 const follow = () => {
@@ -35,9 +35,7 @@ document.addEventListener("visibilitychange", () => { answered = Date.now(); });
 // Tabs: the address has the open one.
 const open = (tab) => {
   document.body.dataset.tab = tab;
-  for (const link of document.querySelectorAll(".ft-tabs a")) {
-    if (link.dataset.tab === tab) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
-  }
+  for (const link of document.querySelectorAll(".ft-tabs a")) if (link.dataset.tab === tab) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   askNow();
 };
 document.addEventListener("click", (event) => {
@@ -95,11 +93,13 @@ for (const name of ["dragover", "drop"]) {
 }
 
 // When the head has arrived: the tab that the server has chosen.
-const started = new MutationObserver(() => {
+const begin = () => {
   if (!live()) return;
   started.disconnect();
   document.body.dataset.tab = live().dataset.tab;
   answered = Date.now();
   follow();
-});
+};
+const started = new MutationObserver(begin);
 started.observe(document.documentElement, { childList: true, subtree: true });
+begin();

@@ -1,9 +1,8 @@
 // The page of all runs: search, filters, what is chosen, and the menu of a row. The server replaces the table when a run has moved
 // on, so what is chosen is kept in `state` and applied anew.
 import { tr } from "./language.js";
-import { post } from "./parts.js";
+import { find, post } from "./parts.js";
 
-const find = (selector) => document.querySelector(selector);
 const rows = () => [...document.querySelectorAll(".ft-runs tr[data-run]")];
 const shown = () => rows().filter((row) => !row.hidden);
 const state = { chosen: new Set(), last: "", menu: "" };
@@ -81,7 +80,7 @@ document.addEventListener("input", ({ target }) => { if (target.closest("#runs-c
 document.addEventListener("keydown", (event) => {
   if (!event.target.closest?.("#runs-menu") || !["ArrowDown", "ArrowUp"].includes(event.key)) return;
   event.preventDefault();
-  const step = event.key === "ArrowDown" ? "nextElementSibling" : "previousElementSibling";
-  event.target[step]?.focus();
+  event.target[event.key === "ArrowDown" ? "nextElementSibling" : "previousElementSibling"]?.focus();
 });
-new MutationObserver(apply).observe(document.documentElement, { childList: true, subtree: true });
+document.addEventListener("answer", apply, true);
+apply();

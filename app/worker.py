@@ -69,11 +69,6 @@ class Worker:
         #: What the running call last said that it does.
         self.doing = ""
 
-    def warm(self) -> None:
-        """Start the process before the first call: importing the libraries takes seconds."""
-        with self._calling:
-            self._started()
-
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

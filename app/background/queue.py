@@ -65,10 +65,6 @@ class Queue:
         """Entries that are waiting or preparing."""
         return [entry for entry in self.entries() if entry.status()["state"] in OPEN]
 
-    def newest(self) -> Entry | None:
-        entries = self.entries()
-        return entries[-1] if entries else None
-
     def add(self, recipe: Recipe, *, resume: str | None = None, force: bool = False) -> Entry:
         """Queue a new run, or with `resume` that run's continuation, without waiting."""
         for entry in self.waiting():

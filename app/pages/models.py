@@ -17,7 +17,7 @@ _LISTED = 200
 class ModelsPage(FollowedPage):
     """The page: one table."""
 
-    name, every_ms = "models", 5000
+    name, part_names, every_ms = "models", ("list",), 5000
 
     def before(self) -> str:
         return page_title("Models")

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 from finetune.card.nvidia import Device
 from finetune.card.visible import usable_devices
+from finetune.errors import FinetuneError
 from finetune.run.state import is_alive
 
-from ..context import Context
 from ..live import LiveRun
 from ..views import rail as views
 from ..views.rail import GpuMemory, RunningJob
 from ..web.followed import FollowedPage
 
-#: Seconds for which the driver's answer is good.
-_GOOD_S = 1.5
-
 
 class Rail(FollowedPage):
-    """The running job and the GPUs' memory. The driver is asked once in a tick, however many tabs are open."""
+    """The running job and the GPUs' memory."""
 
-    name, every_ms = "rail", 3000
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._lock, self._read_s = threading.Lock(), -_GOOD_S
-        self._status: tuple[RunningJob | None, list[GpuMemory]] = (None, [])
+    name, part_names, every_ms = "rail", ("now",), 3000
 
     def parts(self) -> dict[str, str]:
-        with self._lock:
-            if time.monotonic() - self._read_s > _GOOD_S:
-                live = self._live()
-                self._status, self._read_s = (_job(live) if live else None, gpu_memory(live)), time.monotonic()
-            return {"now": views.status(*self._status)}
+        try:
+            live = self._live()
+            return {"now": views.status(_job(live) if live else None, gpu_memory(live))}
+        except (FinetuneError, OSError, ValueError):  # a damaged run
+            return {"now": views.status(None, gpu_memory(None))}
 
     def _live(self) -> LiveRun | None:
         run = next((run for run in self.context.workspace.list_runs() if is_alive(run)), None)

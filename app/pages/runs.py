@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import CommandError, FinetuneError
 from finetune.run.directory import RunDirectory
 from finetune.run.rename_delete import delete_run, deleted_runs, rename_run, restore_run
 
@@ -30,7 +30,7 @@ class RunsPage(FollowedPage):
     name = "runs"
 
     def html(self, query: Mapping[str, str]) -> str:
-        return render("runs", parts=self.parts())
+        return render("runs", parts={})
 
     def parts(self) -> dict[str, str]:
         """The runs, the sweeps, the queue and the trash."""
@@ -49,7 +49,10 @@ class RunsPage(FollowedPage):
         }  # fmt: skip
 
     def act(self, message: Mapping[str, Any]) -> dict[str, str]:
-        runs = [run for name in message.get("runs", ()) if (run := self.context.workspace.run(name))]
+        names = message.get("runs", ())
+        runs = [run for name in names if (run := self.context.workspace.run(name))]
+        if len(runs) < len(names):
+            raise CommandError("there is no such run", "It was renamed or deleted: see the list.")
         match message, runs:
             case {"deed": "compare"}, _:
                 return {"compared": self.compare(runs)}

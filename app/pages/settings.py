@@ -17,7 +17,7 @@ from ..web.followed import FollowedPage
 class SettingsPage(FollowedPage):
     """The page. Theme and language are the browser's."""
 
-    name, every_ms, css = "settings", 1000, "ft-box"
+    name, part_names, every_ms, css = "settings", ("machine",), 1000, "ft-box"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -80,7 +80,7 @@ def refused_row(number: int, at: int, problem: Problem, text: str) -> str:
     return render(
         "data_row", title=tr("{file}, row {row}", file=row["file"], row=f"{row['row']:,}"), at=at, count=len(problem.rows),
         name="walk", steps=lambda index: {"walk": number, "at": index}, field=row["field"] or "", reason=row["reason"],
-        pieces=[(text, False)] if text else [], trained="",
+        pieces=[(Safe(inert(text, 5000)), False)] if text else [], trained="",
     )  # fmt: skip
 
 

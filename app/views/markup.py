@@ -105,7 +105,7 @@ def setting_names() -> frozenset[str]:
 
 def page_title(name: str) -> str:
     """The heading of a page before it has a better one; `name` is one of its steps' or the rail's."""
-    return f'<h1 class="ft-title" data-title="{tr(name)}">{tr(name)}</h1>'
+    return f'<h1 class="ft-title" data-title="{inert(tr(name))}">{inert(tr(name))}</h1>'
 
 
 def note(text: str, kind: str = "") -> str:

@@ -33,6 +33,6 @@ def refusal(error: Exception) -> str:
     if isinstance(error, RecipeError):
         title = tr_n("{n} setting to correct", "{n} settings to correct", len(error.problems))
         return problem(title, error.problems, error.fix)
-    if isinstance(error, WRONG_MESSAGE):
+    if isinstance(error, WRONG_MESSAGE) and not isinstance(error, UnicodeError):
         return problem(tr("Not done"), [tr("the page sent what this server doesn't know")], tr("Reload the page."))
     return problem_of(error)

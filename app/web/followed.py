@@ -28,6 +28,7 @@ class FollowedPage(ABC):
     """
 
     name: str
+    part_names: tuple[str, ...]
     every_ms = 2000
     css = ""
 
@@ -35,8 +36,8 @@ class FollowedPage(ABC):
         self.context = context
 
     def html(self, query: Mapping[str, str]) -> str:
-        """HTML of the page when it is opened. `query`: parameters of the address."""
-        return render("page", page=self, before=Safe(self.before()), parts=self.parts())
+        """HTML of the page when it is opened; the browser fetches the parts. `query`: parameters of the address."""
+        return render("page", page=self, before=Safe(self.before()), parts=dict.fromkeys(self.part_names, ""))
 
     def before(self) -> str:
         """HTML before the parts, which never changes."""
@@ -55,7 +56,10 @@ class FollowedPage(ABC):
 
         @api.get(f"/ft/page/{self.name}")
         def changed(shown: str = "") -> Response:
-            return as_json({"parts": changed_parts(self.parts(), shown)})
+            try:
+                return as_json({"parts": changed_parts(self.parts(), shown)})
+            except (FinetuneError, OSError, *WRONG_MESSAGE) as error:
+                return _plain(409, f"This page's files can't be read: {error}")
 
         @api.post(f"/ft/page/{self.name}")
         def act(message: dict[str, Any]) -> Response:

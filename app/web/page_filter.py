@@ -17,8 +17,6 @@ from urllib.parse import parse_qsl
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from finetune.errors import FinetuneError
-
 from .. import language
 from ..browser_files import FOLDER, has_charts
 from ..views.problems import problem_of
@@ -104,7 +102,7 @@ def rewritten(page: bytes, nonce: str, path: str, query: Mapping[str, str]) -> b
     """The page at `path` in this request's language, without foreign tags, with our HTML, styles and scripts and the nonce."""
     code = language.current()
     page = re.sub(rb'<html lang="[\w-]*"', f'<html lang="{"zh-CN" if code == "zh" else code}"'.encode(), page, count=1)
-    page = _FRAME_SCRIPT.sub(b"", _CONFIG.sub(lambda config: _with_html(config, query), page, 1), 1)
+    page = _CONFIG.sub(lambda config: _with_html(config, query), _FRAME_SCRIPT.sub(b"", page, 1), 1)
     page = _FOREIGN.sub(b"", page).replace(b"</head>", _head(path), 1)
     return re.sub(rb"<script\b", f'<script nonce="{nonce}"'.encode(), page)
 
@@ -124,7 +122,7 @@ def _with_html(match: re.Match[bytes], query: Mapping[str, str]) -> bytes:
     for props in (component["props"] for component in config["components"] if component["type"] == "html"):
         try:
             props["value"] = FIRST_HTML[props["value"]](query)
-        except (FinetuneError, OSError, ValueError) as error:  # a damaged file
+        except Exception as error:  # noqa: BLE001 - the other parts of the page are shown
             props["value"] = problem_of(error)
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
 

@@ -68,7 +68,7 @@ def require_accessible(tmp_path_factory):
     def require(page, *context):
         page.evaluate(script)
         wide = page.viewport_size
-        for width, is_dark in ((320, False), (wide["width"], True)):  # dark: other colours
+        for width, is_dark in ((320, False), (wide["width"], False), (wide["width"], True)):  # dark: other colours
             rules = "runOnly: ['color-contrast']" if is_dark else "rules: {'target-size': {enabled: true}}"
             page.set_viewport_size({**wide, "width": width})
             page.evaluate("isDark => document.body.classList.toggle('dark', isDark)", is_dark)

@@ -147,7 +147,7 @@ def test_a_copied_run_gets_a_folder_of_its_own_and_the_demo_leaves_the_draft(tin
     draft = tiny.context.draft
     assert draft.write("model_name_or_path: tiny\ndataset: support\noutput_dir: first\n").recipe.output_dir == "auto"
     tiny.change({"demo": True})
-    tiny.context.queue.newest().set_status("started", run="demo")
+    tiny.context.queue.entries()[-1].set_status("started", run="demo")
     tiny.screen()
     assert draft.read().model == "tiny"
 

@@ -22,10 +22,6 @@ def test_the_rail_of_each_page_marks_it_once_and_links_only_to_pages_that_exist(
     assert {link.lstrip("/") for link in links} == {address for address, _, _ in PAGES} - {"run"}
 
 
-def test_the_first_link_skips_to_the_page():
-    assert rail.rail("runs").startswith('<a class="ft-skip" href="#ft-main">')
-
-
 def test_memory_in_use_is_the_runs_and_that_of_others():
     html = rail.status(RunningJob("support", 0.61, 960), [GPU])
     assert "this run 20.0 · others 1.0 · free 3.0 GiB" in html

@@ -50,9 +50,10 @@ def test_runs_are_searched_chosen_renamed_deleted_and_restored_while_they_go_on(
     page.check(f"tr[data-run={first}] input")
     page.click(f"tr[data-run={last}] input", modifiers=["Shift"])
     assert "3 chosen" in page.inner_text("#runs-chosen")
+    page.focus("tr[data-run=delta] a")
     append_step(served, "delta")
-    page.wait_for_selector("tr[data-run=delta] >> text=41 of")  # the table was replaced, what was chosen stays
-    assert page.locator(".ft-runs tr.chosen").count() == 3
+    page.wait_for_selector("tr[data-run=delta] >> text=41 of")  # what was chosen, and the focus, stay
+    assert page.locator(".ft-runs tr.chosen").count() == 3 and page.evaluate("document.activeElement.innerText") == "delta"
     page.click("#runs-chosen [data-deed=none]")
 
     page.once("dialog", lambda dialog: dialog.accept("renamed"))
