@@ -96,7 +96,8 @@ def sweep_page(path: Path) -> str:
 def _page(title: str, head: str, parts: dict[str, str]) -> str:
     names = ("theme.css", "svg_chart.css", "run.css", "new_run.css")
     style = "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names) + _STYLE
-    return render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts)
+    page = render("report", title=title, style=style, made=time.strftime("%Y-%m-%d %H:%M"), head=head, parts=parts)
+    return f"{page}\n"
 
 
 def _one(live: LiveRun) -> dict[str, str]:
@@ -125,8 +126,7 @@ def _several(lives: list[LiveRun]) -> dict[str, str]:
         for live in lives
     ]  # fmt: skip
     summary = table(["run", "state", ">steps", ">measured peak"], rows, "Runs", hidden_caption=True)
-    paired = _paired([live.run for live in lives])
-    return {"Runs": summary, "Curves and settings": comparison(lives), "Paired scores": paired}
+    return {"Runs": summary, "Curves and settings": comparison(lives), "Paired scores": _paired([live.run for live in lives])}
 
 
 def _outcome(live: LiveRun) -> str:
