@@ -29,26 +29,26 @@ PAGES = (
 
 def build_page(context: Context, api: Any) -> tuple[gr.Blocks, dict[str, Any]]:
     """The Gradio application, and the theme options for mounting it. Adds the pages' routes to the FastAPI app."""
-    beside = Rail(context)
-    beside.add_routes(api)
+    rail_page = Rail(context)
+    rail_page.add_routes(api)
     pages = [(address, name, page(context)) for address, name, page in PAGES]
     with gr.Blocks(title="finetune", analytics_enabled=False, fill_width=True) as blocks:
-        _page("", beside, pages[0][2])
+        _page("", rail_page, pages[0][2])
     for address, name, page in pages[1:]:
         with blocks.route(name, f"/{address}"):
-            _page(address, beside, page)
+            _page(address, rail_page, page)
     for _, _, page in pages:
         page.add_routes(api)
     blocks.queue(api_open=False)
     return blocks, {"theme": _theme(), "favicon_path": str(Path(__file__).with_name("favicon.svg"))}
 
 
-def _page(address: str, beside: Rail, page: Any) -> None:
+def _page(address: str, rail_page: Rail, page: Any) -> None:
     """One page with the rail. Gradio's own bar is hidden: it can't be left out."""
     gr.Navbar(main_page_name=PAGES[0][1], visible=False)
     with gr.Column(elem_id="ft-rail"):
         _show(lambda query: rail.rail(address))
-        _show(beside.html, "ft-rail-now")
+        _show(rail_page.html, "ft-rail-now")
         _show(lambda query: rail.foot())
     _show(lambda query: '<div id="ft-main" tabindex="-1"></div>')
     _show(page.html)

@@ -32,7 +32,7 @@ const refresh = async (root, turn) => {
   if (turns.get(root) !== turn) return;
   for (const part of answer ? parts(root) : []) {
     const [stamp, html] = answer.parts[part.dataset.part] ?? [];
-    if (stamp) show(Object.assign(part.dataset, { stamp }) && part, html);
+    if (stamp) { part.dataset.stamp = stamp; show(part, html); }
   }
   if (!find("#run-lost") && (!answer || said.dataset.lost)) [said.textContent, said.dataset.lost] = answer ? ["", ""] : [refused || NO_ANSWER(), "1"];
   root.dispatchEvent(new CustomEvent("answer", { detail: { answer, refused } }));

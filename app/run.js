@@ -35,7 +35,7 @@ document.addEventListener("visibilitychange", () => { answered = Date.now(); });
 // Tabs: the address has the open one.
 const open = (tab) => {
   document.body.dataset.tab = tab;
-  for (const link of document.querySelectorAll(".ft-tabs a")) if (link.dataset.tab === tab) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  for (const link of document.querySelectorAll(".ft-tabs a")) link.ariaCurrent = link.dataset.tab === tab ? "page" : null;
   askNow();
 };
 document.addEventListener("click", (event) => {

@@ -27,7 +27,7 @@ class ModelsPage(FollowedPage):
         damaged = ""
         for run in self.context.workspace.list_runs()[:_LISTED]:
             try:
-                base = Path(str(self.context.lives.of(run).plan().settings.model_name_or_path)).name
+                base = Path(self.context.lives.of(run).plan().settings.model_name_or_path).name
                 files += models_of(run, base, self.context.scores.of(run))
             except (FinetuneError, OSError, ValueError) as error:  # the others are shown
                 damaged += problem_of(error)

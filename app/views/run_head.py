@@ -70,7 +70,7 @@ def about(live: LiveRun) -> list[str]:
     kind = tr("{precision} LoRA, rank {rank}", precision=precision(settings), rank=settings.lora_r)
     started = tr("started {time}", time=clock(live.run.plan.stat().st_mtime))
     where = tr("on the CPU") if plan.card.is_cpu else tr("on {gpu}", gpu=plan.card.name)
-    return [Path(str(settings.model_name_or_path)).name, data, kind, where, started]
+    return [Path(settings.model_name_or_path).name, data, kind, where, started]
 
 
 def _resume_label(live: LiveRun) -> str:

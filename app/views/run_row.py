@@ -47,7 +47,7 @@ def row_of(live: LiveRun, scores: Scores) -> RunRow:
     rate = digest.newest_step and digest.newest_step.tokens_per_s
     steps = tr("{step} of {total}", step=f"{digest.step:,}", total=f"{total:,}") if total else f"{digest.step:,}"
     return RunRow(
-        name, Path(str(plan.settings.model_name_or_path)).name, live.state(), steps,
+        name, Path(plan.settings.model_name_or_path).name, live.state(), steps,
         _last(loss), Safe(sparkline(loss.points(), label)) if loss else "", _held_out(digest), scores.of(live.run),
         peak_beside_forecast(live), minutes(_training_s(digest)) if digest.step else "", _day(live.run.plan.stat().st_mtime),
         f"{rate:,.0f}" if rate else "",

@@ -22,10 +22,7 @@ class RefusedError(ValueError):
 
 
 class FollowedPage(ABC):
-    """A page that the browser keeps up to date: every `every_ms` it fetches the changed parts. `css`: class of each part.
-
-    Its answers are at /ft/page/ and its `name`.
-    """
+    """A page whose changed parts the browser fetches every `every_ms` from /ft/page/ and `name`. `css`: class of each part."""
 
     name: str
     part_names: tuple[str, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -123,6 +124,7 @@ def _with_html(match: re.Match[bytes], query: Mapping[str, str]) -> bytes:
         try:
             props["value"] = FIRST_HTML[props["value"]](query)
         except Exception as error:  # noqa: BLE001 - the other parts of the page are shown
+            traceback.print_exc()
             props["value"] = problem_of(error)
     return b"window.gradio_config = " + _in_script(config).encode() + b";</script>"
 

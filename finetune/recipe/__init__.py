@@ -1,4 +1,4 @@
-"""Recipe: the user's settings as YAML plus overrides; the settings themselves are in `finetune.settings`."""
+"""Recipes: the user's settings as YAML plus overrides. `finetune.settings` has the schema."""
 
 from finetune.recipe.load import (
     find_recipe,

@@ -13,9 +13,9 @@ class Method:
     micro-batch. `reference_passes`: forward passes without gradients beside each training pass. `min_rows`: fewest rows of a
     micro-batch.
 
-    `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: settings that only this
-    method reads. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work with this
-    method, and why. `rate_factor`: the learning rate as a multiple of SFT's; `rate_source`: who found that, a name.
+    `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: settings that other
+    methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
+    with this method, and why. `rate_factor`: the learning rate as a multiple of SFT's; `rate_source`: who found that, a name.
     `precomputes`: whether the reference can be computed before the training.
     """
 

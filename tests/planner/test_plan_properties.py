@@ -41,7 +41,7 @@ def cases(draw):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_every_plan_is_a_valid_recipe_that_keeps_the_batch_and_never_overdraws(new_forecaster, case):
     values, card, data = case
