@@ -130,9 +130,9 @@ def test_a_plan_that_was_shown_in_english_is_chinese_for_a_chinese_reader(tmp_pa
     monkeypatch.setattr(context.planner, "call", lambda *_, **__: asked.append(1) or answer)
     page = NewRun(context)
     context.draft.change(model_name_or_path="tiny")
-    assert ">Fits</h1>" in page.plan()["parts"]["answer"]
+    assert ">Fits</h2>" in page.plan()["parts"]["answer"]
     with spoken("zh"):
         shown = page.plan(complete=True)["parts"]
-    assert ">放得下</h1>" in shown["answer"] and len(asked) == 1
+    assert ">放得下</h2>" in shown["answer"] and len(asked) == 1
     assert "32 比特权重，不用梯度检查点" in shown["plans"]
     context.close()

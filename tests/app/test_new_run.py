@@ -223,7 +223,7 @@ def test_before_there_is_data_the_plan_is_for_full_rows(page):
     page.change({"model": "tiny"})
     page.change({"gpu": "rtx-4090"})
     parts = page.plan()["parts"]
-    assert ">Fits</h1>" in parts["answer"] and "with full rows" in parts["answer"] and "Choose your data." in parts["ready"]
+    assert ">Fits</h2>" in parts["answer"] and "with full rows" in parts["answer"] and "Choose your data." in parts["ready"]
 
 
 def test_a_number_left_to_the_planner_shows_the_plans(tiny):
@@ -331,7 +331,7 @@ def test_refused_rows_block_run_with_a_button_that_leaves_them_out(tiny, tmp_pat
 )
 def test_the_verdict_has_its_gib(peak, high, title, spare):
     shown = new_run.answer(plan_of(peak, high))
-    assert f"</i>{title}</h1>" in shown and spare in shown
+    assert f"</i>{title}</h2>" in shown and spare in shown
 
 
 def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
@@ -341,8 +341,8 @@ def test_layers_that_are_not_on_the_gpu_are_no_green_fit():
         new_run.answer(plan_of(verdict=verdict_of(forecast, 11 * GIB, target), forecast=forecast, layer_copies=copies))
         for target in ("cpu", "nvme")
     )
-    assert 'nr-verdict warn"' in slow and ">Fits, slow</h1>" in slow and "33.0 GiB of layers in host memory." in slow
-    assert ">Fits, very slow</h1>" in slower and "Layers on disk, 256.0 GiB moved and 2 min 05 s in each step." in slower
+    assert 'nr-verdict warn"' in slow and ">Fits, slow</h2>" in slow and "33.0 GiB of layers in host memory." in slow
+    assert ">Fits, very slow</h2>" in slower and "Layers on disk, 256.0 GiB moved and 2 min 05 s in each step." in slower
 
 
 def test_the_time_is_the_runs_and_the_cost_the_plans_own():

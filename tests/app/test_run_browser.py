@@ -162,8 +162,8 @@ def test_a_name_of_110_letters_moves_nothing_off_a_phone(served, visit):
     page.wait_for_selector(f"#run-head h1 >> text={name}")
     for address in ("", "runs", f"run?run={name}&tab=chat"):
         page.goto(f"{served[0]}{address}")
-        page.wait_for_selector("h1.ft-title")
         page.wait_for_timeout(1500)
+        page.wait_for_selector("h1.ft-title")  # also of a page that its script has filled
         assert page.evaluate("document.documentElement.scrollWidth") <= 391, address
 
 
