@@ -1,8 +1,4 @@
-"""Token offsets of a byte-level tokenizer, computed from the lengths of its tokens.
-
-The name of a byte-level token has one character per byte, so offsets need not be tracked while tokenising, which saves two
-thirds of the time. If the tokens' bytes don't add up to the text's, the caller has to ask the tokenizer for its offsets.
-"""
+"""Compute token offsets of a byte-level tokenizer from token lengths."""
 
 from __future__ import annotations
 
@@ -21,16 +17,17 @@ _SPACE = "\u0120"
 
 
 class ByteLevel:
-    """The lengths of a tokenizer's tokens; build it with `of`."""
+    """Token lengths of a tokenizer, built by `of`."""
 
     def __init__(self, backend: Any, lengths: np.ndarray, trimmed: np.ndarray | None, *, normalises: bool) -> None:
-        """`lengths` in bytes by id; `trimmed`: leading and trailing spaces that the tokenizer's offsets leave out."""
+        # lengths in bytes, by id
         self._backend, self._lengths, self._normalises = backend, lengths, normalises
+        # leading and trailing spaces that the tokenizer's offsets leave out
         self._trimmed = trimmed
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:
-        """For a byte-level tokenizer that changes text only by NFC and adds no leading space; None for any other."""
+        """Build token lengths; None unless the tokenizer is byte-level, changes text only by NFC and adds no leading space."""
         from tokenizers import pre_tokenizers
 
         if not tokenizer.is_fast:
@@ -55,6 +52,7 @@ class ByteLevel:
                 continue
             if not byte_characters.issuperset(token):
                 return None
+            # a byte-level token's name has one character per byte; without tracked offsets tokenising takes a third of the time
             lengths[token_id] = len(token)
             if trims_offsets:  # as `trim_offsets` does: the leading spaces first; a token of spaces has no trailing ones
                 leading[token_id] = len(token) - len(token.lstrip(_SPACE))
@@ -63,7 +61,7 @@ class ByteLevel:
         return cls(backend, lengths, trimmed, normalises=normalizer is not None)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text; special tokens in it are recognised, none is added."""
+        """Tokenise texts, also special tokens in them, and add no token."""
         if self._backend.padding is not None or self._backend.truncation is not None:
             self._backend.no_padding()
             self._backend.no_truncation()
@@ -72,12 +70,13 @@ class ByteLevel:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def trained_mask(self, ids: list[int], text: str, spans: list[tuple[int, int]]) -> np.ndarray | None:
-        """Whether each token overlaps a span, as in `overlap_mask`; None if the tokens don't add up to the text."""
+        """Return `overlap_mask` of the tokens; None if their bytes don't add up to the text."""
         if self._normalises and not unicodedata.is_normalized("NFC", text):
             return None
         is_ascii = text.isascii()
         token_ids = np.frombuffer(array("i", ids), dtype=np.int32)
         ends = self._lengths[token_ids].cumsum()
+        # the caller then asks the tokenizer for its offsets
         if not len(ends) or ends[-1] != (len(text) if is_ascii else len(text.encode())):
             return None
         if not is_ascii:
@@ -92,12 +91,9 @@ class ByteLevel:
 
 
 def overlap_mask(offsets: list[tuple[int, int]] | np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Whether each token overlaps a span.
-
-    Offsets may omit white space at a token's start, or be empty for a token of white space; such a token starts at the end of
-    the previous one.
-    """
+    """Return whether each token overlaps a span."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    # offsets may omit white space at a token's start, or be empty for white space: the token starts at the previous end
     previous_ends = np.append(0, np.maximum.accumulate(ends)[:-1]) if len(ends) else ends
     token_starts = np.where(starts < ends, starts, previous_ends)
     mask = np.zeros(len(ends), dtype=bool)

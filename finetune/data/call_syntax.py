@@ -1,4 +1,4 @@
-"""Tool calls in a model's answer, read in the form in which its chat template writes them."""
+"""Read tool calls in the form of a chat template."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ _CODE_FENCE = r"(?:\s*```(?:json)?\s*)?"
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its thought, text and calls. `is_unreadable`: it begins a call that can't be read, and stays text."""
+    """A model's answer."""
 
     text: str
     calls: list[Call] = field(default_factory=list)
+    #: The text begins a call that can't be read.
     is_unreadable: bool = False
     thought: str = ""
 
 
 def assistant_message(answer: Any) -> dict[str, Any]:
-    """An Answer, or an object with its text, calls and thought, as the message that templates write."""
+    """Return an answer as the message that templates write."""
     more = {"tool_calls": [*answer.calls], "reasoning_content": answer.thought}
     return {"role": "assistant", "content": answer.text, **{name: value for name, value in more.items() if value}}
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """A form of calls. `opening` begins a call, `openings` are the literal texts with which that may begin.
+    """A form of calls."""
 
-    `read(text, match)` yields the calls that begin at the opening. It raises ValueError for an unreadable call.
-    """
-
+    #: Literal texts with which `opening` may begin.
     openings: tuple[str, ...]
     opening: re.Pattern[str]
+    #: Yields the calls at the opening. Raises ValueError for an unreadable call.
     read: Callable[[str, re.Match[str]], Iterator[_ReadCall]]
+    #: Arguments are written as text, and get the types of the tool's schema.
     loses_types: bool = False
 
     def answer(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Answer:
-        """The calls of a whole answer, and its text without them. Arguments written as text get the types of `tools`."""
+        """Split an answer into calls and text."""
         position = 0
         calls: list[Call] = []
         between = ""
@@ -68,7 +69,7 @@ class CallSyntax:
 
 
 def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyntax | None:
-    """The form in which a rendered text has exactly these calls, or None."""
+    """Return the form with exactly these calls, or None."""
     tools = []
     for name, arguments in calls:
         types = {argument: {"type": _type_of(value)} for argument, value in arguments.items()}
@@ -81,7 +82,7 @@ def syntax_of(text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> CallSyn
 
 
 def display_text(answer: Answer) -> str:
-    """An answer as people read it: its text, then each call on a line."""
+    """Return an answer as people read it."""
     lines = [
         f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})" for call in answer.calls
     ]
@@ -89,7 +90,6 @@ def display_text(answer: Answer) -> str:
 
 
 def _with_types(call: Call, tools: Sequence[dict[str, Any]]) -> Call:
-    """A call whose arguments were written as text, with the types that the tool's schema says."""
     functions = (tool.get("function") for tool in tools)
     name, values = call["function"]["name"], call["function"]["arguments"]
     schemas: Any = next((function for function in functions if isinstance(function, dict) and function.get("name") == name), {})
@@ -101,8 +101,8 @@ def _with_types(call: Call, tools: Sequence[dict[str, Any]]) -> Call:
 
 
 def _typed(text: Any, schema: Any) -> Any:
-    """A value written as text: text where the schema says so, else the JSON value or Python's constant that it spells."""
     types = _types(schema)
+    # text where the schema says so, else the JSON value or Python constant in the text
     if not isinstance(text, str) or types == {"string"}:
         return text
     try:
@@ -132,7 +132,6 @@ def _type_of(value: Any) -> str:
 
 
 def _closing(text: str, position: int, pattern: str) -> int:
-    """The position after the closing mark. Raises ValueError where other text follows."""
     match = re.compile(rf"\s*(?:{pattern})").match(text, position)
     if match is None:
         raise ValueError("a call without its end")
@@ -140,7 +139,6 @@ def _closing(text: str, position: int, pattern: str) -> int:
 
 
 def _json_objects(text: str, match: re.Match[str], *, closing: str) -> Iterator[_ReadCall]:
-    """One object with name and arguments, or a list of them, up to `closing`."""
     value, end = json_at(text, match.end())
     end = _closing(text, end, closing)
     for item in value if isinstance(value, list) else [value]:
@@ -158,12 +156,12 @@ def _named_json(text: str, match: re.Match[str], *, closing: str = "") -> Iterat
 
 
 def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
-    """The whole answer is one object or several, with a name and parameters and nothing else; other JSON is no call."""
     position, values = match.end(), []
     while position < len(text) and text[position] == "{":
         value, end = json_at(text, position)
         values.append(value)
         position = re.compile(r"[\s;,]*").match(text, end).end()  # type: ignore[union-attr]
+    # other JSON is no call
     if text[position:].strip():
         raise ValueError("text after the calls")
     for value in values:
@@ -171,8 +169,8 @@ def _bare_objects(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
 
 
 def _tagged(text: str, match: re.Match[str], *, end_tag: str = "", closing: str) -> Iterator[_ReadCall]:
-    """A tag for each argument. `end_tag` follows the last argument, `closing` the call."""
     pairs, end = tagged_arguments(text, match.end())
+    # `end_tag` follows the last argument, `closing` the call
     yield match["name"], pairs, _closing(text, _closing(text, end, end_tag), closing)
 
 
@@ -198,7 +196,7 @@ def _gemma(text: str, match: re.Match[str]) -> Iterator[_ReadCall]:
 
 
 def _syntax(openings: tuple[str, ...], pattern: str, read: Callable[..., Iterator[_ReadCall]], **options: str) -> CallSyntax:
-    """A form whose calls `read` yields with `options`; in tags, arguments are text."""
+    # in tags, arguments are text
     return CallSyntax(openings, re.compile(pattern), partial(read, **options), loses_types=read is _tagged)
 
 

@@ -1,4 +1,4 @@
-"""A model's chat format, learned from its template by rendering probes; reads answers in it: thought, text and calls."""
+"""Infer a model's chat format from its template, and read answers in that format."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ _SYSTEM: Message = {"role": "system", "content": "a rule"}
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _ANSWER, _THOUGHT = "the answer ends here", "the thought ends here"
 _REPLY: Message = {"role": "assistant", "content": _ANSWER}
-#: Two calls, to tell their form and what separates them; some templates allow only one call in an answer.
+#: Two calls, to tell their form and separator; some templates allow only one call in an answer.
 _CALLS: list[tuple[str, dict[str, Any]]] = [("find_it", {"place": 'a "place"', "count": 3}), ("list_all", {"kind": "x"})]
 
 
 @dataclass(frozen=True)
 class ThoughtMarks:
-    """The text before and after a thought. `is_prompted`: the generation prompt has the opening, so that answers lack it."""
+    """Text before and after a thought."""
 
     opening: str
     closing: str
+    #: The generation prompt has the opening, so answers lack it.
     is_prompted: bool = False
 
     def split(self, text: str, *, is_cut: bool = False) -> tuple[str, str] | None:
-        """The thought and the text after it; None if there is no thought. `is_cut`: the text was stopped before its end."""
+        """Split a text into thought and answer; None without a thought."""
         opening, closing, begins = self.opening.strip(), self.closing.strip(), text.lstrip()
         has_opening = bool(opening) and begins.startswith(opening)
         if not has_opening and not self.is_prompted:
             return None
         thought, mark, answer = begins[len(opening) * has_opening :].partition(closing)
         if not mark:
+            # an answer that was cut by the token limit may have no closing
             return (thought.strip(), "") if is_cut else None
         space = self.closing[len(self.closing.rstrip()) :]
         return thought.strip(), answer.removeprefix(space) if space and answer.startswith(space) else answer.lstrip("\n")
@@ -51,26 +53,19 @@ TAGS = ThoughtMarks("<think>", "</think>")
 
 
 class ChatFormat:
-    """The texts and tokens that a template writes around answers, thoughts and calls.
-
-    - ends: ids that end an answer in a conversation
-    - stops, call_stops: ids at which generation stops, after an answer and after its last call; stop_tokens: their texts
-    - marks: of thoughts that are read
-    - opens_thought: whether the generation prompt opens a thought that the template does not write
-    - before_answer: text between the generation prompt and an answer without a thought, such as an empty thought
-    - writes_thought: whether a message's reasoning is written, by whether the message has calls
-    - syntax, call_openings: form of calls, None if the template writes none; texts that may begin a call
-    - special_tokens: removed from texts that are read
-    """
+    """Text and tokens that a template writes around answers."""
 
     def __init__(self, template: Template) -> None:
         self._template, self._tokenizer = template, template.tokenizer
+        #: Removed from texts that are read.
         self.special_tokens = template.special_tokens
-        self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have none of them
+        self._first_letters = {token[:1] for token in self.special_tokens}  # most texts have no such letter
         unwritten, plain = self._written(_REPLY)
+        #: The generation prompt opens a thought that the template does not write.
         self.opens_thought = bool(unwritten.strip())
         opening, answer, after = plain.rpartition(_ANSWER)  # without an answer where it must be a list of parts
         self._answer_opening = opening if answer else ""  # such as a channel; empty if it is an empty thought
+        #: Text between the generation prompt and an answer without a thought, such as an empty thought.
         self.before_answer = "" if self.opens_thought else self._answer_opening
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         closing = until([*added, *self.special_tokens], after) if answer else ""
@@ -80,24 +75,30 @@ class ChatFormat:
         _, continued = self._written(_REPLY, {"role": "user", "content": "more"})
         inside = self._first_special(continued.rpartition(_ANSWER)[2].removeprefix(self._answer_closing))
         self._after_calls = ""
+        #: Form of calls, None if the template writes none; ids at which generation stops after the last call.
         self.syntax, self.call_stops, followed = self._learn_calls()
+        #: Texts that may begin a call.
         self.call_openings = self.syntax.openings if self.syntax else ()
+        #: Ids that end an answer in a conversation; ids at which generation stops after an answer.
         self.ends, self.stops = eos_ids | inside | ends | followed, eos_ids | (ends or inside)
+        #: Texts of `ends`, and of `stops`, each with `call_stops`.
         self._end_tokens, self.stop_tokens = (
             [str(name) for name in self._tokenizer.convert_ids_to_tokens(sorted(ids | self.call_stops))]
             for ids in (self.ends, self.stops)
         )
+        #: Whether a message's reasoning is written, by whether the message has calls.
         self.writes_thought = {True: False, False: False}
+        #: In the order in which `split` tries them.
         self.marks = self._learn_marks()
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """Marks, ends and openings around an answer; the end of a streamed piece may be a part of one."""
+        """Return all marks, which a streamed piece may cut in two."""
         marks = [text.strip() for form in self.marks for text in (form.opening, form.closing)]
         return tuple(filter(None, [*marks, self._answer_opening, self._answer_closing.strip(), *self._end_tokens]))
 
     def with_thought(self, message: Message) -> Message:
-        """A message whose `<think>` block is its reasoning, if the template writes one."""
+        """Move a `<think>` block to the reasoning if the template writes reasoning."""
         if message["role"] != "assistant" or "reasoning_content" in message:
             return message
         thought, text = thought_and_text(message)
@@ -106,10 +107,7 @@ class ChatFormat:
         return {**message, "reasoning_content": thought, "content": text}
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] | None = (), *, is_cut: bool = False) -> Answer:
-        """Read an answer that was decoded with its special tokens. Without `tools` (None) it has no calls.
-
-        is_cut: generation stopped before the answer's end, so a thought may have no end.
-        """
+        """Read a decoded answer; with `tools=None` calls stay text."""
         thought, text = self.split(text, is_cut=is_cut)
         answer = self.syntax.answer(text, tools) if self.syntax and tools is not None else Answer(text)
         if answer.calls:
@@ -117,7 +115,7 @@ class ChatFormat:
         return replace(answer, text=self.without_special_tokens(answer.text), thought=self.without_special_tokens(thought))
 
     def header_end(self, text: str) -> int:
-        """The end of the first header of an assistant turn in a conversation's text. Raises BadRow without a header."""
+        """Return the end of the first assistant header. Raise BadRow without a header."""
         prompt = self._template.render([_QUESTION], prompt=True).rpartition(_QUESTION["content"])[2]
         for begin in range(len(prompt.rstrip())):
             begins_turn = prompt[:begin].endswith("\n") or prompt.startswith(tuple(self.special_tokens), begin)
@@ -127,7 +125,7 @@ class ChatFormat:
         raise BadRow("messages", "the assistant speaks first, which the chat template writes in another form")
 
     def split(self, text: str, *, is_cut: bool = False) -> tuple[str, str]:
-        """The thought of an answer, and its text with calls, which may have special tokens."""
+        """Return an answer's thought and text."""
         for end in self._end_tokens:
             text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
         thought, text = next(filter(None, (marks.split(text, is_cut=is_cut) for marks in self.marks)), ("", text))
@@ -136,13 +134,12 @@ class ChatFormat:
         return thought, text.removeprefix(self._answer_opening).removesuffix(closing)
 
     def without_special_tokens(self, text: str) -> str:
-        """The text as people read it."""
         for token in self.special_tokens if any(first in text for first in self._first_letters) else ():
             text = text.replace(token, "")
         return text
 
     def _written(self, *messages: Message) -> tuple[str, str]:
-        """The end of the generation prompt that the template leaves out before these messages, and their text."""
+        """Return the omitted end of the generation prompt, and the messages' text."""
         for head in ([_QUESTION], [_SYSTEM, _QUESTION]):  # some templates require a system message
             with contextlib.suppress(BadRow):
                 prompt = self._template.render(head, prompt=True)
@@ -158,7 +155,6 @@ class ChatFormat:
         return {ids[0]} if ids and ids[0] in self._tokenizer.added_tokens_decoder else set()
 
     def _learn_calls(self) -> tuple[CallSyntax | None, set[int], set[int]]:
-        """The form of calls, the id after the last call, and the id with which a template without that ends a call."""
         for count in (2, 1):
             message = _call_message(_CALLS[:count])
             text = self._written(message)[1].rstrip()
@@ -169,6 +165,7 @@ class ChatFormat:
                 self._after_calls = syntax.answer(text).text
                 replies: list[Message] = [{"role": "tool", "name": name, "content": "found"} for name, _ in _CALLS[:count]]
                 continued = self._written(message, *replies)[1]
+                # without an end token, the first special token of the tool's reply ends the calls, and also an answer
                 following = self._first_special(continued.removeprefix(text)) if continued.startswith(text) else set()
                 return syntax, following, following
         return None, set(), set()
@@ -200,7 +197,7 @@ class ChatFormat:
 
 
 def thought_and_text(message: Message) -> tuple[str, str]:
-    """A message's reasoning and text; the reasoning may be a `<think>` block at the beginning of the content."""
+    """Return a message's reasoning, also from a `<think>` block, and its text."""
     if "reasoning_content" in message:
         return message["reasoning_content"], message["content"]
     return TAGS.split(message["content"]) or ("", message["content"])
@@ -209,7 +206,7 @@ def thought_and_text(message: Message) -> tuple[str, str]:
 def syntax_and_end(
     text: str, calls: list[tuple[str, dict[str, Any]]], special_tokens: Sequence[str]
 ) -> tuple[CallSyntax | None, str]:
-    """The form in which a rendered text has exactly these calls, and the special token after them."""
+    """Return the form of exactly these calls in a text, and the special token after them."""
     text = text.rstrip()
     end = max((token for token in special_tokens if text.endswith(token)), key=len, default="")
     if end and (syntax := syntax_of(text.removesuffix(end), calls)):
@@ -218,17 +215,17 @@ def syntax_and_end(
 
 
 def until(tokens: Sequence[str], text: str) -> str:
-    """The text before the first of these tokens."""
+    """Cut a text at the first of these tokens."""
     return text[: min((position for token in tokens if (position := text.find(token)) >= 0), default=len(text))]
 
 
 def without_space(text: str) -> str:
-    """The text without any white space."""
+    """Return the text without white space."""
     return "".join(text.split())
 
 
 def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the common prefix of two texts or lists of ids."""
+    """Return the length of the common prefix."""
     return len(first if second[: len(first)] == first else commonprefix([first, second]))  # type: ignore[list-item]
 
 

@@ -1,4 +1,4 @@
-"""Checks of single values in a row. Each message reads as a sentence after the field's name."""
+"""Check single values of a row; a message reads as a sentence after the field's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLANK_TEXTS = ("", "[]", "{}", "null", "None")
 #: Names of splits, as keys of one file or values of its column `split`.
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
-#: What is wrong with rows of tokens, and what to do.
+#: Problem and fix of rows of tokens.
 TOKENISED = (
     "these rows are tokens already (input_ids), and of one model only; finetune makes them from text",
     "Name the file of texts that they were made from as dataset.path.",
@@ -25,27 +25,28 @@ TOKENISED = (
 
 
 class BadRow(Exception):  # noqa: N818 - caught where file and row number are known
-    """A row that can't be trained on. `field` is the path inside the row, None for the whole row."""
+    """A row that can't be trained on."""
 
     def __init__(self, field: str | None, reason: str) -> None:
+        #: `field` is the path inside the row; None for the whole row.
         self.field, self.reason = field, reason
         super().__init__(reason)
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value is None or NaN, as empty cells of tables are."""
+    """Return whether a value is missing: null, or NaN as in empty cells of tables."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a value is missing, empty, or text for that."""
+    """Return whether a value is missing, empty, or text such as `null`."""
     if isinstance(value, str):
         return value.strip() in BLANK_TEXTS
     return is_missing(value) or (isinstance(value, (list, dict, tuple)) and not value)
 
 
 def required_text(row: Values, field: str) -> str:
-    """The text in `field`. Raises BadRow when it is missing, NaN, of another type, empty, or not valid Unicode."""
+    """Return the text in `field`. Raise BadRow for missing, empty or invalid text."""
     text = optional_text(row, field)
     if not text.strip():
         raise BadRow(field, "is missing" if row.get(field) is None else "is NaN" if is_missing(row[field]) else "is empty")
@@ -53,13 +54,13 @@ def required_text(row: Values, field: str) -> str:
 
 
 def optional_text(row: Values, field: str) -> str:
-    """The text in `field`, empty when missing or NaN. Raises BadRow."""
+    """Return the text in `field`, empty when missing. Raise BadRow."""
     value = row.get(field)
     return "" if is_missing(value) else valid_text(value, field)
 
 
 def valid_text(value: Any, field: str) -> str:
-    """`value` if it is text that can be encoded as UTF-8. Raises BadRow."""
+    """Return text that can be encoded as UTF-8. Raise BadRow."""
     if not isinstance(value, str):
         raise BadRow(field, f"is {type_phrase(value)}, not text")
     if len(value) > ROW_LIMIT:
@@ -68,6 +69,7 @@ def valid_text(value: Any, field: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         code_point = ord(value[error.start])
+        # surrogateescape decodes an invalid byte to this range
         if 0xDC80 <= code_point <= 0xDCFF:
             raise BadRow(field, f"is not UTF-8: byte 0x{code_point - 0xDC00:02x} at character {error.start + 1}") from None
         raise BadRow(field, f"has a lone surrogate (\\u{code_point:04x}) at character {error.start + 1}") from None
@@ -75,7 +77,7 @@ def valid_text(value: Any, field: str) -> str:
 
 
 def valid_json(value: Any, field: str) -> Any:
-    """`value` if it is plain JSON with finite numbers and valid text. Raises BadRow."""
+    """Return plain JSON with finite numbers and valid text. Raise BadRow."""
     try:
         valid_text(json.dumps(value, allow_nan=False, ensure_ascii=False), field)
     except (TypeError, ValueError, RecursionError) as error:
@@ -84,7 +86,7 @@ def valid_json(value: Any, field: str) -> Any:
 
 
 def as_json_text(row: Values, names: Iterable[str]) -> Values:
-    """The row with what isn't text in these columns, or in these fields of its messages, written as JSON. Raises BadRow."""
+    """Write non-text values of these columns or message fields as JSON. Raise BadRow."""
     names = set(names)
     if not names:
         return row
@@ -98,7 +100,7 @@ def as_json_text(row: Values, names: Iterable[str]) -> Values:
 
 
 def parse_if_text(value: Any, field: str) -> Any:
-    """The value of JSON in a string (a CSV cell, a hub column); other values unchanged. Raises BadRow."""
+    """Parse JSON in a string (a CSV cell, a hub column). Raise BadRow."""
     if not isinstance(value, str):
         return value
     try:
@@ -108,7 +110,7 @@ def parse_if_text(value: Any, field: str) -> Any:
 
 
 def parse_if_list(value: Any) -> Any:
-    """The list of JSON in a string; other values unchanged."""
+    """Parse a JSON list in a string; return other values unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(BadRow):  # it is plain text
             return parse_if_text(value, "")
@@ -116,7 +118,7 @@ def parse_if_list(value: Any) -> Any:
 
 
 def type_phrase(value: Any) -> str:
-    """A value's type for an error message: `the number 5`, `a list`, `an object`, ..."""
+    """Return a value's type for a message: `the number 5`, `a list`."""
     if is_missing(value):
         return "missing" if value is None else "NaN"
     if isinstance(value, bool):
@@ -128,6 +130,6 @@ def type_phrase(value: Any) -> str:
 
 
 def quoted(value: str, limit: int = 40) -> str:
-    """Text from a row, shortened and safe to print."""
+    """Shorten text from a row, safe to print."""
     representation = repr(value[: limit + 1])
     return representation if len(representation) <= limit + 2 else f"{representation[: limit - 1]}..."

@@ -1,4 +1,4 @@
-"""Suggest settings that read rows which no format reads. Each suggestion is tried on the rows first."""
+"""Suggest settings that read rows which no format reads; each is tried on the rows first."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from finetune.errors import DataError
 from finetune.settings import DatasetRecipe
 from finetune.settings.methods import METHOD_FORMATS
 
-#: Words of names of questions, of their answers, the usual ones first, of explanations (which are answers, too), of reasoning
-#: and of scores.
+#: Words in names of questions, answers (usual ones first), explanations (answers, too), reasoning and scores.
 _QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
     words.split()
     for words in (
@@ -40,34 +39,32 @@ _QUESTIONS, _ANSWERS, _EXPLANATIONS, _THOUGHTS, _SCORES = (
         "judgement judgment evaluation stars",
     )
 )
-#: Rows whose values say what a column has.
+#: Rows that are read for the kinds of a column's values.
 _KIND_ROWS = 20
 _MAX_SUGGESTIONS = 3
-#: Settings of `dataset` by name, and what they would do.
+#: A reason, and settings of `dataset` by name.
 Suggestion = tuple[str, Values]
-#: Part of a row -> the columns that have it by their names and values; those that may have any are under an empty text.
+#: Part of a row -> its columns, by names and values; columns that may be any part are under an empty text.
 Parts = defaultdict[str, list[str]]
 
 
 def override(name: str, value: Any) -> str:
-    """A setting of `dataset` as an argument to type."""
+    """Return a setting of `dataset` as an argument to type."""
     return shlex.quote(f"dataset.{name}={_flow(value)}")
 
 
 def first_rows(dataset: DatasetRecipe) -> list[Row]:
-    """The first rows of a dataset as they stand in its file. Raises DataError when it can't be read."""
+    """Return the first rows of a dataset, unchanged. Raise DataError."""
     sources = find_sources(dataset.path, config=dataset.name, split=dataset.split, revision=dataset.revision)
     rows = (row for source in sources for row in source.rows() if isinstance(row, Row))
     return list(itertools.islice(rows, _KIND_ROWS))
 
 
 def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], bool]:
-    """Field of an alpaca row that each column is, or `ignore`; and whether the roles are guesses, which a run would ask about.
-
-    Empty for conversations and for formats other than a question and its answer.
-    """
+    """Map columns to fields of an alpaca row or `ignore`, and tell whether these are guesses."""
     values = [row.values for row in rows]
     columns = list(dict.fromkeys(name for row in values for name in row))
+    # conversations have no roles
     if any(not isinstance(value, str | int | float | None) for row in values for value in row.values()):
         return {}, False
     try:
@@ -88,20 +85,20 @@ def roles_of(rows: list[Row], dataset: DatasetRecipe) -> tuple[dict[str, str], b
 
 
 def _with_context_first(suggestions: list[Suggestion], rows: list[Row], dataset: DatasetRecipe) -> Values:
-    """The columns of the first suggestion that reads a context, else of the plainest; empty where none reads the rows."""
     mappings = [settings for _, settings in suggestions]
+    # a suggestion that reads a context first, else the plainest
     in_order = [settings for settings in mappings if "input" in settings["columns"]] + mappings[-1:]
     return next((settings["columns"] for settings in in_order if _tried(settings, rows, "", dataset)), {})
 
 
 def _is_identifier(name: str, rows: list[Values]) -> bool:
-    """Whether a column numbers the rows: a different value in each row, without spaces."""
     values = [str(row.get(name, "")) for row in rows]
+    # a column with a different value in each row, without spaces, numbers the rows
     return len(rows) > 2 and len({*values}) == len(rows) and not any(" " in value.strip() for value in values)
 
 
 def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRecipe) -> DataError:
-    """The error of rows that can't be read, with settings that read them in front of its fix."""
+    """Put settings that read the rows in front of an error's fix."""
     values = [row.values for row in rows]
     fixes = [error.fix]
     if isinstance(error, PreferenceData):
@@ -117,7 +114,7 @@ def advice_for(error: DataError, rows: list[Row], file: str, dataset: DatasetRec
 
 
 def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowParser, dataset: DatasetRecipe) -> list[str]:
-    """Return settings to type for columns and fields that stop a run: to use them, and to leave them out."""
+    """Return settings that use, or leave out, columns that stop a run."""
     columns = [name for name in asked if any(name in row.values for row in rows)]
     leave_out = f"To leave it out on purpose:  {override('ignore_columns', [*dataset.ignore_columns, *asked])}"
     suggestions = _unused_columns(columns, parser, [row.values for row in rows])
@@ -125,7 +122,7 @@ def advice_for_unused(asked: dict[str, ColumnUse], rows: list[Row], parser: RowP
 
 
 def json_advice(refused: Iterable[Refused], dataset: DatasetRecipe) -> list[str]:
-    """The setting that writes as JSON what isn't text; nothing where no row is refused for that."""
+    """Return the setting that writes non-text values as JSON."""
     fields = [row.field for row in refused if row.field and re.fullmatch("is .*, not text", row.reason)]
     names = list(dict.fromkeys(field.rpartition(".")[2] for field in fields if not field.endswith("]")))
     return [f"To write them as JSON:  {override('json_columns', [*dataset.json_columns, *names])}"] if names else []
@@ -200,12 +197,12 @@ def _part_of(name: str, rows: list[Values]) -> str:
 
 
 def _questions(parts: Parts, question: str | None = None, answer: str | None = None) -> Iterator[Suggestion]:
-    """Mappings of columns to a question and its answer, unless they are given, with the texts beside them."""
     answers = [*parts["answer"], *parts["explanation"]]
     question, answer = question or _first_named(parts["prompt"], _QUESTIONS), answer or _first_named(answers, _ANSWERS)
     if question is None or answer is None:
         pair = [*parts["prompt"], *parts[""], *answers]
         question = question or next(iter(parts[""]), None)
+        # two columns alone are a question and its answer
         if len(pair) != 2 or question is None:
             return
         [answer] = {*pair} - {question}

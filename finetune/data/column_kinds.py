@@ -1,7 +1,4 @@
-"""Classifies the values of an unused column, and says whether column and values together don't change a row's meaning.
-
-A name alone proves nothing: a `source` may be where a row is from, or a sentence to translate.
-"""
+"""Classify the values of an unused column, and decide whether the column is harmless."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Fields of messages that repeat what is read, in other columns.
+#: Fields of messages in other columns, which repeat fields that are read.
 _ROLES = ("role", "from")
 _NUMBERS = {"integer", "bit"}
 _SHORT = {"word", "token", "label", "identifier"}
@@ -62,20 +59,21 @@ _FAMILIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = tuple(
         ("meta metadata", {*_SHORT, "url", "date", "float", *_NUMBERS}),
     )
 )  # fmt: skip
-#: What a question is about; beside plain text it may be what is to be learnt.
+#: Topics of questions; beside plain text they may be the label to learn.
 _CLASSES = _word_set(
     "category categories topic topics domain domains task tasks type types subject subjects genre difficulty level tag tags "
     "keyword keywords skill skills area theme subcategory subtopic"
 )
 _CLASS_KINDS = frozenset({*_SHORT, "float", *_NUMBERS})
-#: Names with these words are of no family: vote_count; and those only with a length or count: answer_id, but response_tokens.
+#: Names with these words are never harmless: vote_count.
 JUDGEMENTS = _word_set(
     "correct incorrect vote votes upvotes like likes dislikes error errors winner chosen rejected best verdict toxicity"
 )
-#: What is looked at or heard: a path or an address of it is a part of the question.
+#: Media: the path or address of an image, a sound or a video is a part of the question.
 _MEDIA = _word_set(
     "image images img imgs picture pictures photo photos screenshot screenshots video videos audio audios speech frame frames"
 )
+#: Names with these words are harmless only with a length or count: response_tokens, but not answer_id.
 _ANSWERS = _word_set(
     "answer answers label labels target targets class choice choices option options gold solution output response completion "
     "expected truth intent sentiment summary translation"
@@ -85,12 +83,10 @@ _TEXT_SCORES = frozenset({"score", "scores", "int_score", "language_score"})
 
 
 def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
-    """The kinds of a value, or of the values inside it that their own names don't show to be harmless; none for a blank one.
-
-    What repeats one of `texts`, which are read, is of the kind `copy`.
-    """
+    """Return the kinds of a value, or of nested values that aren't harmless by name."""
     if isinstance(value, str):
         text = value.strip()
+        # `texts` are read, so a copy adds nothing
         return set() if text in BLANK_TEXTS else {"copy" if text in texts else _text_kind(text)}
     kinds: set[str] = set()
     for index, (leaf_name, leaf) in enumerate(_leaves(name, value)):
@@ -108,7 +104,8 @@ def kinds_of(name: str, value: Any, texts: Iterable[str] = ()) -> set[str]:
 
 
 def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
-    """Whether name and kinds say that a column doesn't change the meaning. `has_answer`: the format has one beside it."""
+    """Return whether a column doesn't change the meaning of a row."""
+    # a name alone proves nothing: a `source` may be where a row is from, or a sentence to translate
     name_words = set(words_of(name))
     if kinds <= {"copy"}:
         return True
@@ -129,14 +126,14 @@ def is_harmless(name: str, kinds: set[str], *, has_answer: bool) -> bool:
 
 
 def describe(kinds: set[str]) -> str:
-    """The kinds in a message: text, truth values or numbers."""
+    """Describe kinds: text, truth values or numbers."""
     numbers = {"float", *_NUMBERS}
     parts = [("truth values", kinds & {"truth"}), ("numbers", kinds & numbers), ("text", kinds - numbers - {"truth"})]
     return " and ".join(text for text, present in parts if present)
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in lower case: answer_id, AnswerId."""
+    """Split a name (answer_id, AnswerId) into words in lower case."""
     return re.findall(r"[a-z]+\d*|\d+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower()) or [name.strip() or "unnamed"]
 
 

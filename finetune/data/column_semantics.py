@@ -1,5 +1,4 @@
-"""Columns and fields that change the meaning of a row. An unused column of this kind stops the run until the recipe names the
-column."""
+"""Find columns and fields that change the meaning of a row; unused, they stop a run."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ CONTEXT = "a part of the prompt"
 _TOOLS = "tools or calls of them"
 _SPLIT = "which rows are held out"
 
-#: Column name in lower case without marks between its words -> what its values mean. Columns that are read are not looked up.
+#: Column name in lower case without marks between its words -> meaning of the values. Columns that are read are not looked up.
 _MEANINGS = {
     name.replace("_", ""): meaning
     for meaning, names in (
@@ -53,17 +52,17 @@ _NEUTRAL_WEIGHTS = (1, "1", "1.0", "true", "True")
 
 @lru_cache(4096)
 def meaning_of(name: Any) -> str:
-    """The meaning of a column's or field's values by its name; empty if the name is unknown."""
+    """Return the meaning of a column or field by its name; empty if unknown."""
     return _MEANINGS.get(re.sub(r"[\W_]+", "", name.lower()), "") if isinstance(name, str) else ""
 
 
 def changes_message(name: Any, value: Any) -> bool:
-    """Whether a field with this name changes the meaning of a message."""
+    """Return whether a field changes the meaning of a message."""
     return meaning_of(name) not in ("", CONTEXT, _SPLIT) and not is_blank(value)
 
 
 def changes_meaning(name: Any, value: Any, format_name: str) -> bool | None:
-    """Whether a column with this name changes the meaning of a row; None where the name doesn't decide it."""
+    """Return whether a column changes the meaning of a row; None if undecided by name."""
     meaning = meaning_of(name)
     if not meaning or (format_name == "text" and meaning in _DECIDED_BY_VALUES_FOR_TEXT):
         return None
@@ -87,26 +86,24 @@ FIXES = {
 
 
 def check_placeholders(row: Values, texts: Iterable[str]) -> None:
-    """Raises BadRow when a text has a tag for an image, sound or video of the row, which is left out."""
+    """Raise BadRow for a text with a tag for media that is left out."""
     tags = (tag for text in texts for tag in MEDIA_TAGS if tag in text)
     if any(meaning_of(name) in (_PICTURE, _MEDIA) and not is_blank(row[name]) for name in row) and (tag := next(tags, None)):
         raise BadRow(None, f"has {tag} in its text, in the place of what is left out")
 
 
 def without_columns(row: Values, ignored: Iterable[str]) -> Values:
-    """The row without the ignored columns, and its messages without the ignored fields.
-
-    `reasoning_content` means reasoning under any of its names.
-    """
+    """Drop ignored columns, and ignored fields of messages."""
     ignored_names = set(ignored)
     if not ignored_names:
         return row
+    # `reasoning_content` means reasoning under any name
     if "reasoning_content" in ignored_names:
         ignored_names |= {"reasoning", "thinking", *(name for name in row if meaning_of(name) == REASONING)}
     return {name: _without_fields(value, ignored_names) for name, value in row.items() if name not in ignored_names}
 
 
-#: Fields without which a message is none: a column of such a name may be left out, they stay.
+#: Fields that every message needs: they stay if a column of the same name is left out.
 _MESSAGE_PARTS = {"role", "content", "from", "value"}
 
 
@@ -120,7 +117,7 @@ def _without_fields(value: Any, ignored: set[str]) -> Any:
 
 
 class PreferenceData(DataError):
-    """Rows with a better and a worse answer, in the columns `chosen` and `rejected`."""
+    """Rows with a better and a worse answer."""
 
     def __init__(self, file: str, chosen: str, rejected: str) -> None:
         super().__init__(
@@ -131,7 +128,7 @@ class PreferenceData(DataError):
 
 
 def check_other_data(rows: list[Values], file: str, mapped_columns: Iterable[str]) -> None:
-    """Raise DataError that names the kind of data if it isn't rows with answers. `mapped_columns`: named by the recipe."""
+    """Raise DataError for data without answers to train on."""
     filled_columns = {name for row in rows for name, value in row.items() if not is_blank(value)} - set(mapped_columns)
     for columns, (problem, fix) in _NOT_TRAINING_DATA.items():
         if filled_columns.issuperset(columns):
@@ -150,14 +147,14 @@ _SAMPLE_ROWS, _SAMPLE_CHARACTERS = 50, 4_000
 
 
 def transcripts(rows: list[Values], columns: Iterable[str]) -> list[str]:
-    """The columns whose texts are mostly whole conversations."""
+    """Return the columns whose texts are mostly whole conversations."""
     texts = {name: [row[name] for row in rows[:_SAMPLE_ROWS] if isinstance(row.get(name), str)] for name in columns}
     conversations = {name: [text for text in texts[name] if _TRANSCRIPT.match(text[:_SAMPLE_CHARACTERS])] for name in texts}
     return [name for name in texts if 2 * len(conversations[name]) > len(texts[name])]
 
 
 def transcript_error(file: str, column: str) -> DataError:
-    """The error for a column of whole conversations, whose answers can't be told from the questions."""
+    """Return the error for a column of whole conversations."""
     return DataError(
         f"{file}: '{printable(column)}' is a transcript: a whole conversation in one text, with marks such as USER: and "
         "ASSISTANT:, and the user's part would be trained on, too",

@@ -1,4 +1,4 @@
-"""A row's conversation (OpenAI or ShareGPT style) -> messages for chat templates."""
+"""Read a row's conversation (OpenAI or ShareGPT style) as messages for chat templates."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ _MESSAGE_KEYS = (*_COPIED_KEYS, *REASONING, *_TRAIN_KEYS, "tool_calls", "functio
 
 
 def message_keys(columns: Columns) -> tuple[str, str]:
-    """The keys of a message's role and content, where a recipe's `columns` may name others."""
+    """Return the keys of a message's role and content."""
     return columns.get("role", "role"), columns.get("content", "content")
 
 
 def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "content")) -> list[Message]:
-    """The messages in a row's `field`, which may be JSON, with the roles of chat templates. `keys`: of role and content, beside
-    the usual ones. Raises BadRow with the path inside the field."""
+    """Read the messages in a row's `field`, also as JSON. Raise BadRow."""
     value = parse_if_text(value, field)
     if not isinstance(value, list):
         raise BadRow(field, f"is {type_phrase(value)}{'' if is_missing(value) else ', not a list of messages'}")
@@ -52,7 +51,7 @@ def read_messages(value: Any, field: str, keys: tuple[str, str] = ("role", "cont
 
 
 def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], tuple[Values, ...]]:
-    """The messages with Hermes' tagged text (tool calls, replies, tools) as fields, and the listed tools. Raises BadRow."""
+    """Turn Hermes' tagged text (calls, replies, tools) into fields. Raise BadRow."""
     converted: list[Message] = []
     tools: tuple[Values, ...] = ()
     for index, message in enumerate(messages):
@@ -73,19 +72,18 @@ def read_tool_text(messages: list[Message], field: str) -> tuple[list[Message], 
 
 
 def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
-    """Indices of the assistant messages to train on; `weight: 0` leaves one out. Raises BadRow.
-
-    A user must speak before the last of them; the chat template checks the rest of the order.
-    """
+    """Return the assistant messages to train on. Raise BadRow."""
     first_turn = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM_ROLES), None)
     if first_turn is None:
         raise BadRow(field, "has only a system prompt; there is no assistant turn to train on")
     speaker = {"assistant": "the assistant", "tool": "a tool"}.get(messages[first_turn]["role"])
+    # a user must speak before the last message; the chat template checks the rest of the order
     if speaker and (speaker == "a tool" or "user" not in [message["role"] for message in messages[:-1]]):
         raise BadRow(f"{field}[{first_turn}].role", f"{speaker} speaks first, and no user asks anything")
     assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise BadRow(field, "has no assistant turn; there is nothing to train on")
+    # `weight: 0` leaves an answer out
     trained = tuple(index for index in assistant_turns if messages[index].pop("weight", 1) != 0)
     if not trained:
         raise BadRow(field, "has weight 0 or train: false on every assistant turn; there is nothing to train on")
@@ -93,7 +91,7 @@ def answer_indices(messages: list[Message], field: str) -> tuple[int, ...]:
 
 
 def unread_fields(value: Any, keys: tuple[str, str]) -> list[Values]:
-    """The fields of each message that `read_messages` leaves unread."""
+    """Return the fields of each message that `read_messages` leaves unread."""
     messages = parse_if_list(value)
     if isinstance(messages, dict):
         messages = [messages]
@@ -115,9 +113,9 @@ def _keys_in(message: Values, keys: tuple[str, str]) -> tuple[str, str]:
 
 
 def _pair_keys(turn: Any) -> tuple[str, ...] | None:
-    """The keys of a question and its answer, where a turn is both and has no role: `{human, assistant}`, `{input, output}`."""
     if not isinstance(turn, dict) or "role" in turn or "from" in turn:
         return None
+    # a turn without role may be a question and its answer: `{human, assistant}`, `{input, output}`
     keys = next((keys for keys in _PAIRS if all(isinstance(turn.get(key), str) for key in keys)), None)
     return (*keys, "system") if keys and turn.get("system") else keys
 
@@ -155,7 +153,6 @@ def _message(source: Any, path: str, keys: tuple[str, str]) -> Message:
 
 
 def _is_trained(source: Values, path: str, role: str) -> bool:
-    """Whether no key of the message excludes it from training. Raises BadRow for a fractional weight."""
     flags = {}
     for key in _TRAIN_KEYS:
         value = source.get(key)
@@ -184,7 +181,6 @@ def _role(value: Any, path: str) -> str:
 
 
 def _content(source: Values, path: str, key: str, message: Message) -> str:
-    """The text of a message. It may be empty only in tool replies, system prompts and tool calls."""
     value = source.get(key)
     if is_missing(value):
         if "tool_calls" in message:
@@ -198,6 +194,7 @@ def _content(source: Values, path: str, key: str, message: Message) -> str:
         if pictures:
             message["pictures"] = pictures
     text = valid_text(value, path)
+    # tool replies, system prompts and tool calls may be empty
     if not text.strip() and message["role"] not in ("tool", *_SYSTEM_ROLES) and "tool_calls" not in message:
         raise BadRow(path, "the answer is empty" if message["role"] == "assistant" else "is empty")
     return text

@@ -1,4 +1,4 @@
-"""The data files of a folder or pattern, and the split that each one's name says: train, validation or test."""
+"""Find the data files of a folder or pattern, and each file's split by name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _LISTED_FILES = 8
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files that a path names, sorted, and the split of each; None where its name doesn't say one."""
+    """The sorted data files of a folder or pattern."""
 
     path: str
+    #: The split of each file; None where the name doesn't say.
     splits: dict[Path, str | None]
 
     @classmethod
     def of(cls, path_text: str) -> DataFiles | None:
-        """The data files of a folder or pattern; None for anything else."""
+        """Find the data files of a folder or pattern; None for anything else."""
         path = expanded(path_text)
         try:
             if path.is_dir():
@@ -61,19 +62,19 @@ class DataFiles:
             return None
         splits = {file: _split_of(file.relative_to(root)) for file in sorted(files)}
         if set("*?[") & set(path_text) and set(splits.values()) == {_split_of(path.relative_to(root))}:
-            splits = dict.fromkeys(splits)  # the pattern itself names the split: it is what is wanted
+            splits = dict.fromkeys(splits)  # the pattern itself names the split, and asks for these files
         return cls(path_text, splits)
 
     @property
     def is_split(self) -> bool:
-        """Whether some names say that rows are not for training."""
+        """Return whether some names say that rows are not for training."""
         return bool(set(self.splits.values()) - {TRAIN, None})
 
     def _named(self, *splits: str | None) -> list[Path]:
         return [file for file, split in self.splits.items() if split in splits]
 
     def of_split(self, name: str) -> list[Path]:
-        """The files of the split that a recipe names. Raises DataError without such files."""
+        """Return the files of a split. Raise DataError without files."""
         files = self._named(_SPLIT_WORDS.get(name.lower(), name))
         if not files:
             names = ", ".join(dict.fromkeys(split or "other files" for split in self.splits.values()))
@@ -83,7 +84,7 @@ class DataFiles:
         return files
 
     def training(self) -> list[Path]:
-        """The files to train on, by their names. Raises DataError where the names don't say which."""
+        """Return the files to train on. Raise DataError for unclear names."""
         files, unclear = self._named(TRAIN, None), self._named(_MIXED, None)
         if self.is_split and (unclear or not files):
             label = printable(self.path, 200)
@@ -95,15 +96,16 @@ class DataFiles:
         return files
 
     def held_out(self) -> list[Path]:
-        """The files to hold out: validation files. Test files are left alone."""
+        """Return the validation files."""
+        # test files are left alone
         return self._named(VALIDATION) if self.is_split else []
 
     def evaluation(self) -> list[Path]:
-        """The files to evaluate on, where the whole is named as held-out rows."""
+        """Return the files to evaluate on, if the whole path is held out."""
         return self._named(VALIDATION) or self._named(TEST) or list(self.splits)
 
     def names(self, files: list[Path]) -> str:
-        """Some of these files by name, with the folder of each where the files are in several."""
+        """Name some files, with folders if there are several."""
         root = os.path.commonpath([file.parent for file in self.splits])
         more = f", ... ({len(files)} in all)" if len(files) > _LISTED_FILES else ""
         return f"{', '.join(printable(file.relative_to(root).as_posix()) for file in files[:_LISTED_FILES])}{more}"
@@ -122,7 +124,7 @@ class DataFiles:
 
 
 def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) -> str:
-    """Which files are trained on, held out and not read."""
+    """Describe which files are trained on, held out and not read."""
     uses = [(trained, "to train on"), (held_out, "held out"), (set(files.splits) - trained - held_out, "not read")]
     named = [(files.names([file for file in files.splits if file in paths]), use) for paths, use in uses]
     parts = [f"{names} {use}" for names, use in named if names]
@@ -130,13 +132,14 @@ def describe_split(files: DataFiles, trained: set[Path], held_out: set[Path]) ->
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The data files of a folder and of its subfolders that are named for a split; without any, of its only subfolder."""
     entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     files = [entry for entry in entries if _is_data(entry)]
     folders = [entry for entry in entries if entry.is_dir()]
     for subfolder in folders:
+        # subfolders that are named for a split
         if _split_of(Path(subfolder.name, "rows")) is not None:
             files += [file for file in subfolder.iterdir() if _is_data(file)]
+    # without any file, an only subfolder
     return files if files or len(folders) != 1 else _files_in(folders[0])
 
 

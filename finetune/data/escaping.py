@@ -1,4 +1,4 @@
-"""Special tokens in a user's text stay text: no row can end a turn or open a new turn."""
+"""Keep special tokens in users' texts as text, so that no row can end or open a turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _placeholder(index: int) -> str:
 
 
 class SpecialTokenEscaper:
-    """Replaces special tokens in users' texts by placeholders while a template is rendered, and tokenises them as text."""
+    """Escapes special tokens in users' texts while a template is rendered."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -43,11 +43,10 @@ class SpecialTokenEscaper:
         self._token_pattern = re.compile("|".join(patterns) or "(?!)")
 
     def contains_special(self, text: str) -> bool:
-        """Whether a text contains special tokens."""
         return self._special_pattern.search(text) is not None
 
     def escape(self, messages: list[Message]) -> list[Message]:
-        """The messages with placeholders for the special tokens in users' texts. Raises BadRow if that can't be done."""
+        """Put placeholders for special tokens in users' texts. Raise BadRow."""
         return [self._escape_message(message, f"messages[{index}].content") for index, message in enumerate(messages)]
 
     def _escape_message(self, message: Message, path: str) -> Message:
@@ -60,7 +59,7 @@ class SpecialTokenEscaper:
         return {**message, "content": text}
 
     def unescape(self, rendered: Rendered) -> Rendered:
-        """The rendered text with the special tokens back in place of the placeholders, as `escaped_spans`."""
+        """Put special tokens back in place of placeholders, as `escaped_spans`."""
         matches = self._placeholder_pattern.finditer(rendered.text)
         replacements = [(match.start(), self._token_of(match)) for match in matches]
         if not replacements:
@@ -78,7 +77,7 @@ class SpecialTokenEscaper:
         return self._special_tokens[ord(placeholder[0]) - _FIRST_PLACEHOLDER]
 
     def tokenise(self, text: str, escaped_spans: list[Span]) -> tuple[list[int], list[Span]]:
-        """Ids and the character span of each token, with the special tokens in `escaped_spans` as text."""
+        """Return ids and character spans, with `escaped_spans` tokenised as text."""
         ids: list[int] = []
         offsets: list[Span] = []
         for start, end, token in self._split_at_special(text, escaped_spans):
@@ -98,21 +97,21 @@ class SpecialTokenEscaper:
         return ids, offsets
 
     def _split_at_special(self, text: str, escaped_spans: list[Span]) -> Iterator[tuple[int, int, str | None]]:
-        """Start, end and name of each special token outside `escaped_spans`; None is the name of the text between them."""
         previous_end = 0
         for match in self._token_pattern.finditer(text):
             group = match.lastgroup or ""
             if any(start <= match.start(group) < end for start, end in escaped_spans):
                 continue
+            # None: text between special tokens
             yield previous_end, match.start(), None
             yield match.start(), match.end(), match[group]
             previous_end = match.end()
         yield previous_end, len(text), None
 
     def _can_split(self) -> bool:
-        """Whether pieces of a text have the same tokens as the whole: the tokenizer adds no space at the start of a piece."""
         if not self._tokenizer.is_fast:
             return False
         backend = self._tokenizer.backend_tokenizer
+        # a space at the start of a piece would change its tokens
         rules = f"{backend.normalizer} {backend.pre_tokenizer}"
         return not any(word in rules for word in ("Prepend", "Metaspace", "add_prefix_space=True"))

@@ -1,4 +1,4 @@
-"""One row of the data, whatever its format."""
+"""One row of the data in any format."""
 
 from __future__ import annotations
 
@@ -12,34 +12,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """One row, whatever its format: messages, prompt and completion, or text.
+    """One row: messages, prompt and completion, or text."""
 
-    `answers` are the indices of the messages to train on; `file` and `row` say where the row was read. A pair of answers to the
-    same prompt has the rejected answer in `rejected` (its messages) or `rejected_completion`. `desirable`: whether the answer
-    is marked good; None for rows without such a label. `pictures`: one for each mark in the messages' texts, in order
-    (`pictures.placement`).
-    """
-
+    #: Where the row was read.
     file: str
     row: int
     messages: tuple[Message, ...] = ()
+    #: Indices of the messages to train on.
     answers: tuple[int, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
+    #: The rejected answer of a pair, as messages or as a completion.
     rejected: tuple[Message, ...] = ()
     rejected_completion: str | None = None
+    #: The answer is marked good; None for rows without a label.
     desirable: bool | None = None
+    #: One for each mark in the messages' texts, in order (`pictures.placement`).
     pictures: tuple[PictureSource, ...] = ()
 
     @property
     def is_pair(self) -> bool:
-        """Whether the row has a rejected answer beside the preferred answer."""
         return bool(self.rejected) or self.rejected_completion is not None
 
     def pair(self) -> tuple[Example, Example]:
-        """The preferred and the rejected answer as separate rows."""
+        """Split a pair into the preferred and the rejected row."""
         chosen = replace(self, rejected=(), rejected_completion=None)
         if not self.messages:
             return chosen, replace(chosen, completion=self.rejected_completion)
@@ -48,7 +46,7 @@ class Example:
         return chosen, replace(chosen, messages=messages, answers=answers)
 
     def content(self) -> dict[str, Any]:
-        """The content without file and row number; equal for duplicate rows."""
+        """Return the content, equal for duplicate rows."""
         fields = ("messages", "answers", "tools", "prompt", "completion", "text", "rejected", "rejected_completion")
         content = {name: getattr(self, name) for name in fields if getattr(self, name)}
         if self.pictures:
@@ -56,21 +54,20 @@ class Example:
         return content if self.desirable is None else content | {"desirable": self.desirable}
 
     def question(self) -> list[Message] | str:
-        """The messages before the last answer, or the prompt; empty for plain text."""
+        """Return the messages before the last answer, or the prompt."""
         return list(self.messages[: self.answers[-1]]) if self.messages else self.prompt or ""
 
     def calls(self) -> list[dict[str, Any]]:
-        """The calls of tools in the last answer."""
+        """Return the calls in the last answer."""
         return list(self.messages[self.answers[-1]].get("tool_calls") or ()) if self.messages else []
 
     def texts(self) -> list[str]:
-        """The texts of all its messages or fields."""
         messages = (*self.messages, *self.rejected)
         texts = (self.prompt, self.completion, self.text, self.rejected_completion)
         return [*(message["content"] for message in messages), *filter(None, texts)]
 
     def reference(self) -> str | None:
-        """The last answer of the row; None for plain text, and for an answer that is only a tool call."""
+        """Return the last answer; None for plain text and for a mere tool call."""
         if not self.messages:
             return self.completion
         last = self.messages[self.answers[-1]]

@@ -1,4 +1,4 @@
-"""A recipe's `dataset:` -> its sources, training and held-out, and a reader of each that needs no tokenizer."""
+"""Find a recipe's training and held-out sources, and read them without a tokenizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from finetune.settings.schema import DEFAULT_SHARE, LEAST_ROWS
 _MARKS = (True, False, "true", "false", "True", "False")
 #: Rows read to detect the format.
 _SAMPLE_ROWS = 1000
-#: A batch ends after so many rows, or so many characters.
+#: A batch ends after this number of rows, or of characters.
 BATCH_ROWS, _BATCH_CHARACTERS = 4096, 2**24
-#: A batch of rows with pictures, each of which is decoded.
+#: Rows of a batch with images, as each image is decoded.
 PICTURE_BATCH_ROWS = 256
 
 
 def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
-    """The sources of the training rows and of the held-out ones, checked to exist. Raises DataError and RecipeError."""
+    """Return the training and held-out sources. Raise DataError or RecipeError."""
     _check_holdout(dataset)
     find = partial(find_sources, config=dataset.name, revision=dataset.revision)
     names_split = "split" in dataset.model_fields_set
@@ -49,8 +49,7 @@ def sources_of(dataset: DatasetRecipe) -> tuple[list[Source], list[Source]]:
 
 
 def choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> list[bool]:
-    """Which rows `test_split_size` holds out, by the digests of their prompts. Rows with the same prompt stay together, so no
-    held-out prompt is trained on. Raises DataError."""
+    """Choose the rows that `test_split_size` holds out, by prompt digests. Raise DataError."""
     is_default, size = size is None, DEFAULT_SHARE * (len(digests) >= LEAST_ROWS) if size is None else size
     if not size:
         return [False] * len(digests)
@@ -60,6 +59,7 @@ def choose_held_out(digests: Sequence[int], size: float | None, seed: int) -> li
             f"dataset.test_split_size holds out {target_rows:,} of {len(digests):,} usable rows; none are left to train on",
             "Hold out fewer rows, or none:  dataset.test_split_size=0",
         )
+    # rows with the same prompt stay together, so no held-out prompt is trained on
     row_counts = Counter(digests)
     shuffled = list(row_counts)
     random.Random(seed).shuffle(shuffled)
@@ -93,13 +93,13 @@ def _check_holdout(dataset: DatasetRecipe) -> None:
 
 
 def split_notes(dataset: DatasetRecipe, training: list[Source], held_out: list[Source]) -> list[str]:
-    """For each folder or pattern, the files that are trained on, held out and not read, chosen by their names."""
+    """Describe how the files of each folder or pattern are used."""
     paths = [{source.path for source in sources if source.path is not None} for sources in (training, held_out)]
     return [describe_split(files, *paths) for files in split_files(dataset.path)]
 
 
 class SourceReader:
-    """Reads one source in batches. `unused`: its unread columns and fields; `finish` raises DataError if they stop the run."""
+    """Reads one source in batches."""
 
     def __init__(self, source: Source, dataset: DatasetRecipe, limit: int | None) -> None:
         self._remaining_rows: Iterator[Row | Refused] = itertools.islice(source.rows(), limit)
@@ -115,15 +115,17 @@ class SourceReader:
         except DataError as error:
             raise advice_for(error, rows, source.name, dataset) from None
         self.rows_read = 0
+        #: Unread columns and fields; `finish` raises DataError if they stop the run.
         self.unused = UnusedColumns(self.parser.file, self.parser.format)
 
     def batches(self) -> Iterator[list[Row | Refused]]:
-        """All rows, in batches whose limits depend only on the rows."""
+        """Yield all rows in batches."""
         batch: list[Row | Refused] = []
         size, batch_rows = 0, PICTURE_BATCH_ROWS if self.parser.has_pictures else BATCH_ROWS
         for row in itertools.chain(self._sample, self._remaining_rows):
             batch.append(row)
             size += _size(row.values, (str, bytes), 8) if isinstance(row, Row) else 0
+            # limits depend on the rows alone, so an interrupted cache finds the same batches again
             if len(batch) == batch_rows or size > _BATCH_CHARACTERS:
                 self.rows_read += len(batch)
                 yield batch
@@ -133,7 +135,7 @@ class SourceReader:
             yield batch
 
     def parsed(self) -> Iterator[ParsedBatch]:
-        """All rows, parsed. Raises DataError at the end when columns or fields that may change the meaning aren't read."""
+        """Yield parsed batches, then `finish`."""
         for batch in self.batches():
             parsed = self.parser.parse(batch)
             self.unused.merge(parsed.unused)
@@ -142,12 +144,11 @@ class SourceReader:
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
-        """All columns, and fields of messages, that aren't read."""
         fields = (f"messages[].{printable(name)}" for name in self.unused.fields)
         return tuple(dict.fromkeys((*self.parser.unused_columns, *map(printable, self.unused.columns), *fields)))
 
     def finish(self) -> None:
-        """Raise DataError when columns or fields that may change the meaning aren't read."""
+        """Raise DataError for unread columns or fields that may change the meaning."""
         if asked := self.unused.asked(self.rows_read):
             sample = [row for row in self._sample if isinstance(row, Row)]
             fixes = [*fixes_of(asked, self.parser.file), *advice_for_unused(asked, sample, self.parser, self._dataset)]
@@ -173,10 +174,7 @@ def _size(value: Any, counted: tuple[type[Sized], ...], size_of_others: int = 0)
 
 
 def method_of_rows(dataset: DatasetRecipe) -> tuple[str, str]:
-    """Return the training method by the columns of the first rows, and the reason; sft for a dataset on the hub.
-
-    Raises DataError and RecipeError.
-    """
+    """Choose the training method by the first rows, with the reason. Raise DataError or RecipeError."""
     for name, method in METHODS.items():
         if method.has_own_format and dataset.format == method.row_format:
             return name, f"dataset.format is {dataset.format}"

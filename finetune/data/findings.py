@@ -1,4 +1,4 @@
-"""Findings about rows that can be trained on: the problem, how many rows, where first, and what to do."""
+"""Find problems of rows that can be trained on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune.data.writing_scripts import SCRIPTS
 _TRUNCATED_SHARE, _SAME_ANSWER_SHARE, _OTHER_SCRIPT_SHARE = 0.01, 0.9, 0.01
 #: Fewest rows of a finding about all rows, such as that all answers are equal or damaged.
 _MIN_ROWS = 20
-#: Share of pairs whose chosen answer is the longer one, from which on length may be what is learnt.
+#: Share of pairs with the longer answer chosen, from which on the model may learn length.
 _LONGER_CHOSEN_SHARE = 0.8
 #: Pairs whose texts are read to find those in the other order.
 _MAX_COMPARED = 20_000
-#: Weights of all good answers to those of all bad ones that KTO's paper advises (section 4.2), and TRL.
+#: Range of the weight of all good answers over all bad answers, as KTO's paper (section 4.2) and TRL advise.
 _BALANCE = 1.0, 4 / 3
-#: Note on a tokenised row -> its description and what to do.
+#: Note on a tokenised row -> its description and fix.
 _NOTES = {
     "unrolled": ("the chat template changes answers as the conversation continues, so each is its own sequence, in {rows}", ""),
     "unprompted": (
@@ -73,23 +73,23 @@ def find_problems(
     stored: StoredRows,
     used: np.ndarray,
     *,
+    # indices of rows
     duplicates: np.ndarray,
+    # of the other split: how many rows, and where the first are
     leaked: tuple[int, list[tuple[str, int]]],
+    # all rows of the other split
     held_out_rows: int,
     truncated: np.ndarray,
     encoder: Encoder,
+    # of good and of bad answers
     label_weights: tuple[float, float] = (1.0, 1.0),
 ) -> Iterator[Finding]:
-    """The findings of one split. `used`, `truncated`: its rows as masks; `duplicates`: indices of rows;
-    `label_weights`: of good and of bad answers;
-    `leaked`: how many rows of the other split, and where the first are; `held_out_rows`: all rows of the other split.
-
-    Blocking findings mean that the data teaches, or the evaluation measures, next to nothing.
-    """
+    """Yield the findings of one split."""
     finding = partial(_finding, stored)
     if leaked[0]:
         text = "{rows} that are held out have the prompt of a training row; their scores say little"
         fix = "Take them out of one of the files, or hold out with dataset.test_split_size."
+        # blocks where the evaluation measures, or the data teaches, next to nothing
         blocks = leaked[0] == held_out_rows >= _MIN_ROWS
         yield Finding("leak", text, leaked[0], (format_locations(leaked[1]),), fix, blocks)
     if len(duplicates):

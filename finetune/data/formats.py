@@ -1,4 +1,4 @@
-"""Row formats, their detection by columns, and their conversion to `Example`."""
+"""Detect row formats by columns, and convert rows to `Example`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class Format:
-    """A format's required and optional columns, an example line, and its parser (row -> fields of Example)."""
+    """Columns, example line and parser of a format."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     example_line: str
+    #: Turns a row into fields of Example.
     parse: Callable[[Values, dict[str, str]], Values]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that it reads."""
         return (*self.required, *self.optional)
 
 
@@ -48,7 +48,6 @@ def _from_messages(row: Values, columns: Columns, field: str = "messages") -> Va
 
 
 def _from_alpaca(row: Values, columns: Columns) -> Values:
-    """Instruction and input become the user's message, reasoning and output the assistant's; `history`: earlier pairs."""
     parts = (optional_text(row, "instruction"), optional_text(row, "input"))
     answer = required_text(row, "output")
     question = "\n\n".join(part for part in parts if part.strip())
@@ -57,6 +56,7 @@ def _from_alpaca(row: Values, columns: Columns) -> Values:
     messages: list[Message] = []
     if (system := optional_text(row, "system")).strip():
         messages.append({"role": "system", "content": system})
+    # `history`: earlier pairs of question and answer
     history = parse_if_text(row.get("history") or None, "history")
     for index, pair in enumerate([] if is_missing(history) else history if isinstance(history, list) else [history]):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -73,7 +73,6 @@ def _from_alpaca(row: Values, columns: Columns) -> Values:
 
 
 def _from_prompt_completion(row: Values, columns: Columns) -> Values:
-    """Two texts, concatenated without a template; or two lists of messages."""
     if isinstance(row.get("prompt"), (list, dict)) or isinstance(row.get("completion"), (list, dict)):
         keys = message_keys(columns)
         fields = (("prompt", "user"), ("completion", "assistant"))
@@ -84,11 +83,12 @@ def _from_prompt_completion(row: Values, columns: Columns) -> Values:
         if not answers:
             raise BadRow("completion", "has no assistant turn; there is nothing to train on")
         return {"messages": tuple(messages), "answers": answers, "tools": _tools(row) or listed_tools}
+    # two texts are concatenated without a template
     return {"prompt": required_text(row, "prompt"), "completion": required_text(row, "completion")}
 
 
 def _message_list(value: Any, role: str) -> Any:
-    """A list of messages, also where it is one message or, beside a list, its text."""
+    # a single message, or a text beside a list of messages
     return [value] if isinstance(value, dict) else [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
@@ -102,7 +102,7 @@ def _from_xlam(row: Values, columns: Columns) -> Values:
 
 
 def filled(rows: Iterable[Values]) -> set[str]:
-    """The columns in which a row has a value."""
+    """Return the columns in which a row has a value."""
     return {name for row in rows for name, value in row.items() if not is_missing(value)}
 
 
@@ -116,7 +116,6 @@ _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0
 
 
 def _from_labelled(row: Values, columns: Columns) -> Values:
-    """A row with one answer, marked good or bad. Of a conversation the last answer is meant; of a completion all of it."""
     label = row["label"]
     key = label.strip().lower() if isinstance(label, str) else label
     if not isinstance(key, (bool, int, float, str)) or key not in _LABELS:
@@ -126,6 +125,7 @@ def _from_labelled(row: Values, columns: Columns) -> Values:
     if name is None:
         raise BadRow(None, "has no answer: the columns are prompt and completion, messages, or instruction and output")
     fields = FORMATS[name].parse(row, columns)
+    # the label is for the last answer of a conversation, or a whole completion
     if name != "prompt_completion":
         fields["answers"] = fields["answers"][-1:]
     return {**fields, "desirable": _LABELS[key]}
@@ -181,7 +181,7 @@ _QUESTIONS_ANSWERS = [
 
 
 class UnknownColumns(DataError):
-    """Columns of no format, or of another format than the recipe's."""
+    """Columns of no format, or not the recipe's."""
 
 
 def _formats_with(columns: set[str]) -> list[str]:
@@ -189,7 +189,7 @@ def _formats_with(columns: set[str]) -> list[str]:
 
 
 def usual_columns(rows: list[Values]) -> Columns:
-    """The mapping of a question and its answer under usual names, which become a conversation; empty for all other columns."""
+    """Map usual names of question and answer to alpaca's; empty for others."""
     filled_columns = filled(rows)
     if _formats_with(filled_columns):
         return {}
@@ -198,10 +198,7 @@ def usual_columns(rows: list[Values]) -> Columns:
 
 
 def reasoning_column(rows: list[Values], file: str, format_name: str, columns: Columns) -> Columns:
-    """The mapping of a column of reasoning beside a question and its answer, by its usual names; empty if it is the field's.
-
-    Raises DataError for a format without the field reasoning, for reasoning that is no text, and for transcripts as answers.
-    """
+    """Map a reasoning column by its usual names. Raise DataError for unusable reasoning."""
     answers = [name for name in ("output", "completion", "messages", "conversations") if name in FORMATS[format_name].columns]
     for name in transcripts(rows, answers):
         raise transcript_error(file, columns.get(name, name))
@@ -226,19 +223,17 @@ def reasoning_column(rows: list[Values], file: str, format_name: str, columns: C
 
 
 def rename_columns(row: Values, columns: Columns) -> Values:
-    """The row with the user's column names replaced by the format's. `columns` is field -> the user's column."""
+    """Rename the user's columns (field -> column) to the format's."""
     mapped = {field: row[column] for field, column in columns.items() if column in row}
     return {name: value for name, value in row.items() if name not in columns.values()} | mapped
 
 
 def detect(rows: list[Values], file: str) -> str:
-    """The format that most of `rows` (already renamed) have. Raises UnknownColumns when none fits, DataError when several do.
-
-    A `text` column next to another format's columns is ignored: many published datasets have one as a copy.
-    """
+    """Return the format of most rows. Raise UnknownColumns for none, DataError for several."""
     counts: Counter[str] = Counter()
     for row in rows:
         matching = _formats_with(filled([row]))
+        # many published datasets have a copy of the other columns in `text`
         matching = matching if len(matching) == 1 else [name for name in matching if name != "text"]
         if len(matching) > 1:
             names = " and ".join(matching)
@@ -255,7 +250,7 @@ def detect(rows: list[Values], file: str) -> str:
 
 
 def check_columns(rows: list[Values], file: str, format_name: str, columns: Columns) -> None:
-    """Raises DataError when a named format or the user's mapping needs columns that no row has. `rows` as read."""
+    """Raise DataError for required or mapped columns that no row has; `rows` are not renamed."""
     header = {key for row in rows for key in row}
     for field, column in columns.items():
         if field not in FIELDS:
@@ -278,7 +273,7 @@ def check_columns(rows: list[Values], file: str, format_name: str, columns: Colu
 
 
 def parse(row: Values, format_name: str, columns: Columns, file: str, number: int) -> Example:
-    """One renamed row as an Example. Raises BadRow."""
+    """Convert one renamed row. Raise BadRow."""
     fmt = FORMATS[format_name]
     missing = [column for column in fmt.required if column not in row]
     if missing:
@@ -291,7 +286,7 @@ def parse(row: Values, format_name: str, columns: Columns, file: str, number: in
 
 
 def unused_columns(columns: Iterable[str], format_name: str, read: Iterable[str]) -> tuple[str, ...]:
-    """Columns of the (renamed) rows that the format does not read, without those in `read`, which are read beside it."""
+    """Return columns that neither the format nor `read` reads."""
     names = {*FORMATS[format_name].columns, *read}
     return tuple(dict.fromkeys(printable(column) for column in columns if column not in names))
 

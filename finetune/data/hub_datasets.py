@@ -1,4 +1,4 @@
-"""Rows of a hub dataset, through `datasets`: only formats that are also read locally, never the dataset's own code."""
+"""Read hub datasets through `datasets`: formats that are also read locally, never a dataset's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOWED = ("json", "csv", "parquet")
 
 
 def read_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Row | Refused]:
-    """The rows of one split, numbered from 1. Raises DataError when it can't be found, reached or read."""
+    """Read the rows of one split, numbered from 1. Raise DataError."""
     file = f"{name}:{split}"
     for number, row in enumerate(_load(name, config, split, revision), 1):
         yield Row(file, number, {key: drop_nulls(value) for key, value in row.items()})
@@ -52,12 +52,12 @@ def _load(name: str, config: str | None, split: str, revision: str | None) -> An
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The dataset with pictures as they are stored: bytes or a path, which are checked before anything is decoded."""
     from datasets import Image
 
     features = copy.deepcopy(dataset.features)
     pictures = [feature for feature in _leaves(features) if isinstance(feature, Image)]
     for feature in pictures:
+        # images are checked before anything is decoded
         feature.decode = False
     return dataset.cast(features) if pictures else dataset
 

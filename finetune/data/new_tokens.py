@@ -1,4 +1,4 @@
-"""A recipe's new tokens in the tokenizer, and the rows of the embedding that they have."""
+"""Add a recipe's new tokens, and find their embedding rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Add the recipe's new tokens: ordinary ones, which answers show. Raises RecipeError for tokens that the vocabulary already
-    has."""
+    """Add the recipe's new tokens. Raise RecipeError for tokens in the vocabulary."""
     from transformers import AddedToken
 
     if not recipe.new_tokens:
@@ -29,6 +28,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
     model = recipe.model_name_or_path
     if problems := [f"new_tokens: {printable(name)} is a token of {model} already ({row})" for name, row in owned.items()]:
         raise RecipeError(_first(problems), "Leave out what the model has.")
+    # ordinary tokens, which answers show
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
     vocabulary = tokenizer.get_vocab()
     split_up = [name for name, ids in zip(names, _ids(tokenizer, names), strict=True) if vocabulary[name] not in ids]
@@ -45,17 +45,15 @@ def _first(problems: list[str]) -> list[str]:
 
 
 def rows_of_tokens(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, model_rows: int | None, highest: int) -> list[int]:
-    """First and end of the embedding's rows that are trained; empty for none.
-
-    The rows of the recipe's new tokens, and of tokens that were added to the tokenizer beyond the model's `model_rows` and
-    occur in the data: `highest` is the data's largest token. Raises DataError for tokens that were not added: they belong to
-    another model.
-    """
+    """Return first and end of the trained embedding rows, empty without any. Raise DataError."""
+    # Trained: the recipe's new tokens, and tokens that were added to the tokenizer beyond the model's rows and occur in
+    # the data, whose largest token is `highest`.
     end = max(tokenizer.get_vocab().values()) + 1
     first = end - len(recipe.new_tokens)
     if model_rows is None or max(highest, first if recipe.new_tokens else 0) < model_rows or first == model_rows:
         return [first, end] if recipe.new_tokens else []
     added = tokenizer.added_tokens_decoder
+    # tokens that were not added belong to another model
     if strangers := [token_id for token_id in range(model_rows, end) if token_id not in added]:
         token_id = highest if highest in strangers else strangers[0]
         raise DataError(

@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 
 def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
-    """Rows packed best-fit by TRL into sequences of at most `max_length` tokens, with the rows' `seq_lengths` for its collator.
-
-    TRL packs a thousand rows at a time, so they are shuffled first. Raises DataError for rows longer than `max_length`, which
-    TRL would truncate silently, and FinetuneError if any token or label is missing afterwards.
-    """
+    """Pack rows best-fit into sequences of at most `max_length` tokens. Raise DataError or FinetuneError."""
     import datasets
     from trl import pack_dataset
 
     before, longest = _totals(dataset)
+    # TRL would truncate the row silently
     if longest > max_length:
         raise DataError(
             f"a row has {longest:,} tokens, more than a packed sequence (max_length {max_length:,})",
@@ -32,6 +29,7 @@ def pack(dataset: Dataset, max_length: int, seed: int) -> Dataset:
     bars_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
+        # TRL packs a thousand rows at a time, so they are shuffled first
         packed = pack_dataset(dataset.select_columns(["input_ids", "labels"]).shuffle(seed=seed), max_length, "bfd")
     finally:
         if not bars_disabled:

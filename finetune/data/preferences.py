@@ -1,8 +1,4 @@
-"""Rows with a preferred and a rejected answer to one prompt (`chosen`, `rejected`) -> fields of an Example.
-
-As TRL, LLaMA-Factory, Axolotl and ms-swift write them: the prompt in its own column (text, messages, instruction), or each
-answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
-"""
+"""Read a preferred and a rejected answer to one prompt into fields of an Example."""
 
 from __future__ import annotations
 
@@ -22,10 +18,13 @@ _EQUAL = "and rejected are equal; there is nothing to prefer"
 
 
 def from_preference(row: Values, columns: Columns) -> Values:
-    """Texts after a prompt of text are trained without a template, all others as conversations. Raises BadRow."""
+    """Read a pair of answers. Raise BadRow."""
+    # As TRL, LLaMA-Factory, Axolotl and ms-swift write pairs: the prompt in its own column (text, messages, instruction),
+    # or each answer as the whole conversation, also as a transcript of "Human:" and "Assistant:".
     keys = message_keys(columns)
     prompt, tools = _prompt(row, keys)
     values = [_answer(row, field) for field in _ANSWERS]
+    # trained on without a template
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
         chosen, rejected = values
         if chosen.strip() == rejected.strip():
@@ -41,7 +40,6 @@ def from_preference(row: Values, columns: Columns) -> Values:
 
 
 def _prompt(row: Values, keys: tuple[str, str]) -> tuple[list[Message] | str | None, tuple[Values, ...]]:
-    """The prompt as messages; text, where the row has only that; None, where the answers contain it. And its tools."""
     tools = read_tools(row.get("tools"), "tools")
     system = optional_text(row, "system")
     field = next((name for name in ("messages", "conversations", "prompt") if not is_missing(row.get(name))), None)
@@ -55,6 +53,7 @@ def _prompt(row: Values, keys: tuple[str, str]) -> tuple[list[Message] | str | N
             return required_text(row, "prompt"), tools
         value = [{keys[0]: "user", keys[1]: value}]
     if value is None:
+        # the answers contain the prompt
         return None, tools
     messages, listed_tools = read_tool_text(
         read_messages([value] if isinstance(value, dict) else value, field or "", keys), field or ""
@@ -99,7 +98,7 @@ def _transcript(text: str, field: str) -> list[Message]:
 
 
 def _end_of_prompt(chosen: list[Message], rejected: list[Message]) -> int:
-    """Index of the first message in which the conversations differ, which must be an answer in both. Raises BadRow."""
+    # the first message that differs must be an answer in both
     pairs = zip(chosen, rejected, strict=False)
     start = next((index for index, (message, other) in enumerate(pairs) if message != other), min(len(chosen), len(rejected)))
     if start == len(chosen) == len(rejected):

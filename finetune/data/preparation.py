@@ -1,4 +1,4 @@
-"""From `recipe.dataset` to the trainer's datasets, with a report on every row."""
+"""Turn `recipe.dataset` into the trainer's datasets and a report."""
 
 from __future__ import annotations
 
@@ -40,37 +40,38 @@ Progress = Callable[[int, int | None], None]
 
 @dataclass
 class PreparedData:
-    """The trainer's datasets and their report. `lengths`: tokens per training sequence; `examples`, `eval_examples`: the source
-    rows; `plain`: all training rows are prompts with completions, without a template."""
+    """The trainer's datasets and their report."""
 
     splits: list[LimitedSplit]
     report: DataReport
     eval_report: DataReport | None
     fingerprint: str
+    #: Tokens per training sequence.
     lengths: list[int]
+    #: The source rows.
     examples: StoredExamples
     eval_examples: Iterable[Example]
+    #: All training rows are prompts with completions, without a template.
     plain: bool
 
     @cached_property
     def train(self) -> Dataset:
-        """The trainer's dataset: one sequence per row, none longer than max_length, with columns input_ids and labels (-100
-        where not trained on).
-        """
+        """Return the training sequences: input_ids and labels."""
         return self.splits[0].dataset(f"{self.fingerprint}-train")
 
     @cached_property
     def eval(self) -> Dataset | None:
-        """The trainer's dataset of held-out rows; None if no rows are held out."""
+        """Return the held-out sequences, if any."""
         return self.splits[1].dataset(f"{self.fingerprint}-eval") if len(self.splits) > 1 else None
 
     def sequence(self, index: int) -> tuple[list[int], list[int]]:
-        """The ids and labels of one training sequence, without importing datasets, which takes a second."""
+        """Return the ids and labels of one training sequence."""
+        # `train` imports datasets, which takes a second
         row = self._row(index).to_pylist()[0]
         return row["input_ids"], row["labels"]
 
     def pictures(self, index: int) -> tuple[PictureSource, ...]:
-        """The pictures of one training sequence; none where rows have no pictures."""
+        """Return the images of one training sequence."""
         row = self._row(index)
         return pictures_of(row, 0) if PICTURES in row.column_names else ()
 
@@ -84,25 +85,26 @@ class PreparedData:
 
 @dataclass
 class EncodedRows:
-    """Every row of a recipe's dataset as tokens, or why it has none, before max_length applies. Slow; `select` is fast."""
+    """Every row as tokens, or why it has none, before max_length applies."""
 
     encoder: Encoder
     splits: list[DataSplit]
     notes: list[str] = field(default_factory=list)  # which files are read as which split
-    trained_embedding_rows: list[int] = field(default_factory=list)  # of the embedding, which are trained: first and end
+    trained_embedding_rows: list[int] = field(default_factory=list)  # first and end of the embedding rows that are trained
 
     @cached_property
     def leaked_rows(self) -> tuple[int, list[tuple[str, int]]]:
-        """Held-out rows whose prompt (plain text: the text) is also in the training rows: how many, and where the first are."""
+        """Count and locate held-out rows whose prompt is also trained on."""
         if len(self.splits) < 2:
             return 0, []
         train, held_out = self.splits
+        # for plain text the digest covers the whole text
         trained_prompts = train.stored.prompt_digests[train.row_mask]
         rows = np.flatnonzero(held_out.row_mask & np.isin(held_out.stored.prompt_digests, trained_prompts))
         return len(rows), [held_out.stored.row_location(index) for index in rows[:4]]
 
     def select(self, recipe: Recipe, max_length: int | None) -> SelectedRows:
-        """The rows used with this max_length; None is no limit."""
+        """Apply a max_length; None is no limit."""
         weighted = bool(recipe.dataset.weights)
         splits = [
             LimitedSplit(split, max_length, recipe.excess_length, weighted=weighted and index == 0, seed=recipe.seed)
@@ -113,7 +115,7 @@ class EncodedRows:
 
 @dataclass
 class SelectedRows:
-    """The training and held-out rows with one max_length, and why other rows are left out."""
+    """The rows used under one max_length, and why others are left out."""
 
     encoded: EncodedRows
     recipe: Recipe
@@ -122,23 +124,22 @@ class SelectedRows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each training sequence."""
+        """Return the tokens of each training sequence."""
         return self.splits[0].lengths
 
     @property
     def eval_rows(self) -> int:
-        """Number of held-out sequences."""
         return len(self.splits[1].lengths) if len(self.splits) > 1 else 0
 
     @cached_property
     def findings(self) -> list[tuple[Finding, ...]]:
-        """The findings of each split; leaked held-out rows are a finding of the training split."""
         findings = [
             tuple(
                 find_problems(
                     split.stored,
                     split.used,
                     duplicates=split.stored.exact_duplicates(split.unlimited.row_mask),
+                    # leaked rows are a finding of the training split
                     leaked=self.encoded.leaked_rows if index == 0 else (0, []),
                     held_out_rows=int(self.splits[-1].unlimited.row_mask.sum()),
                     truncated=split.truncated,
@@ -153,13 +154,12 @@ class SelectedRows:
 
     @property
     def notes(self) -> list[str]:
-        """What to say of how the training files were read: columns that aren't used, and files chosen by their names."""
+        """Return remarks on file choice and unused columns."""
         columns = self.splits[0].unlimited.unused_columns
         return [*self.encoded.notes, *([f"columns not used: {', '.join(columns)}"] if columns else [])]
 
     def raise_problems(self) -> None:
-        """Raise DataError with every reason why this data can't be trained on: bad rows unless `dataset.on_bad_rows` is skip,
-        rows over max_length if `excess_length` is raise, nothing left to train on, blocking findings."""
+        """Raise DataError with every reason against training on this data."""
         splits, recipe, max_length = self.splits, self.recipe, self.max_length
         refused = [row for split in splits for row in split.refused]
         rows_read = sum(split.unlimited.rows_read for split in splits if not split.unlimited.split_off)
@@ -196,7 +196,6 @@ class SelectedRows:
             raise DataError(list(map(str, blocking)), f"To train on it as it is:  dataset.accept_findings=[{kinds}]")
 
     def prepared(self) -> PreparedData:
-        """The trainer's datasets and their report."""
         train, held_out = self.splits[0], self.splits[1] if len(self.splits) > 1 else None
         return PreparedData(
             splits=self.splits,
@@ -211,7 +210,7 @@ class SelectedRows:
 
 
 def file_infos(dataset: DatasetRecipe) -> dict[Source, FileInfo]:
-    """Size, time and hash of the dataset's files. Raises DataError and RecipeError."""
+    """Return size, time and hash of each file. Raise DataError or RecipeError."""
     return {source: FileInfo.of(source) for sources in sources_of(dataset) for source in sources}
 
 
@@ -219,11 +218,7 @@ def encode(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, infos: dict[Source, FileInfo] | None = None,
     progress: Progress | None = None,
 ) -> EncodedRows:  # fmt: skip
-    """Read and tokenise the recipe's dataset, or load its tokens from the cache. `progress(done, total)` counts rows;
-    the total is None if it is known only after reading. `infos`: of the dataset's files, if computed before.
-
-    Raises DataError for files that can't be read, RecipeError for conversations without a chat template.
-    """
+    """Tokenise the dataset, or load it from the cache. Raise DataError or RecipeError."""
     dataset = recipe.dataset
     if row_format := METHODS[recipe.method].row_format:
         dataset = dataset.model_copy(update={"format": row_format})
@@ -234,6 +229,7 @@ def encode(
     train = _load_rows(sources, infos, dataset, dataset.max_rows, encoder, row_counter)
     held_out = _load_rows(eval_sources, infos, dataset, None, encoder, row_counter)
     row_counter.finish()
+    # tokens from the cache did not need the template
     if any(stored.has("conversation").any() for stored in (train, held_out)):
         encoder.use_template()
     splits = [DataSplit(train, train.mask(True))]
@@ -249,7 +245,7 @@ def encode(
 
 
 def rows_to_evaluate(dataset: DatasetRecipe, encoder: Encoder) -> LimitedSplit:
-    """The held-out rows of a dataset that has some, else all, of any length. Raises DataError for files that can't be read."""
+    """Return a dataset's held-out rows, else all its rows."""
     sources, eval_sources = sources_of(dataset)
     infos = {source: FileInfo.of(source) for source in eval_sources or sources}
     row_counter = _RowCounter(None, infos.values(), dataset.max_rows)
@@ -274,10 +270,11 @@ def _load_rows(
 
 
 class _RowCounter:
-    """Counts the tokenised rows of all sources; the total is known if their files have lines."""
+    """Counts the tokenised rows of all sources."""
 
     def __init__(self, progress: Progress | None, infos: Iterable[FileInfo], limit: int | None) -> None:
         lines = [info.lines for info in infos]
+        # unknown where a file is not made of lines, or `max_rows` ends the reading
         self._total = None if limit is not None or None in lines else sum(filter(None, lines))
         self._progress, self.finished_rows, self._reported = progress, 0, -1
 

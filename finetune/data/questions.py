@@ -1,4 +1,4 @@
-"""Rows as questions: the prompt's tokens, and the answer that is expected."""
+"""Turn rows into questions: the prompt's tokens and the expected answer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 def questions_of(
     examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, pictures: ModelPictures | None = None
 ) -> list[dict[str, Any]]:
-    """`prompt` (text), `prompt_ids` and `answer` of each row; rows of plain text, which have no prompt, and answers that are
-    marked bad are left out.
-
-    Conversations have the `thought` before the answer, and the `answer_tokens` of both. Rows with tools have `tools` and the
-    answer's `calls`, which `answer` has as text. Rows with pictures have `pictures`; `pictures` loads the model's processor.
-    """
+    """Return prompt, tokens and answer of each row, with thought, calls and images if any."""
     encoder, rows = Encoder(tokenizer, conversations=False, pictures=pictures), []
     for example in examples:
         question, calls, answer, thought = example.question(), example.calls(), example.reference(), ""
         if example.messages:
             thought, text = thought_and_text(example.messages[example.answers[-1]])
             answer = display_text(Answer(text, calls))
+        # plain text has no prompt, and an answer marked bad is no reference
         if not question or answer is None or example.desirable is False:
             continue
         text = question if isinstance(question, str) else _shown(question[-1])
@@ -40,6 +36,7 @@ def questions_of(
         if example.messages:
             messages = list(example.messages[: example.answers[-1] + 1])
             whole = encoder.conversation_ids(messages, example.tools, pictures=example.pictures)
+            # tokens of thought and answer
             row |= {"thought": thought, "answer_tokens": max(0, len(whole) - len(prompt_ids))}
         if example.tools or calls:
             row |= {"tools": list(example.tools), "calls": calls}

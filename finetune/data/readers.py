@@ -1,4 +1,4 @@
-"""Local files -> numbered rows. An unreadable row is reported, and reading continues with the next."""
+"""Read local files as numbered rows; an unreadable row is reported, and reading continues."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from finetune.data.report import Refused, printable
 from finetune.errors import DataError, RecipeError
 from finetune.files import IS_LFS_POINTER, LFS_FIX, is_lfs_pointer
 
-#: Limits in bytes of a line, and of a .json file, which is read at once. They bound the memory of reading.
+#: Limits in bytes of a line, and of a .json file, which is read whole. They bound the memory of reading.
 LINE_LIMIT, JSON_LIMIT = 32 * 2**20, 256 * 2**20
-#: Most values (of lists: elements) of a Parquet row, and of the rows that are read at once.
+#: Most values (of lists: elements) of a Parquet row, and of the rows that are read together.
 _MAX_VALUES = 1_000_000
-#: Bytes of the Parquet rows that are read at once: rows with pictures have megabytes each.
+#: Bytes of the Parquet rows that are read together: rows with images have megabytes each.
 _BATCH_BYTES = 64 * 2**20
 #: Most columns of a .csv file, and most blank lines in a row.
 _MAX_COLUMNS, _MAX_BLANK_LINES = 10_000, 1_000_000
-#: Content of more than so many times the size of its file, and so many bytes, fills the memory: text is packed 20 to 50 times.
+#: Limit of unpacked content: a multiple of the file's size, plus bytes. Text is packed 20 to 50 times.
 _MOST_UNPACKED, _UNPACKED_BYTES = 1000, 256 * 2**20
-#: Extensions that may follow that of the file type.
+#: Extensions that may follow the file type's.
 COMPRESSED = (".gz", ".zst")
 _ROW_LIST_KEYS = ("data", "rows", "examples", "train", "instances", "items")
 #: File types that are not text.
@@ -42,19 +42,16 @@ _BINARY = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip or Excel", b"PAR1": "Parquet
 
 @dataclass(frozen=True)
 class Row:
-    """The fields of one row. `number` counts from 1; for .jsonl and .csv it is the line in the file."""
+    """The fields of one row."""
 
     file: str
+    #: Counts from 1; in .jsonl and .csv files it is the line.
     number: int
     values: Values
 
 
 def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bool = False) -> Iterator[Row | Refused]:
-    """The rows of a file of a type in READERS, also compressed with gzip or zstd; `name` is its name in problems.
-
-    `split`: of a file with splits (keys of a .json file, or a column `split`) only this one; `has_splits`: it must have them.
-    Raises DataError when it is empty, incomplete, not UTF-8 or not of its type.
-    """
+    """Read a file, also compressed. Raise DataError for an empty, incomplete or wrong file."""
     count = 0
     try:
         if is_lfs_pointer(path):
@@ -62,6 +59,7 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
         if file_type(path) not in TABLES:
             _check_text(path, name)
         reader = READERS[file_type(path)]
+        # a split is a key of a .json file, or a value of the column `split`
         rows = reader(path, name) if split is None else _of_split(split, path, name, has_splits)
         for count, row in enumerate(rows, 1):  # noqa: B007 - counted for after the loop
             yield row
@@ -74,7 +72,6 @@ def read_file(path: Path, name: str, split: str | None = None, *, has_splits: bo
 
 
 def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[Row | Refused]:
-    """The rows of one split. A file without splits is read whole for any split, unless it must have splits."""
     if file_type(path) == ".json" and (value := _splits_of(path, name)):
         if split not in value:
             raise DataError(f"{name}: has no split {printable(split)}; it has {', '.join(value)}", "Name one of them.")
@@ -84,6 +81,7 @@ def _of_split(split: str, path: Path, name: str, has_splits: bool) -> Iterator[R
         if isinstance(row, Refused):
             yield row
         elif "split" not in row.values:
+            # a file without splits is read whole for any split
             if has_splits:
                 raise RecipeError(
                     f"dataset.eval_split names a split of a hub dataset, of a folder of save_to_disk, or of rows with a column "
@@ -104,7 +102,7 @@ def _splits_of(path: Path, name: str) -> dict[str, list[Any]]:
 
 
 def file_type(path: Path) -> str:
-    """The extension that says how to read a file, in lower case and without .gz or .zst."""
+    """Return the lower-case extension without .gz or .zst."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
 
 
@@ -136,10 +134,12 @@ def _check_text(path: Path, name: str) -> None:
 
 
 def _json(path: Path, name: str) -> Iterator[Row | Refused]:
-    """JSON Lines, an array of rows, one row, or {"data": [rows]}: detected by the content, not by the extension."""
+    """Read JSON Lines, an array of rows, one row, or {"data": [rows]}."""
+    # the content decides, not the extension
     if _begins_with_lines(path):
         with _open(path) as file:
             for number, line in _lines(file, name):
+                # surrogateescape: `valid_text` names the row and the byte that isn't UTF-8
                 yield _parse_line(line.decode("utf-8", "surrogateescape"), name, number)
     elif (content := _json_content(path, name)) is not None:
         yield from (_row_or_refused(item, name, number) for number, item in enumerate(_rows_in(content, name), 1))
@@ -158,7 +158,6 @@ def _begins_with_lines(path: Path) -> bool:
 
 
 def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
-    """All lines. Raises DataError for a line that is too long, with `fix`, and for too many blank ones."""
     n_blank = 0
     for number in itertools.count(1):
         line = file.readline(LINE_LIMIT + 1)
@@ -172,7 +171,6 @@ def _limited_lines(file: IO[AnyStr], name: str, fix: str) -> Iterator[AnyStr]:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
-    """Number (from 1) and content of each line that isn't blank; without a byte order mark, LF or CRLF at the end."""
     fix = "A .jsonl file has one row per line. If this is one JSON array, rename it to .json."
     for number, line in enumerate(_limited_lines(file, name, fix), 1):
         if content := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip(b" \t\r\n\v\f"):
@@ -197,11 +195,12 @@ def _json_problem(error: Exception) -> str:
 
 
 class _DuplicateKeyError(ValueError):
-    """Python would silently keep the last value."""
+    """A key that an object has twice."""
 
 
 def _without_duplicate_keys(pairs: list[tuple[str, Any]]) -> Values:
     fields = dict(pairs)
+    # Python would silently keep the last value
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _DuplicateKeyError(printable(next(key for key in keys if keys.count(key) > 1)))
@@ -375,10 +374,10 @@ def _table_rows(batches: Iterable[Any], path: Path, name: str) -> Iterator[Row |
 
 
 def _rows_at_once(metadata: Any, name: str) -> int:
-    """Rows to read at a time. Raises DataError for a small file whose rows would fill the memory."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = ((group, group.column(index)) for group in groups for index in range(group.num_columns))
     values = max((column.num_values / max(1, group.num_rows) for group, column in columns), default=0)
+    # a small file's rows could fill the memory
     if values > _MAX_VALUES:
         raise DataError(f"{name}: its rows have {values:,.0f} values each", "Check what wrote it: no row of text is so long.")
     row_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
@@ -393,7 +392,7 @@ def _table_row(row: Any, name: str, number: int) -> Row | Refused:
 
 
 def drop_nulls(value: Any) -> Any:
-    """The value without the null fields that columnar formats add to objects."""
+    """Drop the null fields that columnar formats add to objects."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

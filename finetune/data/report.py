@@ -1,4 +1,4 @@
-"""The data report: rows used and refused (with reasons), lengths, trained tokens."""
+"""Report on the rows of a dataset: used, refused, lengths, trained tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refused:
-    """A row that can't be trained on. `row` counts from 1; for .jsonl and .csv it is the line in the file."""
+    """A row that can't be trained on."""
 
     file: str
+    #: Counts from 1; in .jsonl and .csv files it is the line.
     row: int
     field: str | None
     reason: str
 
     @property
     def kind(self) -> str:
-        """The reason without the details of the row: rows of the same kind have the same remedy."""
+        """Return the reason without the row's details."""
+        # rows of the same kind have the same remedy
         name = re.sub(r"\[\d+\]", "[]", self.field) if self.field else ""
         reason = re.split(r"[;:(]| \d", self.reason, maxsplit=1)[0].strip()
         return f"{name} {reason}" if name else reason
@@ -35,14 +37,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finding:
-    """A property of the data to know before training. `first`: where the first three rows are; `blocks`: a run is refused
-    unless the recipe accepts it."""
+    """A property of the data to know before training."""
 
     kind: str
     text: str
     rows: int
+    #: Locations of the first three rows.
     first: tuple[str, ...]
     fix: str
+    #: A run is refused unless the recipe accepts the finding.
     blocks: bool = False
 
     def __str__(self) -> str:
@@ -53,14 +56,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The rows of one split (training or held out). Lengths and token counts are after truncating and dropping rows.
-
-    rows_read = rows_used + rows_refused + rows_held_out + rows_left_out + rows dropped for their length (rows_too_long -
-    rows_truncated).
-    """
+    """The rows of one split; lengths and token counts are after truncating and dropping."""
 
     files: tuple[str, ...]
     format: str
+    #: rows_used + rows_refused + rows_held_out + rows_left_out + rows_dropped.
     rows_read: int
     rows_used: int
     rows_refused: tuple[Refused, ...] = ()
@@ -83,16 +83,15 @@ class DataReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The findings as sentences."""
         return tuple(str(finding) for finding in self.findings)
 
     @property
     def rows_dropped(self) -> int:
-        """Rows left out for their length."""
+        """Return the number of rows left out for their length."""
         return self.rows_too_long - self.rows_truncated
 
     def account(self) -> str:
-        """How many rows were used, refused, dropped, held out and left out, with the reasons."""
+        """Return a sentence on rows used, refused, dropped, held out and left out."""
         kinds = Counter(row.kind for row in self.rows_refused)
         reasons = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(3)) + ", ..." * (len(kinds) > 3)
         counts = {
@@ -108,17 +107,17 @@ class DataReport:
 
     @property
     def trained_token_share(self) -> float | None:
-        """Trained tokens / all tokens; None without tokens."""
+        """Return trained tokens / all tokens; None without tokens."""
         return self.trained_tokens / self.total_tokens if self.total_tokens else None
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `finetune data --json`: this class's fields and properties by name."""
+        """Return the content of `finetune data --json`."""
         names = ("trained_token_share", "rows_dropped", "warnings")
         return {**asdict(self), **{name: getattr(self, name) for name in names}, "account": self.account()}
 
 
 def percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """p50, p95, p99 (nearest rank) and max of `lengths`; empty for no lengths."""
+    """Return p50, p95, p99 (nearest rank) and max; empty for no lengths."""
     if not len(lengths):
         return {}
     ordered = lengths.copy()
@@ -128,7 +127,7 @@ def percentiles(lengths: np.ndarray) -> dict[str, int]:
 
 
 def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10) -> list[str]:
-    """How many rows are refused, and a line for each reason: how often, an example, and where the first three are."""
+    """Return a line on refused rows, and a line for each reason."""
     groups: dict[str, list[Refused]] = {}
     for row in refused:
         groups.setdefault(row.kind, []).append(row)
@@ -145,7 +144,7 @@ def refusal_lines(refused: list[Refused], rows_read: int, max_reasons: int = 10)
 
 
 def format_locations(rows: list[tuple[str, int]]) -> str:
-    """The first three rows as `a.jsonl, row 2, 5, 9, ...`."""
+    """Return the first three rows as `a.jsonl, row 2, 5, 9, ...`."""
     files: dict[str, list[str]] = {}
     for file, row in rows[:3]:
         files.setdefault(file, []).append(str(row))
@@ -154,12 +153,12 @@ def format_locations(rows: list[tuple[str, int]]) -> str:
 
 
 def printable(text: str, limit: int = 60) -> str:
-    """Untrusted text made safe to print: no control characters or lone surrogates, at most `limit` characters."""
+    """Make untrusted text safe to print: no control characters or lone surrogates, at most `limit` characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]
     return safe if len(safe) <= limit else f"{safe[: limit - 3]}..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind if it has none."""
+    """Return the first line of an error's text, or the error's kind."""
     lines = [line for line in str(error).split("\n") if line.strip()]
     return printable(lines[0], 300) if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""How the rows of a source become examples: chosen from its first rows, the same for all."""
+"""Turn a source's rows into examples, in a way chosen from its first rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen
 
 @dataclass(frozen=True)
 class ParsedBatch:
-    """Rows of one batch: examples, refused rows, unread columns, and picture files."""
+    """Rows of one batch."""
 
     examples: list[Example]
     refused: list[Refused]
@@ -51,29 +51,28 @@ class ParsedBatch:
 
 @dataclass(frozen=True)
 class RowParser:
-    """The format of a source's rows, and how their columns are called. `unused_columns`: unused columns of the first rows.
-
-    `picture_columns`: where pictures may stand; `has_pictures`: some first rows have one; `has_tags`: most have `<image>`;
-    `folder`, `image_folder`: where files of pictures are looked for. With `reads_pictures` false no picture is opened, and
-    examples have none.
-    """
+    """The format of a source's rows, and their column names."""
 
     file: str
     format: str
     columns: Columns
     ignored: tuple[str, ...]
+    #: Unused columns of the first rows.
     unused_columns: tuple[str, ...]
     json_columns: tuple[str, ...]
     unpairs: bool  # pairs are read as two labelled answers each
     picture_columns: tuple[str, ...]
+    #: Some of the first rows have an image.
     has_pictures: bool
+    #: Most of the first rows have `<image>`.
     has_tags: bool
+    #: Folders of image files.
     folder: str | None
     image_folder: str | None
+    #: If false, no image is opened, and examples have no images.
     reads_pictures: bool = True
 
     def parse(self, batch: list[Row | Refused]) -> ParsedBatch:
-        """The examples of some rows."""
         examples: list[Example] = []
         refused: list[Refused] = []
         unused = UnusedColumns(self.file, self.format)
@@ -99,7 +98,7 @@ class RowParser:
     def _open_pictures(
         self, examples: list[Example], pictures: dict[int, list[PictureReference]], refused: list[Refused]
     ) -> dict[str, FileStat]:
-        """Give the examples at the keys of `pictures` theirs, and refuse those with a bad one; returns the files looked at."""
+        """Set the images of `examples`, refuse rows with bad images, and return the checked files."""
         reader = PictureReader(self.folder, self.image_folder)
         bad_rows = set()
         for index, sources in zip(pictures, reader.read(pictures.values()), strict=True):
@@ -140,8 +139,9 @@ class RowParser:
 
 
 def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder: Path | None = None) -> RowParser:
-    """The parser for rows like these, in a file of `folder`. Raises DataError, UnknownColumns where settings may read them."""
+    """Choose the parser for rows like these. Raise DataError, or UnknownColumns if settings may help."""
     columns, ignored = dataset.columns, dataset.ignore_columns
+    # the recipe names the reasoning column, and leaves out reasoning
     if "reasoning_content" in ignored and "reasoning" in columns:
         columns = {**columns}
         ignored = [*ignored, columns.pop("reasoning")]
@@ -150,6 +150,7 @@ def choose_parser(file: str, rows: list[Values], dataset: DatasetRecipe, folder:
     header = {name for values in rows for name in values}
     rows = [without_columns(values, ignored) for values in rows]
     if dataset.format == "labelled" and "label" not in (*columns, *header) and "kto_tag" in header:
+        # LLaMA-Factory's name
         columns = {**columns, "label": "kto_tag"}
     names = {*columns, *header}
     unpairs = dataset.format == "labelled" and "label" not in names and names.issuperset(FORMATS["preference"].required)

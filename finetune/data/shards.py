@@ -1,4 +1,4 @@
-"""Rows and their tokens in columns: Arrow tables of a few thousand rows, in memory or memory-mapped."""
+"""Rows and their tokens in Arrow tables of a few thousand rows."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def _digest(text: str) -> int:
 
 
 def table_of(examples: Sequence[Example], results: Sequence[list[Encoded] | BadRow]) -> pa.Table:
-    """One shard: a row for each example, with its sequences or the reason why it has none."""
+    """Return one shard, with a row for each example."""
     sequences = [[] if isinstance(result, BadRow) else result for result in results]
     errors = [result if isinstance(result, BadRow) else None for result in results]
-    # the prompt, pictures and tools, or the plain text; the order of keys doesn't matter
+    # the prompt, images and tools, or the plain text; the order of keys doesn't matter
     prompts = [[row.question() or row.text, row.tools, *(picture.digest for picture in row.pictures)] for row in examples]
     references = [example.reference() for example in examples]
     contents = [_json(example.content()).encode("utf-8", "surrogatepass") for example in examples]
@@ -111,7 +111,7 @@ def _offsets(lengths: list[int]) -> pa.Array:
 
 @dataclass
 class SourcePart:
-    """One source after reading: its format, its shards, and the rows that could not be read."""
+    """One source after reading: format, shards and refused rows."""
 
     file: str
     format: str
@@ -124,7 +124,7 @@ class SourcePart:
 
 
 class StoredRows:
-    """The rows of all sources of one split (training or held out), in order, as columns. Rows are indexed from 0."""
+    """The rows of one split's sources in order, as columns."""
 
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = list(parts)
@@ -145,7 +145,7 @@ class StoredRows:
 
     @cached_property
     def content_digests(self) -> np.ndarray:
-        """The 16 bytes of each row's digest."""
+        """Return each row's 16-byte digest."""
         chunks = [
             np.frombuffer(chunk.buffers()[1], np.uint8)[16 * chunk.offset : 16 * (chunk.offset + len(chunk))]
             for table in self.tables
@@ -156,29 +156,29 @@ class StoredRows:
 
     @cached_property
     def picture_sizes(self) -> PictureSizes:
-        """The sizes of all pictures, and the row of each."""
         return sizes_of(self.tables)
 
     @cached_property
     def source_indices(self) -> np.ndarray:
-        """The index of each row's part."""
+        """Return the index of each row's part."""
         return np.repeat(np.arange(len(self.parts)), [sum(table.num_rows for table in part.tables) for part in self.parts])
 
     @property
     def weights(self) -> np.ndarray:
-        """How often each row is used in an epoch."""
+        """Return how often each row is used in an epoch."""
         return np.array([part.weight for part in self.parts])[self.source_indices]
 
     def exact_duplicates(self, row_mask: np.ndarray) -> np.ndarray:
-        """Indices of the rows in `row_mask` that equal an earlier row in it, by 8 bytes of their digests."""
+        """Return the rows in `row_mask` that equal an earlier row."""
         rows = np.flatnonzero(row_mask)
+        # 8 of the 16 bytes fit an integer
         digests = np.ascontiguousarray(self.content_digests[:, :8]).view(np.uint64).ravel()[rows]
         is_repeated = np.ones(len(rows), dtype=bool)
         is_repeated[np.unique(digests, return_index=True)[1]] = False
         return rows[is_repeated]
 
     def highest_token(self) -> int:
-        """The highest id of all tokens; -1 without any."""
+        """Return the highest token id; -1 without tokens."""
         import pyarrow.compute as pc
 
         maxima = (pc.max(_flatten(table["input_ids"]).flatten()).as_py() for table in self.tables)
@@ -186,7 +186,7 @@ class StoredRows:
 
     @cached_property
     def longest(self) -> np.ndarray:
-        """Tokens of the longest sequence of each row; 0 for rows without one."""
+        """Return the tokens of each row's longest sequence, or 0."""
         longest = np.zeros(len(self), np.int32)
         with_tokens = np.flatnonzero(self.sequence_counts)
         if len(with_tokens):
@@ -195,38 +195,31 @@ class StoredRows:
 
     @cached_property
     def sequence_starts(self) -> np.ndarray:
-        """Index of each row's first sequence, and of the end."""
+        """Return each row's first sequence, and the end."""
         return np.concatenate([[0], np.cumsum(self.sequence_counts)])
 
     @property
     def are_pairs(self) -> bool:
-        """Whether each row is a pair of answers, with one sequence for each answer."""
         return any(part.format == "preference" for part in self.parts)
 
     @property
     def are_labelled(self) -> bool:
-        """Whether each row is an answer that is marked good or bad."""
         return any(part.format == "labelled" for part in self.parts)
 
     @cached_property
     def have_pictures(self) -> bool:
-        """Whether some rows have pictures."""
         return bool(len(self.picture_sizes.rows))
 
     def has(self, flag: str) -> np.ndarray:
-        """Whether each row has the flag."""
         return (self.flags & np.uint32(_BIT[flag])) != 0
 
     def mask(self, value: bool = False) -> np.ndarray:
-        """A mask of all rows, or of none."""
         return np.full(len(self), value)
 
     def row_location(self, index: int) -> tuple[str, int]:
-        """File and row number in the file."""
         return self._files[self._table_index(index)], int(self.row_numbers[index])
 
     def example(self, index: int) -> Example:
-        """The source row."""
         table, row = self._table_and_row(index)
         values = json.loads(table["example"][row].as_py())
         lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in _LISTS if name in values}
@@ -236,13 +229,12 @@ class StoredRows:
         return Example(file, number, **lists, **values)
 
     def refusal(self, index: int) -> Refused:
-        """Why a row without sequences can't be trained on."""
+        """Return why a row has no sequences."""
         table, row = self._table_and_row(index)
         return Refused(*self.row_location(index), table["bad_field"][row].as_py(), table["bad_reason"][row].as_py())
 
     def sequences_in(self, sequence_mask: np.ndarray) -> Iterator[tuple[pa.Table, np.ndarray, slice]]:
-        """Each shard's sequences (input_ids, labels; of labelled rows `desirable`), its part of `sequence_mask`, and their
-        indices."""
+        """Yield each shard's sequences, its part of the mask, and the indices."""
         end = 0
         desirable = np.repeat(~self.has("undesirable"), self.sequence_counts)
         for table in self.tables:
@@ -270,7 +262,7 @@ class StoredRows:
 
 
 class StoredExamples:
-    """Some rows of `StoredRows`, each decoded when it is read."""
+    """Some rows of `StoredRows`, decoded when read."""
 
     def __init__(self, stored: StoredRows, rows: np.ndarray) -> None:
         self._stored, self._rows = stored, rows
@@ -286,7 +278,7 @@ class StoredExamples:
 
 
 def _single_array(column: pa.ChunkedArray) -> Any:
-    """Each shard has one chunk, so nothing is copied."""
+    # each shard has one chunk, so nothing is copied
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -295,7 +287,7 @@ def _flatten(column: pa.ChunkedArray) -> Any:
 
 
 def _to_numpy(array: Any, kind: Any) -> np.ndarray:
-    """The numbers of an array without nulls, not copied; its own `to_numpy` imports pandas, which takes half a second."""
+    # an array's `to_numpy` imports pandas, which takes half a second; the arrays here have no nulls
     size = np.dtype(kind).itemsize
     return np.frombuffer(array.buffers()[1], kind, len(array), array.offset * size) if len(array) else np.array([], kind)
 

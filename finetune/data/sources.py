@@ -1,4 +1,4 @@
-"""Resolve `dataset.path`: readable local files, a bundled dataset, or a hub dataset."""
+"""Resolve `dataset.path`: local files, a bundled or a hub dataset."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a local `path`, or (path None) of the `split` of the hub dataset `name`.
-
-    `only_split`: of a local file with splits only `split` is read; `has_splits`: it must have them.
-    `weight`: how often each of its rows is used in an epoch.
-    """
+    """Rows of a local file or a hub dataset."""
 
     name: str
     path: Path | None = None
     config: str | None = None
     split: str = "train"
     revision: str | None = None
+    #: Read only `split` from a local file with splits.
     only_split: bool = False
+    #: The local file must have splits.
     has_splits: bool = False
+    #: How often each row is used in an epoch.
     weight: float = 1.0
 
     def rows(self) -> Iterator[Row | Refused]:
-        """Its rows in order, with the unreadable ones. Raises DataError when the whole source can't be read."""
+        """Read the rows, also unreadable ones. Raise DataError for the whole source."""
         if self.path is not None:
             return read_file(self.path, self.name, self.split if self.only_split else None, has_splits=self.has_splits)
         from finetune.data.hub_datasets import read_hub
@@ -54,11 +53,7 @@ def find_sources(
     paths: str | list[str], *, bundled: str = "train", config: str | None = None, split: str = "train",
     revision: str | None = None, only_split: bool = False, has_splits: bool = False, weights: list[float] | None = None,
 ) -> list[Source]:  # fmt: skip
-    """The sources that `paths` names, checked to exist. `bundled` (train, eval): which rows of a bundled dataset or a folder.
-
-    `only_split`: the recipe names `split`, so of local files with splits only it is read; `has_splits`: they must have them.
-    Raises DataError with the problem of every path that is missing, a directory, not readable or of an unknown kind.
-    """
+    """Find and check the sources of `paths`. Raise DataError with every problem."""
     sources, problems, fixes = [], [], []
     path_list = [paths] if isinstance(paths, str) else paths
     for path, weight in zip(path_list, weights or [1.0] * len(path_list), strict=True):
@@ -68,6 +63,7 @@ def find_sources(
                 continue
             names, are_split = _expand_path(path, split if only_split else None, bundled)
             for name in names:
+                # `bundled` (train, eval): which rows of a bundled dataset or a folder
                 source = replace(_local_source(name, bundled) or Source(name, None, config, split, revision), weight=weight)
                 if source.path is not None and only_split and not are_split:
                     source = replace(source, split=split, only_split=True, has_splits=has_splits)
@@ -81,18 +77,18 @@ def find_sources(
 
 
 def bundled_eval(path: str | list[str]) -> list[Source]:
-    """The held-out rows that belong to a bundled dataset; none for anything else."""
+    """Return a bundled dataset's held-out rows."""
     return [Source(f"{path} (eval)", files["eval"])] if isinstance(path, str) and (files := _bundled(path)) else []
 
 
 def held_out_by_name(paths: str | list[str]) -> list[Source]:
-    """The files of folders and patterns whose names say that they are for validation."""
+    """Return files that are for validation by name."""
     files = [file for folder in split_files(paths) for file in folder.held_out()]
     return [_file_source(file, printable(str(file), 200)) for file in files]
 
 
 def split_files(paths: str | list[str]) -> list[DataFiles]:
-    """The folders and patterns of `paths` whose files' names say that some rows are not for training."""
+    """Return folders and patterns that name files by split."""
     folders = [_data_files(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return [files for files in folders if files is not None and files.is_split]
 
@@ -103,7 +99,7 @@ def _data_files(path_text: str) -> DataFiles | None:
 
 
 def _expand_path(path_text: str, split: str | None, rows: str) -> tuple[list[str], bool]:
-    """The data files of a folder or pattern, or the path itself; and whether `split`, which the recipe names, chose them."""
+    """Return the data files of a path, and whether `split` chose them."""
     files = _data_files(path_text)
     if files is None or not files.splits:
         return [path_text], False
@@ -117,7 +113,6 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote, in order; empty for anything else. Raises DataError."""
     folder = expanded(path_text)
     try:
         if not folder.is_dir() or not _is_saved(folder):
@@ -140,6 +135,7 @@ def _saved_arrow_files(path_text: str, split: str | None) -> list[Path]:
                 "Name one of them.",
             )
         folder = folder / (split or splits[0]) if splits else folder
+    # `save_to_disk` lists its data files in order
     names = [entry.get("filename") for entry in _json_list(folder / "state.json", "_data_files") if isinstance(entry, dict)]
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name and (folder / name).is_file()]
     if not files or len(files) != len(names):
@@ -157,7 +153,7 @@ def _json_list(path: Path, key: str) -> list[Any]:
 
 
 def is_local(text: str) -> bool:
-    """Whether a recipe's path exists on this machine: a file, a folder, a pattern with files, or a bundled dataset."""
+    """Return whether a path exists on this machine."""
     path = expanded(text)
     return path.exists() or bool(_bundled(text)) or bool((files := _data_files(text)) and files.splits)
 
@@ -194,10 +190,11 @@ def _local_source(path_text: str, bundled: str) -> Source | None:
 
 
 def require_path_or_id(path_text: str) -> None:
-    """Raise DataError for what names neither a file, also one of another machine, nor a dataset of the hub."""
+    """Raise DataError for text that is neither a path nor a hub id."""
     name = printable(path_text, 200)
     if _ADDRESS.match(path_text):
         raise DataError(f"{name}: is an address, which is not read", "Download it, and give the file's path.")
+    # the path may be of another machine
     if not (_looks_local(Path(path_text), path_text) or HUB_ID.fullmatch(path_text)):
         raise DataError(
             f"{name}: is neither a file nor the id of a hub dataset", "Write a file's path, or an id like owner/name."

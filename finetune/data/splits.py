@@ -1,4 +1,4 @@
-"""One split of the data under a max_length: which rows are used, truncated or cut into chunks, and their sequences."""
+"""Apply max_length to one split of the data."""
 
 from __future__ import annotations
 
@@ -32,29 +32,25 @@ _NO_LIMIT = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The training or held-out split before max_length applies. `row_mask`: which of the stored rows belong to it."""
+    """The training or held-out split before max_length applies."""
 
     stored: StoredRows
+    #: Which stored rows belong to the split.
     row_mask: np.ndarray
     held_out: int = 0
     split_off: bool = False  # taken from the training files by test_split_size
 
     @property
     def unused_columns(self) -> tuple[str, ...]:
-        """Columns, and fields of messages, that aren't read."""
         return () if self.split_off else tuple({name: None for part in self.stored.parts for name in part.unused_columns})
 
     @property
     def rows_read(self) -> int:
-        """Rows read for this split."""
         return int(self.row_mask.sum()) if self.split_off else sum(part.rows_read for part in self.stored.parts)
 
 
 class LimitedSplit:
-    """One split under a max_length: its rows as masks, and its sequences.
-
-    `weighted`: rows are used as often as `dataset.weights` says, rows for a fractional weight are chosen by `seed`.
-    """
+    """One split under a max_length: its rows as masks, and its sequences."""
 
     def __init__(
         self, unlimited: DataSplit, max_length: int | None, excess_length: str, *, weighted: bool = False, seed: int = 0
@@ -73,6 +69,7 @@ class LimitedSplit:
         self.too_long = over_limit & ~answer_cut & ~self.chunked
         self.truncated = self.too_long if excess_length == "truncate" else no_rows
         usable = unlimited.row_mask & ~without_sequences & ~answer_cut & (~self.too_long | self.truncated)
+        #: A mask for each pass over the data in an epoch; one without `dataset.weights`.
         self.passes = _passes(stored, usable, seed) if weighted else [usable]
         self.used = self.passes[0]
         self.left_out = int((usable & ~self.used).sum())
@@ -87,24 +84,24 @@ class LimitedSplit:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each training row: of a pair's longer answer."""
+        """Return the tokens of each training row, for a pair of the longer answer."""
         lengths = self._sequence_lengths
         return lengths.reshape(-1, 2).max(axis=1) if self.stored.are_pairs else lengths
 
     def longest_mismatched(self) -> int:
-        """Tokens of the longest prompt (all before the first trained token) and the longest answer together."""
+        """Return the tokens of the longest prompt plus the longest answer."""
         used = np.logical_or.reduce(self.sequences)
+        # a prompt is all before the first trained token
         prompts, lengths = self.stored.first_trained[used], self.stored.lengths[used]
         return int(prompts.max(initial=0) + (lengths - prompts).max(initial=0))
 
     def largest_pictures(self, processor: PictureProcessor) -> tuple[tuple[int, int], ...]:
-        """Width and height, after `max_pixels`, of the pictures of the row that the model gets most pixel values of."""
+        """Return image sizes of the row with the most pixel values."""
         values = processor.values_by_row(self._picture_sizes, len(self.stored))
         return self._pictures_of(int(values.argmax()), processor) if len(values) else ()
 
     def usual_pictures(self, processor: PictureProcessor) -> tuple[tuple[tuple[int, int], ...], float]:
-        """Picture sizes of the row nearest to the mean of all rows with pictures, and the mean of all rows as a multiple of
-        this row's pixel values."""
+        """Return image sizes of a typical row, and the mean of all rows as a multiple of this row."""
         values = processor.values_by_row(self._picture_sizes, len(self.stored))
         with_pictures = np.flatnonzero(values)
         if not len(with_pictures):
@@ -120,7 +117,7 @@ class LimitedSplit:
 
     @property
     def most_pixels(self) -> int:
-        """Pixels of the largest picture of the rows used, before `max_pixels`; 0 without any."""
+        """Return the pixels of the largest image, before `max_pixels`."""
         return int((self._picture_sizes.widths * self._picture_sizes.heights).max(initial=0))
 
     @property
@@ -129,7 +126,6 @@ class LimitedSplit:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the rows used."""
         return int(self._sequence_lengths.sum(dtype=np.int64))
 
     def _lengths_of(self, sequence_mask: np.ndarray) -> np.ndarray:
@@ -138,12 +134,11 @@ class LimitedSplit:
 
     @property
     def trained_tokens(self) -> int:
-        """Trained tokens of the rows used."""
         return int(self._trained_sequence_lengths.sum(dtype=np.int64))
 
     @cached_property
     def trained_lengths(self) -> np.ndarray:
-        """Trained tokens of each training row, in the order of `lengths`; the mean of a pair's two answers."""
+        """Return the trained tokens of each row, for a pair the mean."""
         lengths = self._trained_sequence_lengths
         return -(-lengths.reshape(-1, 2).sum(axis=1) // 2) if self.stored.are_pairs else lengths
 
@@ -169,17 +164,15 @@ class LimitedSplit:
         return np.where(np.repeat(in_chunks, chunks), self._lengths_of(sequence_mask) - 1, np.repeat(selected, chunks))
 
     def examples(self) -> StoredExamples:
-        """The source rows used."""
         return StoredExamples(self.stored, np.flatnonzero(self.used))
 
     def longest(self) -> list[tuple[tuple[str, int], int]]:
-        """File and row number, and tokens, of the five longest rows over max_length."""
+        """Return the five longest rows over max_length, and their tokens."""
         rows = np.flatnonzero(self.too_long)
         ordered = rows[np.argsort(-self.stored.longest[rows], kind="stable")][:5]
         return [(self.stored.row_location(index), int(self.stored.longest[index])) for index in ordered]
 
     def dataset(self, fingerprint: str) -> Dataset:
-        """The sequences as a dataset. Shards whose rows are all used stay mapped from their files."""
         from datasets import Dataset
         from datasets.table import InMemoryTable
 
@@ -187,8 +180,7 @@ class LimitedSplit:
         return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=fingerprint)
 
     def tables(self) -> Iterator[pa.Table]:
-        """The rows, in order: input_ids and labels; for pairs the preferred answer's, with rejected_input_ids and
-        rejected_labels."""
+        """Yield tables of input_ids and labels, with rejected_ columns for pairs."""
         return map(_as_pairs, self._sequence_tables()) if self.stored.are_pairs else self._sequence_tables()
 
     @property
@@ -204,6 +196,7 @@ class LimitedSplit:
         shards = itertools.chain.from_iterable(map(self.stored.sequences_in, self.sequences))
         for table, mask, indices in shards:
             has_long = bool((mask & (self.stored.lengths[indices] > self._limit)).any())
+            # shards whose rows are all used stay mapped from their files
             as_stored = bool(mask.all()) and not has_long
             if not as_stored:
                 selected = table.filter(mask)
@@ -257,10 +250,11 @@ def _as_pairs(sequences: pa.Table) -> pa.Table:
 
 
 def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarray]:
-    """A mask of rows for each pass over the data in an epoch: rows of weight 2.5 are in two, and half of them in a third."""
+    """Return a row mask for each pass of an epoch."""
     weights, sources = stored.weights, stored.source_indices
     passes = []
     for full_passes in range(max(1, math.ceil(weights.max(initial=1.0)))):
+        # rows of weight 2.5 are in two passes, and half of the rows in a third
         pass_mask = usable & (weights >= full_passes + 1)
         for source in np.unique(sources[usable & (weights > full_passes) & (weights < full_passes + 1)]):
             source_rows = np.flatnonzero(usable & (sources == source))
@@ -271,7 +265,7 @@ def _passes(stored: StoredRows, usable: np.ndarray, seed: int) -> list[np.ndarra
 
 
 def _chunk_lengths(lengths: np.ndarray, limit: int) -> np.ndarray:
-    """Lengths of the chunks of sequences of these lengths: as equal as possible, none over the limit."""
+    # chunks are as equal as possible, none over the limit
     counts = -(-lengths // limit)
     position = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(lengths // counts, counts) + (position < np.repeat(lengths % counts, counts))
@@ -282,6 +276,7 @@ def _cut_into_chunks(table: pa.Table, lengths: np.ndarray) -> pa.Table:
     offsets = pa.array(np.append(0, ends), pa.int32())
     values = {name: table[name].combine_chunks().flatten() for name in table.column_names}
     labels = values["labels"].to_numpy(zero_copy_only=False).copy()
+    # nothing predicts the first token of a chunk
     labels[ends - lengths] = NOT_TRAINED
     values["labels"] = pa.array(labels)
     return pa.table({name: pa.ListArray.from_arrays(offsets, column) for name, column in values.items()})
@@ -300,6 +295,6 @@ def _map_from_file(tables: list[pa.Table]) -> list[pa.Table]:
             writer.write_table(table)
     with pa.memory_map(file.name) as source:
         mapped = pa.ipc.open_file(source).read_all()
-    with suppress(PermissionError):  # Windows keeps what is mapped
+    with suppress(PermissionError):  # Windows keeps a mapped file
         Path(file.name).unlink()
     return [mapped]

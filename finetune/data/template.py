@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as text, and the spans of that text to train on."""
+"""Render conversations, and locate the spans to train on."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ _ANOTHER_TEMPLATE = "Set chat_template to the path of another template."
 #: Llama's templates write today's date unless they get one; this is their own default.
 _DATE = "26 Jul 2024"
 
-#: What a template's own code may raise beside Jinja's errors.
+#: Errors of a template's own code, beside Jinja's.
 _CODE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-#: Time limit for rendering a conversation, in seconds; usually it takes a thousandth of that.
+#: Time limit for rendering a conversation, in seconds; rendering usually takes a thousandth.
 RENDER_S = 20.0
 
 
 class _CallForm(NamedTuple):
-    """Whether a template takes a call's arguments as JSON text, needs ids, and allows only ids of nine letters and digits."""
+    """How a template takes tool calls."""
 
+    #: Takes a call's arguments as JSON text.
     as_text: bool = False
     with_ids: bool = False
+    #: Allows only ids of nine letters and digits.
     short_ids: bool = False
 
 
@@ -57,17 +59,19 @@ _LONG_ID, _SHORT_ID = "call_8hPZJmTJwkYbVqKfGxOpLcDn", re.compile("[A-Za-z0-9]{9
 
 @dataclass
 class Rendered:
-    """Text as the model sees it. `spans` of the answers are (start, end) in characters, `turns` their messages' indices."""
+    """Text as the model sees it."""
 
     text: str
+    #: The answers, as (start, end) in characters.
     spans: list[Span]
     notes: set[str] = field(default_factory=set)  # for the report: unprompted, altered, trimmed, unthinking
+    #: Indices of the answers' messages.
     turns: list[int] = field(default_factory=list)
     escaped_spans: list[Span] = field(default_factory=list)  # special tokens in users' texts, to tokenise as text
 
 
 class Template:
-    """The chat template of a tokenizer, rendered only through transformers' sandbox. `format`: learned by rendering probes."""
+    """A tokenizer's chat template, rendered only in transformers' sandbox."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -86,18 +90,14 @@ class Template:
         self._with_thought = self.format.with_thought
 
     def render(self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False) -> str:
-        """The messages as text, with the generation prompt if `prompt`. Raises BadRow with the template's error."""
+        """Return the messages as text. Raise BadRow with the template's error."""
         return self._render(messages, tools, prompt, tracked=False)[0]
 
     def sequences(self, example: Example, *, whole: bool = False) -> list[Rendered]:
-        """Training texts of one conversation, with every answer in exactly one text. Raises BadRow.
-
-        `whole`: one text, all of it trained on. Else one text if the template writes each answer the same whether or not the
-        conversation continues. Otherwise another text for each answer that changes (for instance in templates that drop the
-        thinking of earlier turns), so that each answer is trained after exactly the text that prompts it.
-        """
+        """Return training texts with every answer in exactly one text. Raise BadRow."""
         messages = [self._with_thought(message) for message in example.messages]
         assistant_turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        # one text, all trained on
         if whole:
             text = self.render(messages, example.tools)
             for turn in example.answers:
@@ -114,12 +114,14 @@ class Template:
             marked = [Rendered(text, spans, turns=list(assistant_turns))]
             with contextlib.suppress(BadRow):  # such as the thoughts of earlier turns, which each answer alone has
                 return self._read_back(messages, example, marked)
+        # a template may drop the thinking of earlier turns: each answer that changes as the conversation continues gets a text,
+        # so that every answer is trained on after exactly the text that prompts it
         return self._read_back(messages, example, self._sequences_by_prefix(messages, example))
 
     def _sequences_by_prefix(self, messages: list[Message], example: Example) -> list[Rendered]:
-        """Training texts without markers: an answer is the text that it adds to the prompt before it."""
         sequences = [Rendered(self.render(messages, example.tools), [])]
         for turn in reversed(example.answers):
+            # an answer is the text that it adds to the prompt
             with_answer = self.render(messages[: turn + 1], example.tools)
             is_greeting = "user" not in [message["role"] for message in messages[:turn]]
             prompt = "" if is_greeting else self.render(messages[:turn], example.tools, prompt=True)
@@ -148,16 +150,17 @@ class Template:
         return sorted((sequence for sequence in sequences if sequence.spans), key=lambda sequence: len(sequence.text))
 
     def token_boundary(self, prompt: str, text: str, position: int) -> int:
-        """The last token boundary of both texts up to `position`: the `<` of `<think>` must not be taken from an answer."""
+        """Return the last token boundary of both texts up to `position`."""
         if not self.tokenizer.is_fast:
             return position
         both = self.tokenizer([prompt, text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # the `<` of `<think>` must not be taken from an answer
         ends = [{end for _, end in offsets if end <= position} for offsets in both["offset_mapping"]]
         return max(ends[0] & ends[1], default=0)
 
     def _possible_ends(self, text: str) -> list[int]:
-        """Where the last answer of `text` may end: at its end, or before a second EOS that only the last answer has."""
         full_text, end_tokens = text.rstrip(), tuple(self.tokenizer.convert_ids_to_tokens(sorted(self.format.ends)))
+        # some templates write a second EOS after the last answer only
         for token in end_tokens:
             without_end = full_text.removesuffix(token).rstrip()
             if without_end != full_text and without_end.endswith(end_tokens):
@@ -193,7 +196,6 @@ class Template:
 
     @cached_property
     def reads_pictures(self) -> bool:
-        """Whether the template writes something for a picture; templates of text alone ignore it, fail, or print the part."""
         question = "a question"
         try:
             text, with_picture = (
@@ -202,6 +204,7 @@ class Template:
             )
         except BadRow:
             return False
+        # templates of text alone ignore the image, fail, or print the content part
         return with_picture != text and question in with_picture and not re.search(r"""['"]type['"]""", with_picture)
 
     def _call_form(self) -> _CallForm:
@@ -236,7 +239,7 @@ class Template:
         return syntax_and_end(written, [("find_it", arguments)], self.special_tokens)[0] is not None
 
     def _read_back(self, messages: list[Message], example: Example, sequences: list[Rendered]) -> list[Rendered]:
-        """Read each answer as evaluation does, and return the sequences. Raises BadRow for an answer that differs."""
+        """Read answers back as evaluation does. Raise BadRow for a different answer."""
         for sequence in sequences:
             if len(sequence.spans) != len(sequence.turns):
                 raise BadRow("messages", "the chat template's {% generation %} marks parts of answers")
@@ -257,7 +260,7 @@ class Template:
         return sequences
 
     def _changes(self, message: Message, answer: Answer, path: str) -> set[str]:
-        """Notes on how a message differs from its trained text. Raises BadRow if the model would learn another answer."""
+        """Return notes on harmless changes. Raise BadRow for another answer."""
         calls, calls_read = ([call["function"] for call in its or ()] for its in (message.get("tool_calls"), answer.calls))
         # True == 1, and their texts differ
         if calls != calls_read or (calls and json.dumps(calls, sort_keys=True) != json.dumps(calls_read, sort_keys=True)):
@@ -303,9 +306,9 @@ def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check_constants(source: str) -> None:
-    """Raises RecipeError for constant arithmetic that Jinja would compute while it compiles, which no time limit can stop."""
     from jinja2 import Environment, nodes
 
+    # Jinja computes constants while it compiles, which no time limit can stop
     tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_ANY_MARKER.sub("", source))  # noqa: S701 - not rendered
     for node in tree.find_all((nodes.Pow, nodes.Mul)):
         numbers = [abs(part.value) for part in node.find_all(nodes.Const) if isinstance(part.value, (int, float))]
@@ -317,12 +320,12 @@ def _check_constants(source: str) -> None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after `seconds`. Only in the main thread, which alone gets signals."""
+    # only the main thread gets signals
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     previous_handler = signal.signal(signal.SIGALRM, _raise_timeout)
-    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # another one, such as a test's, is restored
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # another timer, such as a test's, is restored
     try:
         yield
     finally:
@@ -335,7 +338,6 @@ def _raise_timeout(_number: int, _frame: Any) -> None:
 
 
 def _require_written(message: Message, path: str, trained: str) -> None:
-    """Raises BadRow if an answer, its reasoning or the name of a tool that it calls is not in the trained text."""
     thought, text = thought_and_text(message)
     if not _has(trained, text):
         raise BadRow(path, "the chat template leaves this answer out or changes its text")
@@ -352,7 +354,6 @@ def _require_written(message: Message, path: str, trained: str) -> None:
 
 
 def _check_calls(messages: list[Message], sequences: list[Rendered]) -> None:
-    """Raises BadRow if a prompt asks for calls in another form."""
     has_calls = any(message.get("tool_calls") for message in messages)
     prompts = [message["content"] for message in messages if message["role"] != "user"]
     writes_json = any(re.search(r"<tool_call>\s*\{", sequence.text) for sequence in sequences)

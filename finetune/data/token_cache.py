@@ -1,8 +1,4 @@
-"""Tokenised rows on disk: a folder for each source, named by a digest of its content and all that decides its tokens.
-
-`00000.arrow` has the rows of one batch and `00000.json` their checksum; `source.json` is written after the last batch. A file
-is complete or absent, so an interrupted preparation continues with the missing batches.
-"""
+"""Keep tokenised rows on disk, in a folder by content and everything that decides the tokens."""
 
 from __future__ import annotations
 
@@ -58,15 +54,17 @@ _LINE_TYPES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A source file before it is read. `stat`: size, time and inode; `lines`: about its rows, None if a line is not a row."""
+    """A source file before it is read."""
 
+    #: Size, time and inode.
     stat: tuple[int, ...] | None = None
     sha256: str = ""
+    #: About the number of rows; None if a line is not a row.
     lines: int | None = None
 
     @classmethod
     def of(cls, source: Source) -> FileInfo:
-        """Raises DataError when the file can't be read."""
+        """Stat and hash the file. Raise DataError."""
         path = source.path
         if path is None:
             return cls()
@@ -87,7 +85,7 @@ class FileInfo:
 def tokenise_source(
     source: Source, info: FileInfo, dataset: DatasetRecipe, limit: int | None, encoder: Encoder, progress: Progress
 ) -> SourcePart:
-    """At most `limit` rows of a source as tokens: from the cache, or read and tokenised now. Raises DataError and DiskFull."""
+    """Return at most `limit` tokenised rows of a source. Raise DataError or DiskFull."""
     path = source.path
     if path is None or info.stat is None or info.stat[0] < SMALL_BYTES:
         return _tokenise_in_memory(SourceReader(source, dataset, limit), encoder, progress)
@@ -103,7 +101,7 @@ def tokenise_source(
 
 
 def cache_folder() -> Path:
-    """The folder of all entries."""
+    """Return the folder of all entries."""
     return cache_dir() / "tokens"
 
 
@@ -177,13 +175,16 @@ def _encode(encoder: Encoder, examples: list[Any], rows_before: int, progress: P
 
 
 class CacheEntry:
-    """One folder of the cache. `data_folder`: of the source's file, where the paths of its pictures start."""
+    """One folder of the cache."""
 
+    # `00000.arrow` has the rows of one batch and `00000.json` their checksum; `source.json` is written after the last batch.
+    # A file is complete or absent, so an interrupted preparation continues with the missing batches.
     def __init__(self, folder: Path, data_folder: Path) -> None:
+        # paths of images start in the data's folder
         self.folder, self._data_folder = folder, str(data_folder.absolute())
 
     def read(self, name: str) -> SourcePart | None:
-        """All rows, for a source of this name; None if the entry is unfinished or a file is damaged."""
+        """Return all rows; None for an unfinished or damaged entry."""
         values = read_object(self.folder / "source.json")
         if values is None:
             return None
@@ -199,8 +200,7 @@ class CacheEntry:
         return part
 
     def shard(self, index: int, name: str) -> tuple[pa.Table, list[Refused], UnusedColumns] | None:
-        """The rows of one batch, memory-mapped, its unreadable rows and its unread columns; None if it is missing or damaged,
-        or a picture was changed, added or moved."""
+        """Return a batch, memory-mapped; None if it is missing, damaged, or an image changed."""
         path = self._path(index)
         values = read_object(path.with_suffix(".json"))
         try:
@@ -218,7 +218,7 @@ class CacheEntry:
         return table, refused, from_json(UnusedColumns, values["unused"])
 
     def write(self, index: int, table: pa.Table, parsed: ParsedBatch) -> None:
-        """Write one batch. Raises DiskFull."""
+        """Write one batch. Raise DiskFull."""
         path = self._path(index)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -236,7 +236,7 @@ class CacheEntry:
             temporary.unlink(missing_ok=True)
 
     def finish(self, reader: SourceReader, shard_count: int) -> None:
-        """Mark the entry as complete, and record how its rows were read. Raises DiskFull."""
+        """Mark the entry as complete. Raise DiskFull."""
         values = {
             "shards": shard_count, "read": reader.rows_read, **asdict(reader.parser), "unused_columns": reader.unused_columns,
         }  # fmt: skip
@@ -245,11 +245,12 @@ class CacheEntry:
 
     @contextlib.contextmanager
     def writing(self, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Context with the entry's lock, to write batches; waits for another process that has it. Raises DiskFull."""
+        """Hold the entry's lock, waiting for other processes. Raise DiskFull."""
         with self._disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             while (lock := take_lock(self.folder / "lock", 0.5)) is None:
                 on_wait()
+        # a killed process leaves these
         for leftover in self.folder.glob(".*.arrow.*"):
             leftover.unlink(missing_ok=True)
         try:
@@ -258,7 +259,7 @@ class CacheEntry:
             lock.release()
 
     def remove(self) -> None:
-        """Delete the entry. Processes that have its files mapped can still read them."""
+        # processes that have the files mapped can still read them
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, index: int) -> Path:
@@ -291,6 +292,7 @@ def _file_stat(path: Path) -> tuple[int, ...]:
 
 def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: int | None, encoder: Encoder) -> str:
     settings = {name: value for name, value in dataset.model_dump(mode="json").items() if name not in _SELECTING_SETTINGS}
+    # the template writes today's date into every row
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(encoder.tokenizer.chat_template) else None
     path = source.path or Path()
     kind = [file_type(path), path.suffix.lower(), source.split if source.only_split else None]
@@ -301,6 +303,7 @@ def _cache_key(info: FileInfo, source: Source, dataset: DatasetRecipe, limit: in
 @cache
 def _code_digest() -> str:
     digest = hashlib.sha256(json.dumps([(name, version(name)) for name in _LIBRARIES]).encode())
+    # any change to this package may change tokens
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()

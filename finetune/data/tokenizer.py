@@ -1,4 +1,4 @@
-"""Load the tokenizer of a recipe's model, with its chat template and a safe pad token."""
+"""Load a model's tokenizer, with its chat template and a safe pad token."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "vocab.model", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
 )  # fmt: skip
-#: Of the files that the library reads with one.
+#: Suffixes of files that the library reads with a tokenizer.
 _SUFFIXES = {".json", ".jinja", ".model", ".txt"}
-#: Attribute of a tokenizer: whether the recipe has replaced its own chat template.
+#: Attribute of a tokenizer: the recipe has replaced the model's chat template.
 _REPLACED_ATTRIBUTE = "_replaced_template"
 #: Usual pad tokens, best first; used only if in the vocabulary.
 _PAD_NAMES = (
@@ -43,11 +43,7 @@ PLAIN_TEMPLATE = (
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of `recipe.model_name_or_path`: a local folder, `tiny`, or a hub id; with the recipe's chat
-    template and new tokens.
-
-    Raises RecipeError for a missing or broken tokenizer. Remote code runs only if the recipe allows it.
-    """
+    """Load a recipe's tokenizer, chat template and new tokens. Raise RecipeError."""
     name = recipe.model_name_or_path
     path_or_id = _path_or_hub_id(name)
     if isinstance(path_or_id, Path) and not any((path_or_id / file).is_file() for file in _TOKENIZER_FILES):
@@ -66,7 +62,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 class ModelPictures:
-    """Loads the processor of a recipe's model, or a run's saved processor from `folder`."""
+    """Loads the processor of a recipe's model, or of a run's `folder`."""
 
     def __init__(self, recipe: Recipe, folder: Path | None = None) -> None:
         self._recipe = recipe
@@ -74,13 +70,13 @@ class ModelPictures:
 
     @property
     def identity(self) -> list[Any]:
-        """All that decides the tokens of a picture beside the tokenizer, as JSON values."""
+        """Return everything that decides an image's tokens beside the tokenizer."""
         from finetune.data.pictures.processing import processor_identity
 
         return [pixel_limit(self._recipe), *processor_identity(self._path)]
 
     def __call__(self, tokenizer: PreTrainedTokenizerBase) -> PictureProcessor:
-        """Raises ModelError for an unusable processor."""
+        """Load the processor. Raise ModelError."""
         from finetune.data.pictures.processing import processor_for
 
         revision = self._recipe.model_revision if isinstance(self._path, str) else None
@@ -88,16 +84,12 @@ class ModelPictures:
 
 
 def is_replaced(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the recipe's chat template replaces the model's template."""
+    """Return whether the recipe's chat template replaces the model's."""
     return bool(vars(tokenizer).get(_REPLACED_ATTRIBUTE))
 
 
 def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set a pad token from the vocabulary other than EOS, if there is one.
-
-    Otherwise EOS pads. That is safe here: labels are made before padding, so padding is never trained on and the EOS of an
-    answer always is. No token is added, as that would change the model's embeddings.
-    """
+    """Set a pad token other than EOS, if the vocabulary has one."""
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
     vocabulary = tokenizer.get_vocab()
@@ -105,6 +97,8 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase) -> None:
     if candidates:
         tokenizer.pad_token = candidates[0]
     elif tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        # Safe: labels are made before padding, so an answer's EOS is always trained on and padding never is.
+        # A new token would change the model's embeddings.
         tokenizer.pad_token = tokenizer.eos_token
 
 
@@ -132,10 +126,7 @@ def _path_or_hub_id(name: str) -> Path | str:
 
 
 def run_tokenizer(path_or_id: Path | str, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, as a run saves it, or of a hub id, unchanged. Its own code runs only if the recipe trusts it.
-
-    Raises ModelError when it can't be read.
-    """
+    """Load the tokenizer of a folder or hub id, unchanged. Raise ModelError."""
     from transformers import AutoTokenizer
 
     from finetune.compat.transformers import without_session_id

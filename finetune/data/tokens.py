@@ -1,4 +1,4 @@
-"""Examples -> input_ids and labels."""
+"""Turn examples into input_ids and labels."""
 
 from __future__ import annotations
 
@@ -35,54 +35,51 @@ NOT_TRAINED = -100
 
 @dataclass
 class Encoded:
-    """One sequence, as int32. `labels` has the id of each trained token and -100 elsewhere; the first is never trained."""
+    """One sequence, as int32."""
 
     input_ids: np.ndarray
+    #: The id of each trained token and -100 elsewhere; the first token is never trained.
     labels: np.ndarray
     notes: set[str] = field(default_factory=set)
 
     @property
     def trained_count(self) -> int:
-        """Number of trained tokens."""
         return int((self.labels != NOT_TRAINED).sum())
 
     @property
     def first_trained(self) -> int:
-        """Index of the first trained token."""
         return int((self.labels != NOT_TRAINED).argmax())
 
 
 class Encoder:
-    """Turns examples into tokens with one tokenizer and one chat template.
-
-    Answers are trained with their EOS; everything is with `train_on_inputs`. `stops` are the ids that end an answer, in
-    generation too. Raises RecipeError for conversations without a chat template.
-    """
+    """Turns examples into tokens with one tokenizer and chat template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, conversations: bool | None = None, train_on_inputs: bool = False,
         pictures: ModelPictures | None = None,
     ) -> None:  # fmt: skip
-        """`conversations`: whether the rows are conversations; None: it depends on each row. `pictures`: loads the model's
-        processor when a row has some."""
         self.tokenizer = tokenizer
+        #: Loads the model's processor when a row has images.
         self._pictures = pictures
         self.template: Template | None = None
         self.train_on_inputs = train_on_inputs
+        #: Ids that end an answer, in generation too.
         self.stops = self._eos_ids = {tokenizer.eos_token_id} - {None}
         special_ids = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
         #: Ids that count as an answer's end right after it, and at its own end: of conversations, and of plain text.
         self._end_ids = [(self._eos_ids, self._eos_ids | special_ids)] * 2
         self._escaper = SpecialTokenEscaper(tokenizer)
         sequence_ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        # GPT-2's unknown token is its EOS
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in sequence_ids else None
         if conversations:
             self.use_template()
+        # None: each row decides
         if conversations is not None:
             self._require_end()
 
     def use_template(self) -> Template:
-        """The tokenizer's chat template. Raises RecipeError when it has none, or when no token ends an answer."""
+        """Return the chat template. Raise RecipeError without a template or an end token."""
         if self.template is None:
             self.template = Template(self.tokenizer)
             self.stops = self.template.format.stops
@@ -100,7 +97,7 @@ class Encoder:
 
     @cached_property
     def identity(self) -> str:
-        """sha256 of all that decides the tokens of a row: vocabulary, rules, special tokens and chat template."""
+        """Return the sha256 of everything that decides a row's tokens."""
         tokenizer = self.tokenizer
         parts = [tokenizer.special_tokens_map, tokenizer.chat_template, self.vocabulary, self.train_on_inputs]
         parts += self._pictures.identity if self._pictures else []
@@ -108,21 +105,22 @@ class Encoder:
 
     @cached_property
     def vocabulary(self) -> str:
-        """sha256 of the tokenizer's vocabulary and rules, without its current padding and truncation."""
+        """Return the sha256 of vocabulary and rules."""
         tokenizer = self.tokenizer
         rules: Any = tokenizer.get_vocab()
         if tokenizer.is_fast:
+            # the current padding and truncation don't count
             rules = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
         return sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> list[list[Encoded] | BadRow]:
-        """The sequences of each example, or why it has no sequences: one; two of a pair of answers; several for templates that
-        rewrite earlier turns."""
+        """Return each example's sequences, or why it has none."""
         if any(example.messages for example in examples):
             self.use_template()
         if any(example.pictures for example in examples):
             self._require_pictures()
         self._require_end()
+        # two sequences for a pair of answers, several for templates that rewrite earlier turns
         rows = [(example, self._render_pair(example) if example.is_pair else self._render(example)) for example in examples]
         encoded = iter(self._tokenise([(text, not example.messages) for example, texts in rows for text in _renderings(texts)]))
         results: list[list[Encoded] | BadRow] = []
@@ -142,7 +140,7 @@ class Encoder:
 
     @cached_property
     def picture_processor(self) -> PictureProcessor:
-        """The model's processor. Raises RecipeError for a model without a processor."""
+        """Return the model's processor. Raise RecipeError without one."""
         if self._pictures is None:
             raise RecipeError("there are pictures, and this command reads text only", "Leave the pictures out.")
         return self._pictures(self.tokenizer)
@@ -150,9 +148,10 @@ class Encoder:
     def prompt_ids(
         self, question: list[Message] | str, tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
     ) -> list[int]:
-        """Tokens of a prompt exactly as in training: messages with the generation prompt, or a plain prompt."""
+        """Return the tokens of a prompt exactly as in training."""
         if isinstance(question, str):
             ids = self._tokenise_texts([question], plain=True)[0][0]
+            # some tokenizers add an EOS to plain text
             return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids
         return self.conversation_ids(question, tools, prompt=True, pictures=pictures)
 
@@ -160,11 +159,11 @@ class Encoder:
         self, messages: list[Message], tools: tuple[dict[str, Any], ...] = (), *, prompt: bool = False,
         pictures: Sequence[PictureSource] = (),
     ) -> list[int]:  # fmt: skip
-        """Tokens of messages exactly as in training, with the generation prompt if `prompt`. `pictures`: one for each mark in
-        the messages."""
+        """Return the tokens of messages exactly as in training."""
         template = self.use_template()
         try:
             rendered = Rendered(template.render(self._escaper.escape(messages), tools, prompt=prompt), [])
+            # one image for each mark in the messages
             if pictures:
                 rendered = self.picture_processor.expanded(rendered, pictures)
         except BadRow as error:
@@ -176,7 +175,6 @@ class Encoder:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """The format of the chat template."""
         return self.use_template().format
 
     def _render_pair(self, example: Example) -> list[Rendered] | BadRow:
@@ -213,7 +211,6 @@ class Encoder:
         return rendered
 
     def _tokenise(self, texts_and_kinds: list[tuple[Rendered, bool]]) -> list[Encoded]:
-        """Tokenise a batch of texts. Only plain ones get the tokenizer's BOS; chat templates write their own."""
         encoded = self._by_bytes(
             {index: rendered for index, (rendered, is_plain) in enumerate(texts_and_kinds) if not is_plain}
         )
@@ -223,6 +220,7 @@ class Encoder:
                 for index, (rendered, is_plain) in enumerate(texts_and_kinds)
                 if is_plain == plain and index not in encoded
             }
+            # only plain text gets the tokenizer's BOS; chat templates write their own
             tokenised = self._tokenise_texts([rendered.text for rendered in texts.values()], plain=plain)
             for (index, rendered), (ids, encoding) in zip(texts.items(), tokenised, strict=True):
                 trained_mask = None
@@ -240,14 +238,15 @@ class Encoder:
         return [encoded[index] for index in range(len(texts_and_kinds))]
 
     def _by_bytes(self, texts: dict[int, Rendered]) -> dict[int, Encoded]:
-        """The texts whose trained tokens follow from the tokens' lengths; none unless the tokenizer is byte-level."""
         byte_level, bos, encoded = self._byte_level, self.tokenizer.bos_token_id, dict[int, Encoded]()
         if byte_level is None:
             return encoded
         texts = {index: rendered for index, rendered in texts.items() if not rendered.escaped_spans}
         all_ids = byte_level.ids([rendered.text for rendered in texts.values()])
         for (index, rendered), ids in zip(texts.items(), all_ids, strict=True):
+            # trained tokens follow from the tokens' lengths in bytes
             trained_mask = byte_level.trained_mask(ids, rendered.text, rendered.spans)
+            # `_tokenise_texts` drops a second BOS
             if trained_mask is not None and (bos is None or ids[:2] != [bos, bos]):
                 encoded[index] = self._with_labels(ids, trained_mask, rendered.notes, plain=False)
         return encoded
@@ -257,7 +256,7 @@ class Encoder:
         return ByteLevel.of(self.tokenizer)
 
     def _tokenise_texts(self, texts: list[str], *, plain: bool) -> list[tuple[list[int], Any]]:
-        """Ids, without a second BOS at the start, and from fast tokenizers the encoding, which still has that BOS."""
+        """Return ids without a second BOS, and the encoding, which keeps both."""
         if not texts:
             return []
         batch = self.tokenizer(
@@ -278,7 +277,7 @@ class Encoder:
         return mask
 
     def _with_labels(self, ids: list[int], trained_mask: np.ndarray, notes: set[str], plain: bool) -> Encoded:
-        """Labels that train each answer up to its EOS and nothing after it; adds a final EOS if the text has none."""
+        """Train each answer up to its EOS; add a final EOS if none is written."""
         next_end_ids, end_ids = self._end_ids[plain or self.template is None]
         edges = (np.flatnonzero(trained_mask[:-1] != trained_mask[1:]) + 1).tolist()
         answer_ends = [edge for edge in (*edges, len(ids)) if edge and trained_mask[edge - 1]]
@@ -294,6 +293,7 @@ class Encoder:
             notes.add("unknown")
         tokens = np.frombuffer(array("i", ids), dtype=np.int32)
         labels = np.where(trained_mask, tokens, np.int32(NOT_TRAINED))
+        # nothing predicts the first token
         labels[:1] = NOT_TRAINED
         return Encoded(tokens, labels, notes)
 
@@ -309,7 +309,7 @@ class Encoder:
         return [*ids[: last_trained + 1], self.tokenizer.eos_token_id], np.append(trained_mask[: last_trained + 1], True)
 
     def _train_turn_end(self, ids: list[int], mask: np.ndarray, end: int, end_ids: set[int], next_end_ids: set[int]) -> bool:
-        """Make the EOS of the answer before `end` its last trained token; False if it has none."""
+        """Make the answer's EOS its last trained token; False without an EOS."""
         index = end - 1
         while index > 0 and mask[index] and ids[index] not in end_ids and self._is_blank(ids, index, index + 1):
             index -= 1
@@ -343,7 +343,7 @@ def _or_bad_row(sequences: list[Encoded], example: Example) -> list[Encoded] | B
 
 
 def _mask_from_encoding(encoding: Any, rendered: Rendered) -> np.ndarray | None:
-    """The same as `overlap_mask`, from two tokens of each span; None if tokens omit white space there."""
+    # as `overlap_mask`, from two tokens of each span; None if tokens omit white space there
     mask = np.zeros(len(encoding), dtype=bool)
     for span_start, span_end in rendered.spans:
         first = encoding.char_to_token(span_start)

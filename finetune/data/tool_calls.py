@@ -1,8 +1,4 @@
-"""Tools and tool calls in the forms of datasets -> one form; and parsing calls in rendered text.
-
-The common form is OpenAI's with arguments as an object, which transformers documents for chat templates:
-`{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
-"""
+"""Convert tools and tool calls of datasets to one form, and parse calls in rendered text."""
 
 from __future__ import annotations
 
@@ -14,6 +10,8 @@ from typing import Any
 
 from finetune.data.checks import BadRow, Values, is_missing, parse_if_text, quoted, type_phrase, valid_json
 
+#: OpenAI's form with arguments as an object, which transformers documents for chat templates:
+#: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
 Call = dict[str, Any]
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
@@ -33,7 +31,7 @@ _JSON_TYPES = {
 
 
 def read_tools(value: Any, field: str) -> tuple[Values, ...]:
-    """The tool descriptions in a column, each as `{"type": "function", "function": {...}}`. Raises BadRow."""
+    """Read the tool descriptions in a column. Raise BadRow."""
     tools = parse_if_text(value or None, field)
     if is_missing(tools):
         return ()
@@ -63,10 +61,8 @@ def _schema(parameters: Values) -> Values:
 
 
 def read_calls(value: Any, path: str) -> list[Call]:
-    """The calls in OpenAI's `tool_calls`, ShareGPT's `function_call` or xLAM's `answers`: one or several, or as JSON.
-
-    Raises BadRow.
-    """
+    """Read one or several calls, also as JSON. Raise BadRow."""
+    # OpenAI's `tool_calls`, ShareGPT's `function_call` or xLAM's `answers`
     value = parse_if_text(value, path)
     if isinstance(value, dict):
         value = [value]
@@ -76,7 +72,6 @@ def read_calls(value: Any, path: str) -> list[Call]:
 
 
 def _call(call: Any, path: str) -> Call:
-    """One call. Arguments in a string, even one encoded twice, become an object."""
     if isinstance(call, str):
         call = parse_if_text(call, path)
     function = parse_if_text(call.get("function", call), path) if isinstance(call, dict) and call else None
@@ -84,6 +79,7 @@ def _call(call: Any, path: str) -> Call:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise BadRow(path, "has no name of a tool")
     arguments = next((function[key] for key in _ARGUMENT_KEYS if key in function), None)
+    # some datasets encode arguments twice
     for _ in range(2):
         if isinstance(arguments, str):
             arguments = parse_if_text(arguments, f"{path}.arguments") if arguments.strip() else {}
@@ -96,7 +92,7 @@ def _call(call: Any, path: str) -> Call:
 
 
 def calls_in_text(text: str, path: str) -> tuple[str, list[Call]]:
-    """The text of an answer without its `<tool_call>` blocks, and their calls; no calls where it has none. Raises BadRow."""
+    """Split an answer into text and `<tool_call>` blocks. Raise BadRow."""
     matches = list(_TOOL_CALL.finditer(text))
     if not matches:
         return text, []
@@ -115,27 +111,25 @@ def _parse_literal(text: str, path: str) -> Any:
 
 
 def responses_in_text(text: str) -> list[str]:
-    """The replies of tools in a message: those in `<tool_response>` tags, or the whole text."""
+    """Return the replies in `<tool_response>` tags, or the whole text."""
     responses = _TOOL_RESPONSE.findall(text)
     return responses if responses and not _TOOL_RESPONSE.sub("", text).strip() else [text]
 
 
 def tools_in_prompt(prompt: str, path: str) -> tuple[str, tuple[Values, ...]]:
-    """A system prompt without Hermes' or Qwen's listing of the tools, which the chat template writes, and those tools.
-
-    Any other prompt comes back whole, without tools.
-    """
+    """Split Hermes' or Qwen's tool listing off a system prompt."""
     listing_match = _TOOL_LISTING.search(prompt)
     tools_match = _TOOLS.search(listing_match[0]) if listing_match else None
     if listing_match is None or tools_match is None:
         return prompt, ()
     listing = tools_match[1]
     tools = _parse_literal(listing if listing.startswith("[") else f"[{listing.replace(chr(10), ',')}]", path)
+    # the chat template writes the listing again
     return (prompt[: listing_match.start()] + prompt[listing_match.end() :]).strip(), read_tools(tools, path)
 
 
 def name_replies(messages: list[Values]) -> None:
-    """Give tool replies without a name the name of the call that they answer, by id or in order."""
+    """Give nameless tool replies the name of their call, by id or in order."""
     open_calls: list[tuple[str | None, str]] = []
     for message in messages:
         if message["role"] == "assistant":
@@ -165,7 +159,7 @@ _TAGGED = tuple(
 
 
 def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
-    """The arguments that begin at a position, each in separate tags, as text, and the position after the last argument."""
+    """Read tagged arguments at a position, and return the position after them."""
     arguments: dict[str, str] = {}
     while match := next(filter(None, (pattern.match(text, position) for pattern in _TAGGED)), None):
         arguments[match[1]], position = match[2], match.end()
@@ -173,7 +167,7 @@ def tagged_arguments(text: str, position: int) -> tuple[dict[str, str], int]:
 
 
 def python_arguments(call: ast.Call) -> Values:
-    """The keyword arguments of a call as in Python."""
+    """Return the keyword arguments of a call in Python's syntax."""
     return {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
 
 
@@ -182,12 +176,13 @@ _GEMMA_TOKEN = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{,])\s*([^\s"{}\[\],:<]+):|[{}
 
 
 def gemma_arguments(text: str, position: int) -> tuple[Values, int]:
-    """Gemma 4's `{key:<|"|>text<|"|>}` at a position, and the position after it. Raises ValueError or RecursionError."""
+    """Read Gemma 4's `{key:<|"|>text<|"|>}` at a position. Raise ValueError or RecursionError."""
     strings: list[str] = []
     source, depth = "", 0
     while match := _GEMMA_TOKEN.match(text, position):
         token, position = match[0], match.end()
         if match[1] is not None:
+            # numbered, as quotes and braces inside would break the JSON
             strings.append(match[1])
             source += f'"\\u0000{len(strings) - 1}"'
         elif match[2]:
@@ -208,7 +203,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _value(node: ast.AST) -> Any:
-    """The value of a literal that may have JSON's names for constants inside."""
+    # models write JSON's names of constants, too
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List):

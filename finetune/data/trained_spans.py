@@ -1,4 +1,4 @@
-"""One training sequence as text, in spans that are trained or not."""
+"""Decode a training sequence in spans that are trained on or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def example_spans(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[tuple[str, bool]]:
-    """Training sequence `index` as (text, is trained) spans with special tokens; empty without any. Raises FinetuneError."""
+    """Return sequence `index` as (text, is trained) spans. Raise FinetuneError."""
     count = len(prepared.lengths)
     if not count:
         return []
@@ -25,15 +25,12 @@ def example_spans(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, in
 
 
 def decode_spans(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The same for ids and labels.
-
-    A span's text is what decoding up to its end adds to decoding up to its start, so that tokens that are part of a character
-    or lose a space when decoded alone come out right.
-    """
+    """Decode ids and labels as (text, is trained) spans."""
     spans: list[tuple[str, bool]] = []
     end, previous_text = 0, ""
     for trained, span_labels in itertools.groupby(labels, key=lambda label: label != NOT_TRAINED):
         start, end = end, end + sum(1 for _ in span_labels)
+        # decoded from the start: a part of a character, or a token that loses a space alone, comes out right
         text = _decode(tokenizer, input_ids[:end])
         span_text = text[len(previous_text) :] if text.startswith(previous_text) else _decode(tokenizer, input_ids[start:end])
         spans.append((span_text, trained))

@@ -1,4 +1,4 @@
-"""Columns of rows and fields of messages that aren't read: whether they may be left out without asking."""
+"""Decide whether unused columns and message fields may be left out without asking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_ROWS = 3
 
 @dataclass
 class ColumnUse:
-    """Rows (of a field: messages) with a value in a column that isn't read; the kinds of the values, and how they differ."""
+    """Rows, or messages of a field, with a value in an unused column."""
 
     count: int = 0
     first_rows: list[int] = field(default_factory=list)
@@ -29,16 +29,15 @@ class ColumnUse:
     values: set[str] = field(default_factory=set)
 
     def add(self, number: int, kinds: Iterable[str] = (), value: Any = None) -> None:
-        """Count a row, and its value if it has kinds."""
         self.count += 1
         if len(self.first_rows) < _FIRST_ROWS and number not in self.first_rows:
             self.first_rows.append(number)
         self.kinds.update(kinds)
+        # two values show that a column isn't constant; more are counted only for short texts, which may be prose
         if len(self.values) < 2 or (len(self.values) < _MAX_VALUES and "label" in self.kinds and "text" not in self.kinds):
             self.values.add(_digest(value))
 
     def merge(self, other: ColumnUse) -> None:
-        """Add the counts of other rows."""
         self.count += other.count
         self.first_rows = sorted({*self.first_rows, *other.first_rows})[:_FIRST_ROWS]
         self.kinds |= other.kinds
@@ -47,21 +46,19 @@ class ColumnUse:
 
 @dataclass
 class UnusedColumns:
-    """What some rows of a source have in columns and fields of messages that isn't read. Batches of the source are merged.
-
-    `meanings`: columns and fields whose name says that they change the meaning; `columns`, `fields`: all others.
-    """
+    """Unused columns and message fields of a source."""
 
     file: str
     format: str
     rows: int = 0
     messages: int = 0
+    #: Columns and fields whose names change the meaning of a row.
     meanings: dict[str, ColumnUse] = field(default_factory=dict)
+    #: All other columns, and all other fields of messages.
     columns: dict[str, ColumnUse] = field(default_factory=dict)
     fields: dict[str, ColumnUse] = field(default_factory=dict)
 
     def merge(self, other: UnusedColumns) -> None:
-        """Add the unused columns of other rows."""
         self.rows += other.rows
         self.messages += other.messages
         for kind in ("meanings", "columns", "fields"):
@@ -69,7 +66,7 @@ class UnusedColumns:
                 getattr(self, kind).setdefault(name, ColumnUse()).merge(use)
 
     def add_meanings(self, unread: Values, number: int) -> Values:
-        """Count the columns whose names say that they change the meaning; returns those whose names don't decide it."""
+        """Count columns whose names change the meaning, and return undecided columns."""
         undecided = {}
         for column, value in unread.items():
             decision = changes_meaning(column, value, self.format)
@@ -80,13 +77,13 @@ class UnusedColumns:
         return undecided
 
     def add_row(self, undecided: Values, number: int, texts: list[str]) -> None:
-        """Add the other columns of a row that can be trained on. `texts`: texts that are read from the row."""
+        """Add undecided columns of a usable row; `texts` are read from the row."""
         self.rows += 1
         for column, value in undecided.items():
             _add(self.columns, column, value, number, texts)
 
     def add_messages(self, messages: list[Values], number: int) -> None:
-        """Add the fields of a row's messages that aren't read; one mapping for each message."""
+        """Add unread fields of a row's messages."""
         self.messages += len(messages)
         for name in {name: None for message in messages for name in message if changes_message(name, message[name])}:
             self.meanings.setdefault(name, ColumnUse()).add(number)
@@ -97,12 +94,12 @@ class UnusedColumns:
 
     @property
     def stops_run(self) -> bool:
-        """Whether `asked` will name some, whatever rows follow."""
+        """Return whether `asked` will name a column, whatever rows follow."""
         return bool({*self.meanings} - {"split"} or self._asked(all_rows=False))
 
     def asked(self, rows_read: int) -> dict[str, ColumnUse]:
-        """Columns that stop a run. A `split` in all `rows_read` rows is no mixture; a single row can't show that a value is
-        constant."""
+        """Return the columns that stop a run."""
+        # a `split` in all rows is no mixture
         meanings = {name: use for name, use in self.meanings.items() if name != "split" or use.count != rows_read}
         return {**meanings, **self._asked(all_rows=True)}
 
@@ -110,9 +107,10 @@ class UnusedColumns:
         asked = {}
         for uses, total in ((self.columns, self.rows), (self.fields, self.messages)):
             for name, use in uses.items():
-                # short texts of which nearly each is another are texts
+                # short texts that nearly all differ are prose
                 is_prose = all_rows and "label" in use.kinds and len(use.values) >= min(_MAX_VALUES, max(4, use.count // 2))
                 kinds = use.kinds | {"text"} if is_prose else use.kinds
+                # a single row can't show that a value is constant
                 differ = len(use.values) > 1 or use.count < max(total, 1 + all_rows)  # or some rows have none
                 is_flag = uses is self.fields and bool(kinds & {"truth", "bit"})
                 if use.count and (differ or is_flag) and not is_harmless(name, kinds, has_answer=self.format != "text"):
@@ -120,7 +118,7 @@ class UnusedColumns:
         return asked
 
     def problems(self, asked: dict[str, ColumnUse]) -> list[str]:
-        """Messages about these columns: one line for each known name, and one line for all unknown names."""
+        """Return a line for each known name, and a line for all unknown names."""
         lines = [
             f"{self.file}: '{printable(name)}' isn't used, and it says {meaning_of(name)}: {use.count:,} row(s), the first "
             f"{', '.join(map(str, use.first_rows))}{', ...' if use.count > len(use.first_rows) else ''}"
@@ -135,7 +133,7 @@ class UnusedColumns:
 
 
 def fixes_of(asked: dict[str, ColumnUse], file: str) -> list[str]:
-    """What to do about columns and fields whose names are known."""
+    """Return fixes for columns and fields with known names."""
     fixes: dict[str, str] = {}
     for name, use in asked.items():
         meaning = meaning_of(name)
@@ -150,9 +148,9 @@ def _digest(value: Any) -> str:
 
 
 def _add(uses: dict[str, ColumnUse], name: str, value: Any, number: int, texts: list[str]) -> None:
-    """Count a value. A column that has all of `texts` in one, as Alpaca's `text` does, repeats them."""
     use = uses.get(name) or uses.setdefault(name, ColumnUse())
     kinds = kinds_of(name, value, texts)
+    # the column repeats all texts that are read, as Alpaca's `text` does
     if len(texts) > 1 and isinstance(value, str) and texts[-1] in value and all(text in value for text in texts):
         kinds = {"copy"}
     if kinds:

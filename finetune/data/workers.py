@@ -1,4 +1,4 @@
-"""Worker processes for batches: forks of this process, which share its imported libraries and its tokenizer."""
+"""Run batches in forks of this process, which share its libraries and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ _MAX_PROCESSES = 8
 
 
 def usable_cpus() -> int:
-    """Number of CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class Workers:
-    """Runs `work` in forks; in this process if it has one CPU or can't fork safely (macOS, Windows).
-
-    Each fork has one task at a time. Forks exit when this process ends for any reason, as their pipe closes.
-    """
+    """Runs `work` in forks, or in this process if it has one CPU or can't fork safely."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
@@ -36,6 +33,7 @@ class Workers:
         self._idle: list[Connection] = []
         self._processes: list[Any] = []
         count = min(usable_cpus(), _MAX_PROCESSES)
+        # macOS and Windows can't fork safely
         for _ in range(count if count > 1 and sys.platform == "linux" else 0):
             parent_end, child_end = get_context("fork").Pipe()
             arguments = (child_end, [*self._connections, parent_end], work)
@@ -49,21 +47,21 @@ class Workers:
             self._processes.append(process)
 
     def submit(self, *task: Any) -> Iterator[Any]:
-        """Start a task; yields the results that are ready, in any order. Waits only while all are busy."""
+        """Start a task, and yield results that are ready, in any order."""
         if not self._connections:
             yield self._work(*task)
             return
+        # waits only while all forks are busy
         yield from self._collect(0 if self._idle else None)
         connection = self._idle.pop()
         connection.send(task)
 
     def remaining_results(self) -> Iterator[Any]:
-        """The results of all unfinished tasks."""
+        """Yield the results of all unfinished tasks."""
         while len(self._idle) < len(self._connections):
             yield from self._collect(None)
 
     def close(self) -> None:
-        """End the forks."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -90,10 +88,13 @@ class _TaskError(NamedTuple):
 
 
 def _serve(tasks: Connection, inherited: list[Connection], work: Callable[..., Any]) -> None:
+    # a fork exits when its pipe closes, so it must not hold the parent's ends
     for connection in inherited:
         connection.close()
+    # Ctrl-C reaches the parent, which ends the forks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # collecting would copy the pages that forks share
     gc.freeze()
     raise_gc_thresholds()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

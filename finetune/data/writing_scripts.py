@@ -1,4 +1,4 @@
-"""The writing script of most letters of a text."""
+"""Find the writing script of a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CHARACTERS = 2_000
 
 
 def script_of(text: str) -> str | None:
-    """The script of most letters of a text; None without letters of the listed scripts."""
+    """Return the script of most letters; None without letters of listed scripts."""
     if text.isascii():
         return "Latin" if _LETTERS["Latin"].search(text) else None
     counts = {name: sum(map(len, letters.findall(text[:_MAX_CHARACTERS]))) for name, letters in _LETTERS.items()}

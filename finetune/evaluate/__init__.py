@@ -1,1 +1,1 @@
-"""Evaluate: does the tuned model do what the base could not?"""
+"""Evaluate base and tuned model on the same rows."""

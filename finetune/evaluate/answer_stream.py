@@ -1,4 +1,4 @@
-"""An answer in pieces: its thought and its text as they arrive, its calls of tools when they are complete."""
+"""Stream an answer: thought and text as they arrive, tool calls when they are complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ def stream_answer(
     answerer: Answerer, turns: list[dict[str, Any]], say: OnPiece, *, tools: tuple[dict[str, Any], ...] | None = None,
     **options: Any,
 ) -> tuple[Streamed, Answer]:  # fmt: skip
-    """The answer to `turns`, whose pieces are passed to `say` as they arrive. Without `tools` (None) it has no calls.
-
-    `options`: of `Answerer.stream`.
-    """
+    """Answer `turns`, passing pieces to `say`; with `tools=None` calls stay text."""
     prompt_ids = answerer.prompt_ids(turns, tools or (), options.get("pictures", ()))
     if answerer.chat_format is None:
         reply = answerer.stream(prompt_ids, say=lambda piece: say(piece, False), **options)
@@ -34,7 +31,7 @@ def stream_answer(
 
 
 class AnswerStream:
-    """Passes on thought and text, and delays what may be the beginning of a mark or a call."""
+    """Passes on thought and text, and delays the possible beginning of a mark or call."""
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[dict[str, Any]] | None, say: OnPiece) -> None:
         self._format, self._tools, self._say = chat_format, tools, say
@@ -42,7 +39,7 @@ class AnswerStream:
         self._pieces, self._emitted = "", ["", ""]  # of the text, and of the thought
 
     def add(self, piece: str) -> None:
-        """The next piece, with its special tokens."""
+        """Take the next piece, with its special tokens."""
         self._pieces += piece
         marks = (*self._openings, *self._format.literals)
         whole = self._pieces[: len(self._pieces) - longest_partial_match(marks, self._pieces)]
@@ -52,7 +49,7 @@ class AnswerStream:
         self._pass_on(*map(self._format.without_special_tokens, (text, thought)))
 
     def finish(self, *, is_cut: bool = False) -> Answer:
-        """There are no more pieces: the whole answer. Text that was delayed and is no call is passed on."""
+        """Return the whole answer, after passing on delayed text that is no call."""
         answer = self._format.read(self._pieces, self._tools, is_cut=is_cut)
         text, emitted = answer.text, self._emitted[0].strip()
         if answer.calls and emitted and text.startswith(emitted) and text != emitted:
@@ -70,13 +67,13 @@ class AnswerStream:
 
 
 def _find(text: str, opening: str) -> int:
-    """Where a call may begin; bare JSON only at the beginning of the answer."""
     position = text.find(opening)
+    # bare JSON is a call only at the beginning of the answer
     return -1 if opening == "{" and text[:position].strip() else position
 
 
 def longest_partial_match(marks: tuple[str, ...], text: str) -> int:
-    """The number of characters at the end of the text that begin one of `marks` without completing any."""
+    """Return the length of the text's end that begins a mark without completing any."""
     if text.endswith(marks):
         return 0
     return max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)

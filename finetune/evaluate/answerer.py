@@ -1,4 +1,4 @@
-"""Generate with a finished run's model, base or tuned. One model in memory, with its adapter enabled or disabled."""
+"""Generate with a finished run's model; one model in memory, with its adapter enabled or disabled."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ from finetune.settings import Settings
 
 
 class Answerer:
-    """The base model of a run with its adapter, or with the `last` step's instead of the best.
-
-    `other_adapters`: folders of more adapters of the same base, by the name that `using` takes. `adapter`: name of its
-    folder. `plain`: the run was trained on prompts without the chat template.
-    """
+    """The base model of a run with its adapter, or with the `last` step's adapter."""
 
     def __init__(
         self, run: RunDirectory, *, need_adapter: bool = True, last: bool = False,
@@ -58,12 +54,14 @@ class Answerer:
         pictures = ModelPictures(settings, run.data / "tokenizer") if settings.vision else None
         self.encoder = Encoder(self.tokenizer, conversations=self.tokenizer.chat_template is not None, pictures=pictures)
         self._tensors = PictureTensors(self.encoder.picture_processor) if pictures else None
+        #: The run was trained on prompts without the chat template.
         self.plain = is_plain(run)
         self.model = self.load(folder)
+        # folders of adapters of the same base, by the name that `using` takes
         self._adapter_names = {name: self._load_adapter(path) for name, path in (other_adapters or {}).items()}
 
     def require_vision(self) -> None:
-        """Raises CommandError for a model that reads no pictures."""
+        """Raise CommandError for a model that reads no images."""
         if not self.plan.settings.vision:
             raise CommandError(f"{self.run.path.name} was trained on text; its model is loaded without a vision tower", "")
 
@@ -74,12 +72,11 @@ class Answerer:
         return name
 
     def load(self, adapter: Path | None) -> Any:
-        """The model in evaluation mode."""
         return load_model(self.plan.settings, adapter, self.device, self.tokenizer)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside the block use no adapter for `base`, else the adapter of this name in `other_adapters`, else the run's own."""
+        """Use no adapter for `base`, else the adapter of this name, else the run's adapter."""
         if not isinstance(self.model, PeftModel):
             yield
         elif name == "base":
@@ -93,14 +90,14 @@ class Answerer:
         self, questions: list[list[int]], *, max_new_tokens: int, with_special_tokens: bool,
         pictures: Sequence[Sequence[PictureSource]] = (),
     ) -> list[tuple[str, bool]]:  # fmt: skip
-        """Greedy answers to tokenised prompts, as one batch, and whether each was cut. `pictures`: of each prompt."""
+        """Return greedy answers to tokenised prompts, and whether each was cut."""
         return greedy_answers(
             self.model, self.tokenizer, questions, stops=self._stops(), max_new_tokens=max_new_tokens,
             with_special_tokens=with_special_tokens, more_inputs=self.more_inputs(pictures),
         )  # fmt: skip
 
     def more_inputs(self, pictures: Sequence[Sequence[PictureSource]]) -> MoreInputs | None:
-        """Return a function that makes the other inputs of a batch; None for a model of text."""
+        """Return a function for a batch's other inputs; None for a model of text."""
         return functools.partial(self._tensors, rows=pictures) if self._tensors else None
 
     def _stops(self) -> set[int]:
@@ -110,7 +107,7 @@ class Answerer:
         self, question: list[int], *, max_new_tokens: int, sampling: Sampling, say: Callable[[str], None],
         stopped: Callable[[], bool] = lambda: False, pictures: Sequence[PictureSource] = (),
     ) -> Streamed:  # fmt: skip
-        """The answer to a tokenised prompt, as its chat format reads it, with each piece passed to `say`, until `stopped()`."""
+        """Answer a tokenised prompt, passing pieces to `say` until `stopped()`."""
         return streamed_answer(
             self.model, self.tokenizer, question, stops=self._stops(), max_new_tokens=max_new_tokens,
             sampling=sampling, on_text=say, stopped=stopped, with_special_tokens=self.chat_format is not None,
@@ -120,31 +117,31 @@ class Answerer:
     def prompt_ids(
         self, messages: list[dict[str, Any]], tools: tuple[dict[str, Any], ...] = (), pictures: Sequence[PictureSource] = ()
     ) -> list[int]:
-        """Tokens of a conversation as prompts were in training: with the chat template, or the last message as plain text."""
+        """Return the tokens of a conversation as prompts were in training."""
         if self.plain:
             return self.encoder.prompt_ids(messages[-1]["content"], ())
         return self.encoder.prompt_ids(messages, tools, pictures)
 
     @property
     def chat_format(self) -> ChatFormat | None:
-        """The format of this model's answers; None for a run on prompts without a chat template."""
+        """Return the format of answers; None without a chat template."""
         return None if self.plain or self.tokenizer.chat_template is None else self.encoder.chat_format
 
 
 def is_plain(run: RunDirectory) -> bool:
-    """Whether a run was trained on prompts without the chat template, by its data report."""
+    """Return whether a run was trained on prompts without the chat template."""
     return bool((read_object(run.data / "report.json") or {}).get("plain"))
 
 
 def chat_format_of(run: RunDirectory, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """The format of a run's answers; None for a run on prompts without a chat template."""
+    """Return the format of a run's answers; None without a chat template."""
     return None if is_plain(run) or tokenizer.chat_template is None else Encoder(tokenizer, conversations=True).chat_format
 
 
 def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = True) -> Path | None:
-    """The result's folder, else the newest sealed checkpoint; with `last` the last step's adapter.
+    """Return the adapter's folder, else the newest sealed checkpoint; with `last` the last step's adapter.
 
-    Raises CommandError without an adapter if it is `required`, RecipeError for a changed adapter.
+    Raise CommandError without an adapter if it is `required`, RecipeError for a changed adapter.
     """
     if last and not run.last_adapter.is_dir():
         raise CommandError(f"{run.path} has no {run.last_adapter.name}: its result is the last step", "Leave out --last.")
@@ -162,18 +159,19 @@ def adapter_folder(run: RunDirectory, *, last: bool = False, required: bool = Tr
 
 
 def answerer_loader(run: RunDirectory, last: bool, progress: Callable[[str], None] = lambda _: None) -> Callable[[], Answerer]:
-    """Returns an answerer that can also use the adapter that the run continued, as `origin`; loaded on the first call."""
+    """Return a function that loads an answerer on its first call."""
 
     @functools.cache
     def load() -> Answerer:
         progress("loading base model and adapter")
+        # `origin`: the adapter that the run continued
         return Answerer(run, last=last, other_adapters={"origin": run.base_adapter} if run.base_adapter.is_dir() else None)
 
     return load
 
 
 def answer_journal(run: RunDirectory, name: str, adapter: Path | None) -> Journal:
-    """The answers called `name`, by all that decides them besides their prompts: settings, base weights, adapter, versions."""
+    """Return a journal by everything that decides answers, except prompts."""
     plan = read_plan(run.plan)
     return Journal(run.path / "evaluations", name, {
         "settings": plan.settings.model_dump(mode="json"), "base": weights_fingerprint(plan.settings),
@@ -187,19 +185,19 @@ def answer_journal(run: RunDirectory, name: str, adapter: Path | None) -> Journa
 def answer_limit(
     tokenizer: PreTrainedTokenizerBase, references: list[str], least: int = 0, chat_format: ChatFormat | None = None
 ) -> int:
-    """The most tokens of an answer: 16 more than the longest expected one or `least`."""
+    """Return the most tokens of an answer: 16 more than the longest expected answer or `least`."""
     longest = max(least, *(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in references))
     return longest + 16 + 1024 * bool(chat_format and chat_format.opens_thought)  # room for a base model's thought
 
 
 def load_model(settings: Settings, adapter: Path | None, device: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """The base model on `device`, `cpu` or `cuda`, with an adapter or without, in evaluation mode.
+    """Load a base model in evaluation mode, with an adapter or without.
 
-    `tokenizer`: the run's, by which the base model's rows of new tokens get their values. Raises CommandError for an adapter
-    that can't be loaded or is not finite, RecipeError for one of another base.
+    Raise CommandError for an unusable adapter, RecipeError for an adapter of another base.
     """
     base = load_base(settings, load_config(settings), "cpu" if device == "cpu" else 0, log=lambda _: None)
     disable_cpu_repacking(base, misfits_only=True)
+    # the tokenizer gives the rows of new tokens their values
     grow_vocabulary(base, settings, tokenizer)
     if adapter:  # whose base model may have been downloaded only now
         require_same_base(adapter, settings, reread=not reads_own_file(settings))

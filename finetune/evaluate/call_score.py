@@ -1,4 +1,4 @@
-"""Score of an answer's calls of tools against the expected ones."""
+"""Score an answer's tool calls against the expected calls."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ NO_CALL_DUE, NAMES, ARGUMENTS, COUNT, ORDER, KNOWN_TOOL = (
 
 
 def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer: Answer) -> RowScore:
-    """1 for the same calls in any order; without an expected call, for an answer that doesn't even begin one.
-
-    Arguments are compared as JSON values; a missing one has the default of the tool's schema. `valid`: whether the answer's
-    calls can be read. `fields`: the parts of the score, and for each expected tool whether its calls are right; which these are
-    does not depend on the answer.
-    """
+    """Return 1 for the same calls in any order, or for no call where none is expected."""
     offered = {tool.get("function", {}).get("name") for tool in tools}
     fields = {KNOWN_TOOL: not offered or all(_name(call) in offered for call in answer.calls)}
     if not expected:
+        # an answer that begins an unreadable call is not free of calls
         fields[NO_CALL_DUE] = not answer.calls and not answer.is_unreadable
         return RowScore(float(fields[NO_CALL_DUE]), fields, not answer.is_unreadable)
     names, answered = [*map(_name, expected)], [*map(_name, answer.calls)]
@@ -34,6 +30,7 @@ def call_score(expected: Sequence[Call], tools: Sequence[dict[str, Any]], answer
     fields[COUNT] = len(expected) == len(answer.calls)
     if len(expected) > 1:
         fields[ORDER] = names == answered
+    # fields depend on the expected calls alone, so that both models have the same
     for tool_name in dict.fromkeys(names):
         fields[f"tool {tool_name}"] = all(
             is_matched for name, is_matched in zip(names, matched, strict=True) if name == tool_name
@@ -46,13 +43,13 @@ def _name(call: Call) -> str:
 
 
 def _matched(expected: Sequence[Call], calls: Sequence[Call], tools: Sequence[dict[str, Any]]) -> list[bool]:
-    """For each expected call whether the answer has it; a call of the answer counts once."""
     remaining = [[_name(call), _with_defaults(call, tools)] for call in calls]
     results = []
     for call in expected:
         wanted = [_name(call), _with_defaults(call, tools)]
         matches = [index for index, answered in enumerate(remaining) if json_equal(answered, wanted)]
         results.append(bool(matches))
+        # a call of the answer counts once
         for index in matches[:1]:
             del remaining[index]
     return results
@@ -63,5 +60,6 @@ def _with_defaults(call: Call, tools: Sequence[dict[str, Any]]) -> dict[str, Any
     parameters = next((function.get("parameters") for function in functions if function.get("name") == _name(call)), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     schemas = properties.items() if isinstance(properties, dict) else ()
+    # a missing argument has the default of the tool's schema
     defaults = {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
     return {**defaults, **call["function"]["arguments"]}

@@ -1,5 +1,4 @@
-"""Forgetting: loss before and after training on general questions and on the rows of the run that this one continued; and
-whether the model still leaves tools alone where none is due."""
+"""Measure forgetting: loss before and after training, and needless tool calls."""
 
 from __future__ import annotations
 
@@ -28,10 +27,7 @@ def measure_forgetting(
     run: RunDirectory, *, last: bool = False, load: Callable[[], Answerer] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Forgetting]:  # fmt: skip
-    """Losses before and now on the bundled general questions and, if the run continued another, on that one's held-out rows.
-
-    `load`: returns an answerer, loaded on the first call.
-    """
+    """Measure losses on general questions, and on held-out rows of the run that this run continued."""
     tokenizer = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings)
     folder, origin = adapter_folder(run, last=last), base_adapter_of(run)
     groups: list[tuple[str, EvalRows, str, Path | None]] = [("general questions", probe_rows(tokenizer), "base", None)]
@@ -52,16 +48,14 @@ def measure_forgetting(
 def measure_no_call(
     run: RunDirectory, load: Callable[[], Answerer], *, last: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> NoCall | None:
-    """Share of the bundled questions that need no tool, though they have some, answered without a call, before and now.
-
-    None for a run whose held-out rows have no tools, and for a chat template that writes none or refuses the questions.
-    """
+    """Measure how many questions without need for a tool get no call; None for a run without tools."""
     try:
         if not held_out_rows(run, None).calls:
             return None
         encoder = Encoder(run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), conversations=True)
         rows = no_call_rows(encoder)
     except DataError:
+        # no held-out rows, or a chat template that refuses the questions
         return None
     if encoder.chat_format.syntax is None:
         return None

@@ -1,7 +1,4 @@
-"""Answers and losses, appended to a file as they are computed: a killed evaluation continues, and another score reuses them.
-
-RUN/evaluations/<model>-<key>.jsonl; the key is a digest of all that decides an answer except the row.
-"""
+"""Append computed answers and losses to a file, for killed evaluations and other scores."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from finetune.files import parse_checked
 
 
 class Journal:
-    """Entries of rows, by a digest of the row. An incomplete line of a killed process is ignored."""
+    """Entries by a digest of the row."""
 
     def __init__(self, folder: Path, model: str, inputs: Any) -> None:
+        # RUN/evaluations/<model>-<key>.jsonl; the key covers all that decides an answer except the row
         self._path = folder / f"{model}-{digest(inputs)}.jsonl"
         self.entries: dict[str, dict[str, Any]] = {}
         self.problem = ""
@@ -26,12 +24,13 @@ class Journal:
         with contextlib.suppress(OSError):
             lines = self._path.read_bytes().split(b"\n")
         for line in lines:
+            # a killed process leaves an incomplete line
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 entry = parse_checked(line)
                 self.entries[entry.pop("row")] = entry
 
     def add(self, entries: dict[str, dict[str, Any]]) -> None:
-        """Add entries, also to the file; if it can't be written only in memory, and `problem` says why."""
+        """Add entries, also to the file; `problem` says why it can't be written."""
         self.entries.update(entries)
         lines = "".join(with_checksum(json.dumps({"row": row, **entry})) + "\n" for row, entry in entries.items())
         try:
@@ -43,5 +42,5 @@ class Journal:
 
 
 def digest(values: Any) -> str:
-    """A short hash of JSON values."""
+    """Return a short hash of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Memory of answering: bytes of the KV cache per token, measured on the model, and the tokens that fit together."""
+"""Measure the KV cache's bytes per token on the model, and the tokens that fit in memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _LOSS_TOKENS, _LOGITS = 1_024, 64 * 2**20
 
 
 def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) -> int:
-    """Prompt and answer tokens, with padding, that fit in the memory that the loaded model leaves free; 1 or more.
-
-    `budget_bytes`: limit of this process on the GPU.
-    """
+    """Return the prompt and answer tokens, with padding, that fit beside the model; at least 1."""
     bytes_per_token, most = token_bytes(model, device), _MAX_TOKENS[device]
     if not bytes_per_token:
         return most
@@ -33,7 +30,7 @@ def batch_token_limit(model: Any, device: str, budget_bytes: int | None = None) 
 
 
 def loss_batch_tokens(model: Any) -> int:
-    """Tokens of a batch whose loss is computed."""
+    """Return the tokens of a batch whose loss is computed."""
     from finetune.model.new_tokens import embedding_rows
 
     return min(_LOSS_TOKENS, _LOGITS // embedding_rows(model))
@@ -41,7 +38,7 @@ def loss_batch_tokens(model: Any) -> int:
 
 @torch.inference_mode()
 def token_bytes(model: Any, device: str) -> float:
-    """Bytes per token of an answered row: of the KV cache that the model returns or, on a GPU, of computing it if more."""
+    """Return the bytes per token of an answered row."""
     cache_bytes, compute_bytes = {}, 0.0
     for length in (_SHORT, _LONG):
         if device == "cuda":
@@ -53,11 +50,12 @@ def token_bytes(model: Any, device: str) -> float:
         cache_bytes[length] = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache))
         if device == "cuda":
             compute_bytes = (torch.cuda.max_memory_allocated() - allocated) / length
+    # on a GPU, computing a token can take more than its KV cache
     return max((cache_bytes[_LONG] - cache_bytes[_SHORT]) / (_LONG - _SHORT), compute_bytes)
 
 
 def cache_token_bytes(settings: Settings) -> float | None:
-    """Bytes of the KV cache per token, of the model without weights, before it is loaded. None if unknown."""
+    """Return the KV cache's bytes per token before the model is loaded; None if unknown."""
     from finetune.model.build import build_on_meta
     from finetune.model.quantisation import model_dtype
     from finetune.model.transformers_config import load_config
@@ -71,9 +69,11 @@ def cache_token_bytes(settings: Settings) -> float | None:
 
 @dataclass(frozen=True)
 class ChatMemory:
-    """Memory of a chat: the loaded model by the run's forecast, the KV cache of `tokens`, and the free memory now."""
+    """Memory of a chat."""
 
+    #: The loaded model, by the run's forecast.
     model_bytes: int | None
+    #: The KV cache of `tokens`.
     cache_bytes: int | None
     tokens: int
     free_bytes: int
@@ -91,7 +91,7 @@ class ChatMemory:
 
 
 def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
-    """Forecast for a conversation as long as the training's longest row, with an answer."""
+    """Forecast a chat of max_length tokens and an answer."""
     tokens = plan.settings.max_length + max_new_tokens
     peaks = plan.forecast.peaks if plan.forecast else {}
     bytes_per_token = cache_token_bytes(plan.settings)
@@ -104,7 +104,7 @@ def chat_memory(plan: Plan, max_new_tokens: int) -> ChatMemory:
 
 
 def run_halving(rows: list[int], work: Any) -> None:
-    """Call `work(rows)`; when GPU memory runs out, with half of them at a time. The error of a single row is raised."""
+    """Call `work(rows)`, and with half of the rows when GPU memory runs out. Raise the error of a single row."""
     try:
         work(rows)
     except torch.OutOfMemoryError:
@@ -120,6 +120,7 @@ def run_halving(rows: list[int], work: Any) -> None:
 def _free_bytes(device: str, budget_bytes: int | None) -> int:
     if device == "cpu":
         return psutil.virtual_memory().available
+    # tensors can use the allocator's reserved memory
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return min(free, budget_bytes or free) - torch.cuda.memory_allocated()
 

@@ -1,4 +1,4 @@
-"""Base against tuned on the same rows: the difference with its interval, and how many rows would make it significant."""
+"""Compare base and tuned model on the same rows: difference, interval, and rows to significance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _DRAWS = 2_000
-#: Of a normal distribution, 95 % are within so many standard deviations.
+#: 95 % of a normal distribution are within this many standard deviations.
 _NORMAL = 1.96
 #: A difference that is smaller than its interval by this factor would take its square times as many rows.
 _MOST_WIDTHS = 1000
@@ -17,46 +17,40 @@ _MOST_WIDTHS = 1000
 
 @dataclass(frozen=True)
 class Difference:
-    """Tuned minus base, with a 95 % interval. `more_rows`: about how many more rows would make it significant.
-
-    None if it is significant, if the difference is 0, and if it takes too many to say.
-    """
+    """Tuned minus base, with a 95 % interval."""
 
     value: float
     low: float
     high: float
+    #: About how many more rows would make it significant; None if it is, if the difference is 0, or for too many to say.
     more_rows: int | None
 
     @property
     def is_significant(self) -> bool:
-        """Whether zero is outside the interval."""
         return not self.low <= 0 <= self.high
 
 
 def difference(
     base: Sequence[float], tuned: Sequence[float], weights: Sequence[float] | None = None, *, span: float = 0.0
 ) -> Difference | None:
-    """Weighted mean of tuned - base, with the expanded percentile interval of a paired bootstrap; None for fewer than two rows
-    and without weights.
-
-    Bootstrap: Efron 1979. It is too narrow for few rows and is widened by sqrt(n / (n - 1)) and Student's t: Hesterberg 2015.
-    `weights`: of each row, e.g. its tokens. `span`: the largest possible difference of a row, if there is one. The interval
-    then counts two more rows, one better and one worse by that much (Bonett and Price 2012): few rows that differ say little of
-    how many do.
-    """
+    """Return the weighted mean of tuned - base, with an interval; None for fewer than two rows, and without weights."""
     if len(base) < 2 or not (weights is None or any(weights)):
         return None
     differences = np.asarray(tuned, dtype=float) - np.asarray(base, dtype=float)
     row_weights = np.ones(len(differences)) if weights is None else np.asarray(weights, dtype=float)
     mean_difference, row_count = float(np.average(differences, weights=row_weights)), len(differences)
+    # Two more rows, one better and one worse by the largest possible difference of a row (Bonett and Price 2012): few rows
+    # that differ say little about how many rows differ in general.
     if span:
         differences = np.append(differences, (span, -span))
         row_weights = np.append(row_weights, (np.mean(row_weights),) * 2)
+    # paired bootstrap: Efron 1979
     shrunk_mean, rng, means = float(np.average(differences, weights=row_weights)), np.random.default_rng(0), np.empty(_DRAWS)
     for draw in range(_DRAWS):
         chosen = rng.integers(len(differences), size=len(differences))
         means[draw] = np.average(differences[chosen], weights=row_weights[chosen])
     degrees = len(differences) - 1
+    # The percentile interval is too narrow for few rows: Hesterberg 2015 expands it.
     # Student's over the normal quantile (its first terms in 1/df), and n - 1 instead of n
     expansion = (1 + (_NORMAL**2 + 1) / (4 * degrees)) * math.sqrt(len(differences) / degrees)
     lower, upper = (shrunk_mean + expansion * (float(quantile) - shrunk_mean) for quantile in np.percentile(means, (2.5, 97.5)))
@@ -70,7 +64,7 @@ def difference(
 
 
 def format_difference(difference: Difference | None, scale: float = 1.0, unit: str = "") -> str:
-    """A difference and its interval, and about how many more rows would be enough."""
+    """Format a difference with its interval, and how many more rows would be enough."""
     if difference is None:
         return "not measured"
     lower, value, upper = (f"{scale * bound:+.3g}" for bound in (difference.low, difference.value, difference.high))
@@ -82,7 +76,7 @@ def format_difference(difference: Difference | None, scale: float = 1.0, unit: s
 
 
 def rank_rows(base: Sequence[float], tuned: Sequence[float], order: str) -> list[int]:
-    """Indices of rows: first the tuned model's `worst` or `best` score, or the largest difference (`differ`)."""
+    """Return row indices by the tuned model's `worst` or `best` score, or by the difference (`differ`)."""
     keys: dict[str, Callable[[int], tuple[float, float]]] = {
         "worst": lambda row: (tuned[row], tuned[row] - base[row]),
         "best": lambda row: (-tuned[row], base[row] - tuned[row]),

@@ -1,7 +1,4 @@
-"""Measure what quantising the base costs on held-out rows: `plan` and `run --measure-quantisation`, `eval --quantisation`.
-
-A process measures, one model at a time, so that its memory is free again afterwards.
-"""
+"""Measure the cost of a quantised base on held-out rows (`--measure-quantisation`, `eval --quantisation`)."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _RESIDENT_SHARE = 0.8
 
 
 def measure_recipe(recipe: Recipe, progress: Progress, *, force: bool) -> QuantisationCost:
-    """Costs for the base of a run as `prepare` makes it. Raises CommandError without held-out rows."""
+    """Measure the base of a run as `prepare` makes it. Raise CommandError without held-out rows."""
     from finetune.run.prepare import prepare
 
     prepared = prepare(recipe, force=force, progress=progress)
@@ -43,7 +40,7 @@ def measure_recipe(recipe: Recipe, progress: Progress, *, force: bool) -> Quanti
 
 
 def measure_run(run: RunDirectory, progress: Progress, *, last: bool) -> dict[str, QuantisationCost]:
-    """Costs for a run's base and tuned model, as by `adapter_folder`, on its held-out rows. Raises CommandError without any."""
+    """Measure a run's base and tuned model on its held-out rows. Raise CommandError without rows."""
     from datasets import load_from_disk
 
     from finetune.evaluate.answerer import adapter_folder
@@ -55,13 +52,11 @@ def measure_run(run: RunDirectory, progress: Progress, *, last: bool) -> dict[st
 
 
 def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | None = None) -> QuantisationCost:
-    """Measure the losses of a plan's base model, or of base and adapter, in a process.
-
-    Raises CommandError without rows that have a trained token, and the errors of the process.
-    """
+    """Measure a plan's base model, or base and adapter. Raise CommandError without trained tokens."""
     if not any(label != -100 for labels in rows["labels"] for label in labels[1:]):
         problem = "no held-out row has a trained token" if rows["labels"] else "no rows are held out"
         raise CommandError(problem, "Set dataset.test_split_size=0.1, or dataset.eval_path=FILE.")
+    # in a process, whose memory is free again afterwards
     received, sent = Pipe(duplex=False)
     process = get_context("spawn").Process(target=_send_cost, args=(sent, cards_of(plan)[:1], plan, rows, adapter))
     process.start()
@@ -81,12 +76,12 @@ def measure_plan(plan: Plan, rows: Rows, progress: Progress, adapter: Path | Non
 
 
 def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows, adapter: Path | None) -> None:
-    """Main function of the process. On a GPU it waits for runs, as a run would."""
     for stream in (1, 2):  # of libraries
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     os.environ.update(visibility(cards))
     keep_private()
     try:
+        # waits for runs on the GPU, as a run would
         if not plan.card.is_cpu:
             queue = card_queue(cards or (plan.card.name,))
             queue.join(Path("finetune --measure"))
@@ -100,9 +95,9 @@ def _send_cost(sent: Connection, cards: tuple[str, ...], plan: Plan, rows: Rows,
 
 
 def measure(plan: Plan, rows: Rows, adapter: Path | None, progress: Progress) -> QuantisationCost:
-    """The loss of the rows in the plain format, int8 and NF4, from the cache if it was measured before.
+    """Return the loss in the plain format, int8 and NF4, from the cache if measured before.
 
-    Raises CommandError for a checkpoint that is stored quantised.
+    Raise CommandError for a checkpoint that is stored quantised.
     """
     import torch
 

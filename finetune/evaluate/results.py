@@ -1,4 +1,4 @@
-"""Results of evaluations, and the files of a run that have them: whatever is no result is left out."""
+"""Results of evaluations, and their files in a run."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ TASKS_FILE = "tasks.json"
 
 @dataclass(frozen=True)
 class Score:
-    """Means over rows, and the same row by row.
+    """Means over rows, and the same row by row."""
 
-    `exact_match`: share of rows answered exactly. `loss`: of a trained token, in nats; `perplexity` is its exponential.
-    `token_accuracy`: share of trained tokens that are the likeliest. `score`: of the chosen kind; of JSON, `valid` is the share
-    of answers that are JSON and `fields` the share of rows with each field right. `answers`, `exact` and `scores` have the rows
-    with a prompt; `row_losses` and `row_tokens` (trained tokens) all sequences. `thoughts` stand before the answers and are not
-    scored; `cut`: answers that were stopped at the limit of tokens.
-
-    Of pairs: `margins` are how much likelier the chosen answer is than the rejected one, in nats, `pair_margin` is their mean,
-    and `pairs_in_order` the share of pairs in which it is likelier.
-    """
-
+    #: Share of rows answered exactly.
     exact_match: float | None
+    #: Of a trained token, in nats; `perplexity` is the exponential.
     loss: float | None
+    #: Of the rows with a prompt, like `exact` and `scores`.
     answers: list[str] = field(default_factory=list)
     perplexity: float | None = None
     exact: list[bool] = field(default_factory=list)
+    #: Of all sequences, like `row_tokens` (trained tokens).
     row_losses: list[float] = field(default_factory=list)
     row_tokens: list[int] = field(default_factory=list)
+    #: Share of trained tokens that are the likeliest.
     token_accuracy: float | None = None
+    #: Of the chosen kind.
     score: float | None = None
     scores: list[float] = field(default_factory=list)
+    #: Share of answers that are JSON, or whose calls can be read.
     valid: float | None = None
+    #: Share of rows with each field right.
     fields: dict[str, float] = field(default_factory=dict)
+    #: How much likelier the chosen answer of a pair is than the rejected answer, in nats.
     margins: list[float] = field(default_factory=list)
     pair_margin: float | None = None
+    #: Share of pairs whose chosen answer is likelier.
     pairs_in_order: float | None = None
+    #: Stand before the answers, and are not scored.
     thoughts: list[str] = field(default_factory=list)
+    #: Answers that were stopped at the limit of tokens.
     cut: int = 0
 
     @property
@@ -55,18 +57,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of base and tuned model on the same rows; a difference is tuned minus base, None for fewer than two rows.
-
-    `forgetting`: the rows were held out by the first run, and `base` is the adapter that this run continued.
-    `score`: name of the chosen score. `data`: file of the rows, None for held-out ones. `reused`: rows of both models with an
-    answer or loss from an earlier evaluation. `trained_rows`: sequences of `data` that the run was trained on.
-    `labels_in_order`: of answers that are marked good or bad, the share of all pairs of a good and a bad one in which the good
-    one has become likelier by more; one half if nothing was learned. `against_adapter`: `base` is the adapter that this run
-    continued, its method's reference.
-    `field_differences`: of the parts of a score of calls, over the rows that have the part.
-    `max_new_tokens`: limit of thought and answer. `base_prompt_end`: ends the base model's prompts, to ask without a thought.
-    `score_because`: why, or empty.
-    """
+    """Scores of base and tuned model on the same rows."""
 
     rows: int
     base: Score
@@ -74,22 +65,35 @@ class Comparison:
     prompts: list[str]
     references: list[str]
     seconds: float
+    #: A difference is tuned minus base; None for fewer than two rows.
     exact_match_difference: Difference | None = None
     loss_difference: Difference | None = None
+    #: Name of the chosen score.
     score: str = "exact"
     score_difference: Difference | None = None
+    #: File of the rows; None for held-out rows.
     data: str | None = None
+    #: Rows of both models with an answer or loss from an earlier evaluation.
     reused: int = 0
     notes: list[str] = field(default_factory=list)
+    #: The rows were held out by the first run, and `base` is the adapter that this run continued.
     forgetting: bool = False
+    #: Sequences of `data` that the run was trained on.
     trained_rows: int = 0
     pairs_in_order_difference: Difference | None = None
     pair_margin_difference: Difference | None = None
+    #: Of labelled answers: share of all pairs of a good and a bad answer in which the good answer has become likelier by more;
+    #: one half if nothing was learned.
     labels_in_order: float | None = None
+    #: `base` is the adapter that this run continued, its method's reference.
     against_adapter: bool = False
+    #: Of the parts of a score of calls, over the rows that have the part.
     field_differences: dict[str, Difference] = field(default_factory=dict)
+    #: Limit of thought and answer.
     max_new_tokens: int | None = None
+    #: Ends the base model's prompts, to ask without a thought.
     base_prompt_end: str = ""
+    #: Why the score was chosen, or empty.
     score_because: str = ""
 
 
@@ -121,7 +125,7 @@ _MEASURES = (
 
 
 def measures(result: dict[str, Any]) -> list[Measure]:
-    """The figures of a `Comparison`, given as a dictionary."""
+    """Return the figures of a `Comparison`, given as a dictionary."""
     base, tuned, score = result["base"], result["tuned"], result["score"]
     gaps = {**result, **({"token_accuracy_difference": result["score_difference"]} if score == "token accuracy" else {})}
     left_out = {"exact": ["score"], "token accuracy": ["score", "exact_match"]}.get(score, [])
@@ -137,20 +141,18 @@ def measures(result: dict[str, Any]) -> list[Measure]:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Loss of a trained token, in nats, on `rows` rows.
-
-    `before`: of the base model, or of the adapter that the run continued. `difference`: now minus before, with the 95 %
-    interval of a paired bootstrap; None for fewer than two rows.
-    """
+    """Loss of a trained token, in nats, before and after training."""
 
     rows_of: str
     rows: int
+    #: Of the base model, or of the adapter that the run continued.
     before: float | None
     now: float | None
+    #: Now minus before, with the 95 % interval of a paired bootstrap; None for fewer than two rows.
     difference: Difference | None = None
 
     def summary(self) -> str:
-        """One line, with whether the loss rose."""
+        """Return one line that says whether the loss rose."""
         verdict = ""
         if self.difference is not None and self.difference.is_significant:
             verdict = "; lost in part" if self.difference.value > 0 else "; nothing lost"
@@ -160,7 +162,7 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class NoCall:
-    """Share of questions without need for a tool that are answered without a call, before and after training."""
+    """Share of questions without need for a tool that are answered without a call."""
 
     rows: int
     before: float | None
@@ -169,7 +171,6 @@ class NoCall:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the tuned model calls tools where the base model did not, beyond doubt."""
         return self.difference is not None and self.difference.is_significant and self.difference.value < 0
 
     def summary(self) -> str:
@@ -180,35 +181,33 @@ class NoCall:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of a task, by the harness's names. `difference`: tuned minus base, None where rows have no number.
-
-    `rows`: of the task that were scored. `higher_is_better`: None where the task does not say.
-    """
+    """One metric of a task, by the harness's names."""
 
     task: str
     metric: str
     rows: int
     base: float | None
     tuned: float | None
+    #: None where the task does not say.
     higher_is_better: bool | None = None
+    #: Tuned minus base; None where rows have no number.
     difference: Difference | None = None
 
     @property
     def is_worse(self) -> bool:
-        """Whether the tuned model is worse beyond doubt."""
         gap, sign = self.difference, {True: 1, False: -1, None: 0}[self.higher_is_better]
         return gap is not None and gap.is_significant and sign * gap.value < 0
 
 
 def answers_without_thoughts(run: RunDirectory) -> bool:
-    """Whether the run's model can think and all rows taught it to answer without a thought, by its data report."""
+    """Return whether the run's model can think, and all rows taught it not to."""
     report = read_object(run.data / "report.json") or {}
     findings = {finding["kind"]: finding["rows"] for finding in report.get("findings", ())}
     return 0 < report.get("rows_used", 0) <= findings.get("unthinking", 0)
 
 
 def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
-    """Write a file of the run's evaluations for reports, which leave it out if it can't be written."""
+    """Write a result for reports, which leave it out if it can't be written."""
     path = run.path / "evaluations" / name
     with contextlib.suppress(OSError):
         remove_left_over(path)
@@ -216,17 +215,17 @@ def keep_result(run: RunDirectory, name: str, values: dict[str, Any]) -> None:
 
 
 def read_tasks(run: RunDirectory) -> list[TaskScore]:
-    """The scores of benchmark tasks that a run has."""
+    """Return a run's scores of benchmark tasks."""
     return read_own(run.path / "evaluations" / TASKS_FILE, list[TaskScore], "tasks") or []
 
 
 def read_no_call(run: RunDirectory) -> NoCall | None:
-    """The last measurement of calls where none is due; None without one."""
+    """Return the last measurement of needless calls, if any."""
     return read_own(run.path / "evaluations" / "no-call.json", NoCall)
 
 
 def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
-    """The evaluations that a run has, from the page or the command line, by the name of their file."""
+    """Return a run's evaluations, by file name."""
     evaluations = {}
     for path in sorted((run.path / "evaluations").glob("scores-*.json")):
         comparison = read_own(path, Comparison)
@@ -236,8 +235,7 @@ def read_evaluations(run: RunDirectory) -> dict[str, dict[str, Any]]:
 
 
 def unreadable_evaluations(run: RunDirectory) -> str:
-    """A sentence that names the files of the run's evaluations that can't be read, or have changed since they were written;
-    empty without any."""
+    """Return a sentence that names unreadable or changed files of evaluations; empty without any."""
     evaluations = {f"scores-{name}" for name in read_evaluations(run)}
     files = sorted((run.path / "evaluations").glob("*.json"))
     names = [
@@ -255,5 +253,5 @@ def _is_consistent(comparison: Comparison) -> bool:
 
 
 def read_forgetting(run: RunDirectory) -> list[Forgetting]:
-    """Forgetting as the last evaluation measured it."""
+    """Return the last measurement of forgetting."""
     return read_own(run.path / "evaluations" / "lost.json", list[Forgetting], "groups") or []

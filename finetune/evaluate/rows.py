@@ -1,4 +1,4 @@
-"""The rows of an evaluation: a run's held-out rows, the rows of a file, or the bundled general questions."""
+"""Rows of an evaluation: held-out rows, rows of a file, or bundled questions."""
 
 from __future__ import annotations
 
@@ -36,39 +36,35 @@ _SEQUENCES = {
 
 @dataclass(frozen=True)
 class EvalRows:
-    """`prompts`, their tokens, and the expected answers; `ids` and `labels` of the sequences whose loss is computed.
+    """Prompts with expected answers, and sequences whose loss is computed."""
 
-    A row of plain text has no prompt, and a chat template may render several sequences of a row. Of pairs, `ids` and `labels`
-    are of the chosen answers, `rejected_ids` and `rejected_labels` of the rejected answers, in the same order. `desirable`: of
-    labelled rows, whether each answer is marked good.
-
-    `calls` are expected of each row's answer, `tools` are offered; both are empty if no row has tools.
-    `answer_tokens`: the most tokens of a thought and the answer after it; `has_thoughts`: whether a row has a thought.
-
-    `prompt_pictures`: pictures of each prompt; `pictures`: of each sequence; both are empty if no row has any.
-    """
-
+    #: A row of plain text has no prompt.
     prompts: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
+    #: Expected answers.
     references: list[str] = field(default_factory=list)
+    #: A chat template may render several sequences of a row. Of pairs these are the chosen answers.
     ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
+    #: In the order of `ids`.
     rejected_ids: list[list[int]] = field(default_factory=list)
     rejected_labels: list[list[int]] = field(default_factory=list)
+    #: Whether each answer of labelled rows is marked good.
     desirable: list[bool] = field(default_factory=list)
+    #: Expected calls and offered tools of each row; both are empty if no row has tools.
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: list[list[dict[str, Any]]] = field(default_factory=list)
+    #: Most tokens of a thought and its answer.
     answer_tokens: int = 0
     has_thoughts: bool = False
+    #: Images of each prompt, and of each sequence; both are empty without images.
     prompt_pictures: list[list[dict[str, Any]]] = field(default_factory=list)
     pictures: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = False) -> EvalRows:
-    """At most `limit` of the run's held-out rows; with `of_first_run`, of the run whose adapter it continued.
-
-    Raises DataError without rows.
-    """
+    """Return at most `limit` held-out rows of a run. Raise DataError without rows."""
+    # the run whose adapter this run continued
     folder = run.base_adapter / HELD_OUT if of_first_run else run.data
     if of_first_run and not folder.is_dir():
         raise DataError(
@@ -99,10 +95,7 @@ def held_out_rows(run: RunDirectory, limit: int | None, *, of_first_run: bool = 
 def file_rows(
     path: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, limit: int | None, pictures: ModelPictures | None = None
 ) -> EvalRows:
-    """At most `limit` rows of a file, read like the run's data. Raises DataError for rows that can't be read.
-
-    `pictures` loads the processor of the run.
-    """
+    """Return at most `limit` rows of a file, read like the run's data. Raise DataError."""
     split = _read_like(settings, path, limit, Encoder(tokenizer, train_on_inputs=settings.train_on_inputs, pictures=pictures))
     if split.refused and settings.dataset.on_bad_rows == "fail":
         raise DataError(refusal_lines(split.refused, split.unlimited.rows_read), "Correct these rows.")
@@ -114,8 +107,6 @@ def file_rows(
 
 
 def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encoder) -> LimitedSplit:
-    """The held-out rows of a file that has some, else all. Rows in the format of the run's method are read as that, others by
-    their columns. Pairs are read as pairs also where a run trains on single answers: they say more than their answers do."""
     from finetune.data.preparation import rows_to_evaluate
 
     dataset = DatasetRecipe(
@@ -123,6 +114,8 @@ def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encode
         json_columns=settings.dataset.json_columns, image_folder=settings.dataset.image_folder, max_rows=limit,
     )  # fmt: skip
     own = METHODS[settings.method].row_format
+    # Rows in the format of the run's method are read in that format, others by their columns.
+    # Pairs are read as pairs even where a run trains on single answers: a pair says more than its answers do.
     first = "preference" if own in METHOD_FORMATS else own
     for row_format in dict.fromkeys([first, own, *METHOD_FORMATS]) if own else []:
         with contextlib.suppress(DataError):
@@ -131,7 +124,7 @@ def _read_like(settings: Settings, path: str, limit: int | None, encoder: Encode
 
 
 def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
-    """How many of these sequences the run was trained on."""
+    """Count the sequences that the run was trained on."""
     import numpy as np
     from datasets import load_from_disk
 
@@ -139,6 +132,7 @@ def trained_rows(run: RunDirectory, rows: EvalRows) -> int:
     wanted, trained = set(contents), set[bytes]()
     dataset: Any = load_from_disk(str(run.data / "train"))
     for batch in dataset.with_format("numpy").iter(batch_size=1_000):
+        # a packed sequence has several rows
         lengths = batch["seq_lengths"] if "seq_lengths" in batch else [[len(ids)] for ids in batch["input_ids"]]
         for ids, row_lengths in zip(batch["input_ids"], lengths, strict=True):
             rows_of_sequence = np.split(np.asarray(ids, dtype=np.int64), np.cumsum(row_lengths)[:-1])
@@ -156,7 +150,7 @@ def no_call_rows(encoder: Encoder) -> EvalRows:
 
 
 def probe_rows(tokenizer: PreTrainedTokenizerBase) -> EvalRows:
-    """The bundled general questions, with the tokenizer's chat template if it has one."""
+    """Return the bundled general questions, in the tokenizer's chat template if any."""
     lines = PROBE.read_text(encoding="utf-8").splitlines()
     has_template = tokenizer.chat_template is not None
     examples = [_question(parse_json(line), has_template) for line in lines]

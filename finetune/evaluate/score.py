@@ -1,4 +1,4 @@
-"""Scores of base and tuned model on the same rows: greedy answers, and loss on the trained tokens."""
+"""Score base and tuned model on the same rows: greedy answers, and loss on the trained tokens."""
 
 from __future__ import annotations
 
@@ -46,21 +46,16 @@ def compare(
     run: RunDirectory, *, rows: int | None = None, last: bool = False, score: Scorer | None = None, data: str | None = None,
     forgetting: bool = False, load: Callable[[], Answerer] | None = None, progress: Progress = lambda _: None,
 ) -> Comparison:  # fmt: skip
-    """Score held-out rows, or the rows of the file `data`, with the result or, if `last`, the last step's adapter.
+    """Score held-out rows, or rows of the file `data`, with base and tuned model.
 
-    Compared with: the base model; for a method with a reference, the adapter that the run continued, if there is
-    one. With `forgetting`, the held-out rows of the run that this one continued, with that run's adapter and with the result.
-    Without `score` the expected answers choose it.
-    `load`: returns an answerer, loaded on the first call.
-
-    Raises DataError when there are no such rows or the score can't be computed for one, RecipeError when there is no such
-    adapter, OutOfMemory when one row alone does not fit. Called again after a kill, it continues with the remaining rows.
+    Raise DataError for unusable rows, RecipeError without an adapter, OutOfMemory for a row that does not fit.
     """
     started = time.perf_counter()
     require_data(run)
     plan = read_plan(run.plan)
     tokenizer = run_tokenizer(run.data / "tokenizer", plan.settings)
     if data is None:
+        # `forgetting`: rows and adapter of the run that this run continued
         eval_rows = held_out_rows(run, rows, of_first_run=forgetting)
     else:
         pictures = ModelPictures(plan.settings, run.data / "tokenizer") if plan.settings.vision else None
@@ -71,6 +66,7 @@ def compare(
         _check(eval_rows, chosen_scorer)
         max_new_tokens = answer_limit(tokenizer, eval_rows.references, eval_rows.answer_tokens, chat_format)
     folder = adapter_folder(run, last=last)
+    # a method with a reference is compared with the adapter that the run continued, if any
     against_adapter = forgetting or bool(METHODS[plan.settings.method].reference_passes and run.base_adapter.is_dir())
     load = load or answerer_loader(run, last, progress)
     models = (("origin", run.base_adapter) if against_adapter else ("base", None)), ("tuned", folder)
@@ -78,6 +74,7 @@ def compare(
     base_prompt_end = asked_without.before_answer if asked_without else ""
     end_ids = tokenizer.encode(base_prompt_end, add_special_tokens=False)
     base_rows = replace(eval_rows, prompt_ids=[[*ids, *end_ids] for ids in eval_rows.prompt_ids])
+    # after a kill, the journals have all but the remaining rows
     journals = [answer_journal(run, *model) for model in models]
     outputs = [
         ModelOutputs(load, journal, rows_of_model, model, max_new_tokens, progress, chat_format)
@@ -112,10 +109,10 @@ def _fitting_scorer(rows: EvalRows) -> tuple[Scorer, str]:
 
 
 def _labels_in_order(base: Score, tuned: Score, desirable: list[bool]) -> float | None:
-    """The share of pairs of a good and a bad answer in which the good one gained more; None without both."""
     losses_and_tokens = zip(base.row_losses, tuned.row_losses, base.row_tokens, strict=True)
     gains = [(before - after) * tokens for before, after, tokens in losses_and_tokens]
     good, bad = ([gain for gain, label in zip(gains, desirable, strict=False) if label == wanted] for wanted in (True, False))
+    # share of pairs of a good and a bad answer in which the good answer gained more
     return _mean([more > less for more in good for less in bad])
 
 
@@ -129,7 +126,7 @@ def _field_differences(base: ModelOutputs, tuned: ModelOutputs) -> dict[str, Dif
 
 
 def _check(rows: EvalRows, scorer: Scorer) -> None:
-    """Score each expected answer as if it were the model's: rows that can't be scored are reported before loading."""
+    # rows that can't be scored are reported before the model is loaded
     if not rows.prompts:
         raise DataError("no row has a prompt and an answer: they are plain text", "Use --score loss.")
     if scorer.name == "calls":
@@ -151,15 +148,13 @@ def _check(rows: EvalRows, scorer: Scorer) -> None:
 
 
 class ModelOutputs:
-    """Answers and losses of one model, from an earlier evaluation or computed now, when the model is loaded.
-
-    `max_new_tokens`: limit of an answer, None without answers. `chat_format`: reads the answers, whose calls are shown as text.
-    """
+    """Answers and losses of one model, from an earlier evaluation or computed now."""
 
     def __init__(
         self, load: Callable[[], Answerer], journal: Journal, rows: EvalRows, model: str, max_new_tokens: int | None,
         progress: Progress, chat_format: ChatFormat | None = None,
     ) -> None:  # fmt: skip
+        # the format reads answers, whose calls are shown as text; without a limit of new tokens there are no answers
         self._load, self._journal, self._rows, self._format = load, journal, rows, chat_format
         self.row_scores: list[RowScore] = []
         self._progress, self._model, self._max_new_tokens = progress, model, max_new_tokens
@@ -175,7 +170,6 @@ class ModelOutputs:
         self._run_batches(self._loss_keys, [len(ids) for ids, _ in self._sequences], self._add_losses, "read")
 
     def _run_batches(self, keys: list[str], lengths: list[int], work: Callable[[list[int]], None], verb: str) -> None:
-        """Work on the batches with a row without an entry; the batches of a killed evaluation are the same."""
         entries = self._journal.entries
         if all(key in entries for key in keys):
             self.reused += len(keys)
@@ -185,6 +179,7 @@ class ModelOutputs:
             batch_tokens = batch_token_limit(answerer.model, answerer.device, answerer.plan.budget_bytes)
         else:
             batch_tokens = loss_batch_tokens(answerer.model)
+        # the same batches as in a killed evaluation
         remaining = [batch for batch in batches(lengths, batch_tokens) if any(keys[row] not in entries for row in batch)]
         finished = reused = len(keys) - sum(map(len, remaining))
         self.reused += reused
@@ -226,7 +221,6 @@ class ModelOutputs:
         self._journal.add({self._loss_keys[row]: entry for row, entry in zip(batch, entries, strict=True)})
 
     def score(self, scorer: Scorer) -> Score:
-        """The scores of this model."""
         entries, rows = self._journal.entries, self._rows
         chosen_keys, rejected_keys = self._loss_keys[: len(rows.ids)], self._loss_keys[len(rows.ids) :]
         loss_entries, rejected = ([entries[key] for key in keys] for keys in (chosen_keys, rejected_keys))
@@ -289,12 +283,13 @@ def _by_field(row_scores: list[RowScore]) -> dict[str, float]:
 
 
 def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Indices of rows, longest first, in batches of at most `max_tokens` tokens with their padding; a longer row is alone."""
+    """Return batches of row indices, longest first, of at most `max_tokens` padded tokens."""
     batch_rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch_rows and (len(batch_rows[-1]) + 1) * lengths[batch_rows[-1][0]] <= max_tokens:
             batch_rows[-1].append(index)
         else:
+            # a longer row is alone
             batch_rows.append([index])
     return batch_rows
 
@@ -303,8 +298,7 @@ def batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 def losses(
     model: Any, row_ids: list[list[int]], row_labels: list[list[int]], device: str, more_inputs: MoreInputs | None = None
 ) -> list[dict[str, Any]]:
-    """For each row, in one batch: mean negative log-likelihood of its trained tokens (0 without any), their number, and how
-    many of them are the likeliest token."""
+    """Return mean loss (nats), number and correct predictions of each row's trained tokens, in one batch."""
     ids = _padded(row_ids, 0, device)
     mask = _padded([[1] * len(row) for row in row_ids], 0, device)
     labels = _padded(row_labels, -100, device)[:, 1:]

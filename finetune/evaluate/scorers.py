@@ -1,4 +1,4 @@
-"""Scores of an answer against the expected one: exact, contained, by a pattern, as JSON, as a number, or by a function."""
+"""Score an answer against the expected answer: as text, by a pattern, as JSON, as a number, or by a function."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ SCORES = {
 }
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 TOKEN_ACCURACY = "token accuracy"  # the name of the score `tokens`
-#: Longer answers, and those of several lines, are free text, which no model writes to the letter.
+#: Longer answers, and answers of several lines, are free text, which no model writes to the letter.
 _LABEL_LENGTH = 60
 _MAX_NUMBER = 400  # characters; float() takes any number of digits
 
 
 @dataclass(frozen=True)
 class RowScore:
-    """The score of one answer.
-
-    `fields` of JSON: whether each expected one is right; `valid`: whether the answer is JSON.
-    """
+    """The score of one answer."""
 
     score: float
+    #: Whether each expected field of JSON, or part of a score of calls, is right.
     fields: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether the answer is JSON, or its calls can be read.
     valid: bool | None = None
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A kind of score. `score_answer(prompt, expected, answer)`."""
+    """A kind of score."""
 
     name: str
+    #: Called with prompt, expected answer and answer.
     score_answer: Callable[[str, str, str], RowScore]
 
 
 def span_of(name: str, *scores: Sequence[float]) -> float:
-    """The largest difference of two rows' scores of this name; of a user's function, the largest seen."""
+    """Return the largest difference of two rows' scores; for a user's function the largest seen."""
     all_scores = [score for model_scores in scores for score in model_scores]
     is_share = name.partition("-")[0] in SCORES and min(all_scores, default=0) >= 0 and max(all_scores, default=0) <= 1
     return 1.0 if is_share else max(all_scores) - min(all_scores)
 
 
 def scorer(name: str, *, pattern: str | None = None, tolerance: float = 0.0) -> Scorer:
-    """The score called `name`, or the function that file.py:name names. Raises CommandError for an unusable score."""
+    """Return the score called `name`, or a user's file.py:name. Raise CommandError."""
     if ":" in name:
         return Scorer(name.rpartition(":")[2], _by_function(name))
     if name not in SCORES:
@@ -93,13 +93,14 @@ def fitting_score(answers: Sequence[str]) -> tuple[str, str]:
 
 
 def json_score(expected: str, answer: str) -> RowScore:
-    """Field by field; fields of nested objects are named a.b, lists are compared as a whole. Raises DataError."""
+    """Score JSON field by field. Raise DataError."""
     expected_value = _parse_json(expected)
     if expected_value is _NOT_JSON:
         raise DataError(f"the expected answer is not JSON: {expected[:100]!r}", "Use another --score for these rows.")
     answer_value = _parse_json(answer)
     if not isinstance(expected_value, dict) or not expected_value:
         return RowScore(float(json_equal(expected_value, answer_value)), {}, answer_value is not _NOT_JSON)
+    # fields of nested objects are named a.b; lists are compared as a whole
     targets = dict(_flat_fields(expected_value))
     answers = dict(_flat_fields(answer_value)) if isinstance(answer_value, dict) else {}
     fields = {name: name in answers and json_equal(target, answers[name]) for name, target in targets.items()}
@@ -107,10 +108,11 @@ def json_score(expected: str, answer: str) -> RowScore:
 
 
 def number_score(expected: str, answer: str, tolerance: float) -> RowScore:
-    """Whether the last numbers agree: relative to the expected one, absolute where that is 0. Raises DataError."""
+    """Score whether the last numbers agree. Raise DataError."""
     target, number = _last_number(expected), _last_number(answer)
     if target is None:
         raise DataError(f"the expected answer has no number: {expected[:100]!r}", "Use another --score for these rows.")
+    # relative to the expected number, absolute where that is 0
     return RowScore(float(number is not None and abs(number - target) <= tolerance * (abs(target) or 1.0)))
 
 
@@ -160,7 +162,7 @@ def _flat_fields(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 
 def json_equal(first: Any, second: Any) -> bool:
-    """Equal JSON values: 1 is 1.0, but true is not 1."""
+    """Return whether JSON values are equal: 1 is 1.0, but true is not 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
@@ -179,7 +181,6 @@ def _last_number(text: str) -> float | None:
 
 
 def _by_function(source: str) -> Callable[[str, str, str], RowScore]:
-    """The user's function of prompt, expected answer and answer, called for each row."""
     function = _function(source)
 
     def score_answer(prompt: str, expected: str, answer: str) -> RowScore:

@@ -1,8 +1,4 @@
-"""Benchmark tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the tuning's chat template.
-
-Every computed answer is kept in the run, so an interrupted evaluation continues. Downloads are the harness's own: the
-datasets of the named tasks.
-"""
+"""Run tasks of EleutherAI's lm-evaluation-harness on base and tuned model, with the tuning's chat template."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ _ANSWER_TOKENS = 256  # the harness's limit of an answer where a task has none
 def measure_tasks(
     run: RunDirectory, tasks: Sequence[str], *, rows: int | None = None, last: bool = False, progress: Progress = lambda _: None
 ) -> list[TaskScore]:
-    """Scores of tasks, groups or YAML files of tasks, for the first `rows` rows of each. They are kept in the run.
-
-    Raises PackagesError without lm-eval, CommandError for an unknown task, DataError for a task that can't be loaded or scored.
-    """
+    """Score tasks, groups or YAML files on their first `rows` rows. Raise PackagesError, CommandError or DataError."""
     if not importlib.util.find_spec("lm_eval"):
         problem = f"--tasks needs lm-eval, which is not installed (the extra 'tasks' of {DISTRIBUTION})"
         raise PackagesError(problem, "Install it: pip install 'lm-eval>=0.4.13,<0.5'")
@@ -50,6 +43,7 @@ def measure_tasks(
     outputs = {}
     for model, adapter in (("base", None), ("tuned", folder)):
         with answerer.using(model):
+            # keeps every answer in the run, so an interrupted evaluation continues
             journal = answer_journal(run, f"tasks-{model}", adapter)
             outputs[model] = _evaluate(answerer, journal, loaded, rows, model, progress)
     scores = _compare(outputs["base"], outputs["tuned"])
@@ -79,6 +73,7 @@ def _load(tasks: Sequence[str]) -> dict[str, Any]:
             )
         specs += matched
     try:
+        # the harness downloads the datasets of the named tasks
         loaded: dict[str, Any] = dict(manager.load(list(dict.fromkeys(specs))))
     except Exception as error:  # a dataset that can't be fetched, a file that is no task: many libraries' own errors
         problem = f"the tasks {', '.join(names)} can't be loaded: {type(error).__name__}: {str(error)[:300]}"
@@ -107,7 +102,6 @@ def _evaluate(
 
 
 def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Progress) -> Any:
-    """The loaded model for the harness: computes only answers that the journal lacks, in batches that fit."""
     from lm_eval.models.huggingface import HFLM
 
     # a task's stop strings would end an empty thought, and its limit a long one
@@ -130,6 +124,7 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
 
         def _complete(self, kind: str, requests: list[Any], compute: Callable[..., list[Any]]) -> list[Any]:
             keys, batch_size = [_key(kind, request.args) for request in requests], 0
+            # only answers that the journal lacks, in batches that fit
             while remaining := {
                 key: request for key, request in zip(keys, requests, strict=True) if key not in journal.entries
             }:
@@ -149,8 +144,7 @@ def _harness_model(answerer: Answerer, journal: Journal, name: str, progress: Pr
             return [tuple(result) if isinstance(result, list) else result for result in entries]
 
     class JournalHook:
-        """Called by the harness with each computed result."""
-
+        # the harness calls this with each computed result
         def add_partial(self, kind: str, arguments: tuple[Any, ...], result: Any) -> None:
             journal.add({_key(kind, arguments): {"result": result}})
 
@@ -198,9 +192,9 @@ def _compare(base: dict[str, Any], tuned: dict[str, Any]) -> list[TaskScore]:
 
 
 def _row_values(samples: list[dict[str, Any]], metric: str, answer_filter: str) -> dict[int, float]:
-    """The metric of each row, by its number; empty where a row has none that is a number."""
     values = {sample["doc_id"]: _number(sample.get(metric)) for sample in samples if sample["filter"] == answer_filter}
     numbers = {row: value for row, value in values.items() if value is not None}
+    # a metric without a number for some row has no difference
     return numbers if len(numbers) == len(values) else {}
 
 

@@ -1,4 +1,4 @@
-"""Export a run as a GGUF file for llama.cpp and Ollama; the file gets its name once llama.cpp answers like the adapter."""
+"""Export a run as a GGUF file for llama.cpp and Ollama."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ _GENERATION = re.compile(r"\{%(?P<before>[-+]?)\s*(?P<end>end)?generation\s*(?P<
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder with the GGUF file of the model (and of the adapter), a Modelfile or why it is missing, and the parity."""
+    """An exported GGUF file."""
 
     folder: Path
     file: Path
+    #: File of the adapter, if it was exported separately.
     adapter: Path | None
     modelfile: Path | None
     no_modelfile_reason: str | None
@@ -65,12 +66,9 @@ def export_gguf(
     run: RunDirectory, target: Path | None = None, *, gguf_type: str = "f16", separate: bool = False, llama_cpp: Path,
     rows: int = 120, data: str | None = None, progress: Progress = lambda _: None,
 ) -> Exported:  # fmt: skip
-    """Write RUN/gguf-KIND (or `target`): the merged model as GGUF, and a Modelfile if Ollama can express its template.
+    """Write a GGUF model, and a Modelfile if Ollama can express its template.
 
-    `separate`: the base model and the adapter in two files, RUN/gguf-adapter-KIND.
-    `llama_cpp`: a checkout of llama.cpp, whose converter is run. `rows`: how many held-out rows, or rows of `data`, to answer.
-    Raises ParityError with the first stage at which file and adapter differ, CommandError for a run with pictures, DataError
-    without rows, DiskFull.
+    Raise ParityError, CommandError, DataError or DiskFull.
     """
     settings = read_plan(run.plan).settings
     if settings.vision:
@@ -85,10 +83,13 @@ def export_gguf(
         raise CommandError(f"{run.path} has no adapter yet", f"Finish it: finetune resume {run.path}")
     if separate and (part := _not_in_adapter_file(run)):
         raise CommandError(f"an adapter's GGUF file has no {part}, which this run has", "Leave out --to: the model is merged.")
+    # the folder gets its name once llama.cpp answers like the adapter
     with written_folder(target) as building:
+        # `rows` held-out rows, or rows of `data`, are answered
         expected = _Expected(run, data, rows, progress)
         building.mkdir(parents=True)
         name = run.path.resolve().name
+        # `separate`: base model and adapter in two files
         adapter = building / f"{name}-adapter.gguf" if separate else None
         file = building / (f"base-{gguf_type}.gguf" if separate else f"{name}-{gguf_type}.gguf")
         _convert(run, file, adapter, gguf_type, llama_cpp, progress)
@@ -108,7 +109,7 @@ def _not_in_adapter_file(run: RunDirectory) -> str:
 
 
 class _Expected:
-    """The adapter's side of the comparison: prompts of held-out rows, its greedy answers, and the tokens that end them."""
+    """The adapter's prompts, greedy answers and stop tokens."""
 
     def __init__(self, run: RunDirectory, data: str | None, limit: int, progress: Progress) -> None:
         from finetune.data.tokens import Encoder
@@ -171,9 +172,9 @@ def _base_with_tokenizer(run: RunDirectory, folder: Path) -> None:
 
 
 def _run_converter(llama_cpp: Path, pre: str, script: str, output: Path, *arguments: str) -> None:
-    """Raises the error in the converter's output. The converter exits with this process, as its standard input is closed."""
     command = [sys.executable, "-P", "-m", "finetune.export.llama_converter", str(llama_cpp), pre, script, *arguments]
     options: dict[str, Any] = {"capture_output": True, "text": True, "encoding": "utf-8", "errors": "replace"}
+    # the converter exits when its standard input is closed, also by this process's death
     read_end, write_end = os.pipe()
     try:
         process = subprocess.run([*command, "--outfile", str(output), "--outtype", "f16"], stdin=read_end, **options)
@@ -206,7 +207,8 @@ def _quantise(source: Path, target: Path, gguf_type: str) -> None:
 
 
 def pre_tokenizer(folder: Path) -> str:
-    """llama.cpp's name of a tokenizer's pre-tokenizer, if it may not recognise it; else `-`. `check_tokens` verifies it."""
+    """Return llama.cpp's name of a pre-tokenizer; `-` if recognised or unknown."""
+    # `check_tokens` verifies the name
     definition = (read_object(folder / "tokenizer.json") or {}).get("pre_tokenizer") or {}
     match definition.get("pretokenizers", [definition]):
         case [*before, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
@@ -219,7 +221,7 @@ def pre_tokenizer(folder: Path) -> str:
 
 
 def without_generation_tags(template: str) -> str:
-    """A chat template with a condition that other programs know in place of transformers' `generation` tags: the same text."""
+    """Replace transformers' `generation` tags by conditions that other programs know."""
     return _GENERATION.sub(lambda m: f"{{%{m['before']} {'endif' if m['end'] else 'if true'} {m['after']}%}}", template)
 
 

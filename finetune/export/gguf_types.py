@@ -1,4 +1,4 @@
-"""The types of a GGUF file that can be exported."""
+"""Types of GGUF files that can be exported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GgufType:
-    """`label`: on the page. `min_same_answers`: smallest share of held-out rows with the adapter's answer; the quantised types
-    change answers that were nearly a tie. `file_type`: llama.cpp's number of a quantised type, LLAMA_FTYPE_MOSTLY_* in
-    https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h."""
+    """A type of GGUF file."""
 
+    #: On the page.
     label: str
+    #: Smallest share of held-out rows with the adapter's answer; quantised types change answers that were nearly a tie.
     min_same_answers: float = 0.5
+    #: llama.cpp's number of a quantised type, LLAMA_FTYPE_MOSTLY_* in
+    #: https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h.
     file_type: int | None = None
 
 

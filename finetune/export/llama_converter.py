@@ -1,10 +1,4 @@
-"""Runs llama.cpp's own converters: `python -m finetune.export.llama_converter LLAMA_CPP PRE SCRIPT ARGUMENTS...`.
-
-llama.cpp recognises a pre-tokenizer by its tokens of one text, and refuses others. `PRE` (or `-`) is its name for this
-tokenizer's; whether they are the same is checked later, on the tokens of the held-out rows.
-
-It exits when its standard input is closed: its parent was killed, and the next export writes files of the same names.
-"""
+"""Run llama.cpp's converters: `python -m finetune.export.llama_converter LLAMA_CPP PRE SCRIPT ARGUMENTS...`."""
 
 from __future__ import annotations
 
@@ -23,7 +17,7 @@ NEW_TOKENS = "new_tokens.json"
 
 
 def main() -> None:
-    """Import the converter from its folder and run the script."""
+    """Patch the converter, and run the script."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     folder, pre, script, *arguments = sys.argv[1:]
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
@@ -31,6 +25,8 @@ def main() -> None:
     models: Any = sys.modules.get("conversion.base", converter)  # where newer versions have its classes
     recognise = models.TextModel.get_vocab_base_pre
 
+    # llama.cpp recognises a pre-tokenizer by its tokens of one text, and refuses others. `PRE` (or `-`) is its name for this
+    # tokenizer's; whether they are the same is checked later, on the tokens of the held-out rows.
     def pre_tokenizer_name(self: Any, tokenizer: Any) -> str:
         try:
             return str(recognise(self, tokenizer))
@@ -40,6 +36,7 @@ def main() -> None:
             return pre
 
     models.TextModel.get_vocab_base_pre = pre_tokenizer_name
+    # llama.cpp would take a new token like <|name|> for a control token, which its answers don't show
     seems_special = models.TextModel.does_token_look_special
     models.TextModel.does_token_look_special = lambda self, token: token not in new_tokens(self) and seems_special(self, token)
     sys.argv = [script, *arguments]
@@ -51,13 +48,13 @@ def main() -> None:
 
 @lru_cache(maxsize=1)
 def new_tokens(model: Any) -> frozenset[str]:
-    """The new tokens of the run whose model is converted: llama.cpp would take one like <|name|> for a control token, which its
-    answers don't show."""
+    """Return the new tokens of the converted model's run."""
     path = Path(model.dir_model) / NEW_TOKENS
     return frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else frozenset()
 
 
 def _end_with_parent() -> None:
+    # input ends when the parent is killed, and the next export writes files of the same names
     while os.read(0, 4096):
         pass
     os._exit(1)

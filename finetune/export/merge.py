@@ -1,4 +1,4 @@
-"""Merge the adapter into the base model's 16-bit weights, as a standard model folder."""
+"""Merge the adapter into 16-bit weights, as a standard model folder."""
 
 from __future__ import annotations
 
@@ -45,14 +45,10 @@ def merge(
     max_shard_bytes: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Path:
-    """Write base + adapter to `target` (default RUN/merged) atomically. Returns the folder.
-
-    The 16-bit weights are read and written tensor by tensor: merging into 4-bit weights would round the adapter away, and the
-    whole model need not fit into memory. Files are split like the base model's, or at `max_shard_bytes`. Raises CommandError
-    without a finished adapter, OutOfMemory and DiskFull if memory or disk don't suffice, before anything is written.
-    """
+    """Write base + adapter to `target` (default RUN/merged) atomically. Raise CommandError, OutOfMemory or DiskFull."""
     target = target or run.path / "merged"
     require_own_adapter(run, run.adapter, reread=True)
+    # merging into 4-bit weights would round the adapter away
     settings = resolved(read_plan(run.plan).settings, **switches(BITS_16))
     with written_folder(target) as building:
         write_merged(settings, run.adapter, building, max_shard_bytes, progress)
@@ -61,10 +57,7 @@ def merge(
 
 @contextmanager
 def written_folder(target: Path) -> Iterator[Path]:
-    """Yields a hidden folder, not made yet, that gets the name `target` at the end, or is removed.
-
-    Raises CommandError where `target` exists, DiskFull.
-    """
+    """Yield a hidden folder, not made yet, that becomes `target`. Raise CommandError or DiskFull."""
     if target.exists():
         raise CommandError(f"{target} exists already", "Delete or rename it, or give another --output.")
     building = target.with_name(f".{target.name}")
@@ -82,7 +75,7 @@ def written_folder(target: Path) -> Iterator[Path]:
 
 
 def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: int | None, progress: Progress) -> None:
-    """Write a standard model folder. Raises OutOfMemory and DiskFull before anything is written."""
+    """Write a standard model folder. Raise OutOfMemory or DiskFull before anything is written."""
     from finetune.data.tokenizer import run_tokenizer
     from finetune.export.shards import StoredOtherwiseError, stored_tensors, write_tensors
     from finetune.model.language_model import is_multimodal
@@ -91,6 +84,7 @@ def write_merged(settings: Any, adapter: Path, folder: Path, max_shard_bytes: in
 
     quiet_libraries()
     config, source = load_config(settings), model_folder(settings)
+    # tensor by tensor, as the whole model need not fit into memory
     stored, is_streamed = stored_tensors(source), True
     try:
         tensors = _merged_one_by_one(settings, config, adapter, stored, progress)
@@ -123,7 +117,6 @@ def _write_config(path: Path, settings: Any, is_streamed: bool) -> None:
 
 
 def _merged_one_by_one(settings: Any, config: Any, adapter: Path, stored: list[Tensor], progress: Progress) -> list[Tensor]:
-    """Raises StoredOtherwiseError where that is impossible."""
     from finetune.export.shards import StoredOtherwiseError, merged_tensors, with_adapter
     from finetune.model.build import build_base
     from finetune.model.new_tokens import grow_vocabulary
@@ -172,7 +165,7 @@ def _merged_in_memory(
 
 
 def model_folder(settings: Any) -> Path:
-    """The folder with the model's files; a hub model's files come from the hub's cache or are downloaded. Raises ModelError."""
+    """Return the folder of a model's files, downloaded if needed. Raise ModelError."""
     from huggingface_hub import snapshot_download
 
     from finetune.model.configuration import resolve_model_path
@@ -200,7 +193,7 @@ def _check_memory(needed_bytes: int, purpose: str) -> None:
 
 
 def require_disk(needed_bytes: int, target: Path, what: str = "the merged model") -> None:
-    """Raise DiskFull when less is free where `target` will be."""
+    """Raise DiskFull if less is free where `target` will be."""
     existing, free_bytes = existing_parent(target), free_disk_bytes(target)
     if needed_bytes > free_bytes:
         raise DiskFull(

@@ -1,4 +1,4 @@
-"""The effect of merging: the adapter on the weights it was trained on, against the merged 16-bit model, on held-out rows."""
+"""Measure the effect of merging on held-out rows."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from finetune.settings.base_formats import BITS_16, switches
 
 @dataclass(frozen=True)
 class MergeEffect:
-    """How many greedy answers of `rows` differ, and the loss on the trained tokens (nats) before and after merging."""
+    """Changed greedy answers, and losses before and after merging."""
 
     rows: int
     answers_changed: int
+    #: Loss on the trained tokens, in nats.
     loss: float | None
     merged_loss: float | None
 
 
 class _MergedAnswerer(Answerer):
-    """Answers with the merged model of a run, loaded in 16 bit without an adapter."""
+    """Answers with a run's merged model in 16 bit."""
 
     def __init__(self, run: RunDirectory, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +47,7 @@ class _MergedAnswerer(Answerer):
 
 
 def measure_merge_effect(run: RunDirectory, folder: Path, rows: int, progress: Callable[[str], None]) -> MergeEffect:
-    """Answer at most `rows` held-out rows with both, one model loaded at a time. Raises DataError without held-out rows."""
+    """Answer held-out rows with both models, loaded in turn. Raise DataError."""
     eval_rows = held_out_rows(run, rows)
     tokenizer, references = run_tokenizer(run.data / "tokenizer", read_plan(run.plan).settings), eval_rows.references
     max_new_tokens = answer_limit(tokenizer, references, eval_rows.answer_tokens) if references else None

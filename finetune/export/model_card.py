@@ -1,4 +1,4 @@
-"""The README.md that `finetune push` sends: base, licence, recipe, data, scores, memory; nothing that identifies the user."""
+"""Write the README.md that `finetune push` sends; nothing identifies the user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "
 
 
 def model_card(run: RunDirectory, kind: str) -> str:
-    """Return the card of an `adapter`, `merged` model or `gguf`. Raises FinetuneError if it would reveal a token or path."""
+    """Return the card of a kind. Raise FinetuneError for a token or path."""
     plan = read_plan(run.plan)
     title = f"{last_part(plan.settings.model_name_or_path)}, fine-tuned: {_KINDS[kind][0]}"
     sections = {
@@ -64,15 +64,16 @@ def model_card(run: RunDirectory, kind: str) -> str:
 
 
 def require_nothing_private(name: str, text: str, *, every_path: bool = False) -> None:
-    """Raise FinetuneError if `text` contains a token, or a path in a home folder (with `every_path`, any absolute path)."""
+    """Raise FinetuneError for a token or local path."""
     if SECRET.search(text):
         raise FinetuneError(f"{name} has something that looks like a token; nothing was sent", "Remove it there.")
+    # `every_path`: any absolute path, else only paths in a home folder
     if match := (_ABSOLUTE_PATH if every_path else _HOME_PATH).search(text):
         raise FinetuneError(f"{name} has the path {match[0]!r} of this machine; nothing was sent", "Remove it there.")
 
 
 def without_local_paths(value: Any, key: str = "") -> Any:
-    """Return JSON values with local paths shortened to their last part. Keys that end in path, _file or template are paths."""
+    """Shorten local paths in JSON values to their last part."""
     if isinstance(value, dict):
         return {name: without_local_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -81,7 +82,7 @@ def without_local_paths(value: Any, key: str = "") -> Any:
 
 
 def last_part(text: str) -> str:
-    """Return the last part of a local path; a hub id or other text unchanged."""
+    """Return the last part of a local path; other text unchanged."""
     is_path = "\n" not in text and len(text) < 4096 and re.match(r"[/~.]|[A-Za-z]:\\", text)
     exists = "/" in text and os.path.exists(text)  # noqa: PTH110 - Path's raises OSError for a text that is no name
     return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if is_path or exists else text

@@ -1,4 +1,4 @@
-"""An Ollama Modelfile with the chat template of the training, for templates that its language can express."""
+"""Write an Ollama Modelfile for templates that its language can express."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ class TemplateUnsupported(Exception):
 
 @dataclass(frozen=True)
 class RoleForm:
-    """A template that writes each message between two texts of its role.
+    """A template that writes each message between two texts of its role."""
 
-    `around`: (before, after) of each role. `without_system`: the text at the start if no system message is first.
-    """
-
+    #: (before, after) of each role.
     around: dict[str, tuple[str, str]]
+    #: Text at the start if no system message is first.
     without_system: str
     generation_prompt: str
 
     def text(self, messages: list[Message]) -> str:
-        """The conversation with the generation prompt."""
         text = "" if messages[0]["role"] == "system" else self.without_system
         for message in messages:
             before, after = self.around[message["role"]]
@@ -39,7 +37,8 @@ class RoleForm:
         return text + self.generation_prompt
 
     def as_go(self) -> str:
-        """The same in Ollama's template language: https://docs.ollama.com/modelfile#template"""
+        """Return the form in Ollama's template language."""
+        # https://docs.ollama.com/modelfile#template
         opening = '{{ if ne (index .Messages 0).Role "system" }}' + self.without_system + "{{ end }}"
         branches = "{{ else ".join(
             f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in self.around.items()
@@ -49,15 +48,13 @@ class RoleForm:
 
 
 def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> RoleForm:
-    """The form of a chat template, checked on conversations. `bos` is the text that the program adds when it reads it.
-
-    Raises TemplateUnsupported with the reason.
-    """
+    """Infer and check the form of a chat template. Raise TemplateUnsupported."""
     if writes_today:
         raise TemplateUnsupported("it writes today's date")
 
     def render_without_bos(messages: list[Message], prompt: bool) -> str:
         text = render(messages, prompt)
+        # the program that reads the file adds `bos`
         if not text.startswith(bos):
             raise TemplateUnsupported(f"it does not begin with {bos}, which the file asks for")
         return text.removeprefix(bos)
@@ -77,7 +74,7 @@ def role_form(render: Render, *, bos: str = "", writes_today: bool = False) -> R
 
 
 def conversations(with_system: bool) -> list[list[Message]]:
-    """Conversations that a template may treat differently: by length, system message and content."""
+    """Return conversations that a template may treat differently."""
     contents = ("Hello", "Two\nlines\n\nand more", "Ünïcödé 你好 🙂", '{"a": [1, 2]}', "# a <b> & 'c'", "x")
     variants: list[list[Message]] = []
     for content, turns, system in itertools.product(contents, (0, 1, 2), (False, True) if with_system else (False,)):
@@ -129,7 +126,7 @@ def _remove_prefix(text: str, prefix: str) -> str:
 
 
 def modelfile(model: str, form: RoleForm, stops: list[str], adapter: str | None = None) -> str:
-    """The Modelfile for the GGUF files beside it."""
+    """Return the Modelfile for GGUF files beside it."""
     lines = [f"FROM ./{model}", *([f"ADAPTER ./{adapter}"] if adapter else []), f'TEMPLATE """{form.as_go()}"""']
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop.strip() and '"' not in stop]
     return "\n".join([*lines, ""])

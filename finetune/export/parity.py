@@ -1,4 +1,4 @@
-"""Parity of a GGUF file in llama.cpp with the trained model: its tokens, its template, its answers."""
+"""Compare a GGUF file in llama.cpp with the trained model: tokens, template, answers."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ class ParityError(FinetuneError):
         super().__init__(f"stage {stage}: {problem}", "Nothing was kept. The merged model is unaffected: finetune merge RUN")
 
     def as_json(self) -> dict:
-        """With the stage. `error` has the name that it has had since the first version."""
+        # `error` has had this name since the first version
         return {**super().as_json(), "error": "NotTheSame", "stage": self.stage}
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Compared: prompts with equal token ids, conversations with equal text, and how many greedy answers are equal."""
+    """Counts of a comparison."""
 
+    #: Prompts with equal tokens.
     prompts: int
+    #: Conversations with equal tokens.
     conversations: int
     rows: int
     same_answers: int
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, on the CPU. Use it with `with`."""
+    """A context manager for a GGUF file in llama.cpp, on the CPU."""
 
     def __init__(self, path: Path, context: int, adapter: Path | None = None) -> None:
         import llama_cpp
@@ -64,26 +66,25 @@ class LlamaCpp:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether programs add a BOS token before the text."""
+        # programs then add a BOS token before the text
         return str(self._model.metadata.get("tokenizer.ggml.add_bos_token", "false")).lower() == "true"
 
     def tokenise(self, text: str, *, bos: bool = False) -> list[int]:
-        """Tokens of a rendered prompt."""
         return list(self._model.tokenize(text.encode(), add_bos=bos, special=True))
 
     def ends_answer(self, token: int) -> bool:
-        """Whether llama.cpp ends an answer at this token."""
         return bool(self._library.llama_vocab_is_eog(self._model._model.vocab, token))
 
     def render(self, messages: list[Any], *, bos: str, eos: str) -> str:
-        """A conversation in the file's template, as llama.cpp's Python server renders it. Raises the template's errors."""
+        """Render a conversation in the file's template."""
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         template = self._model.metadata.get("tokenizer.chat_template", "")
+        # as llama.cpp's Python server does
         return str(Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)(messages=messages).prompt)
 
     def answer(self, prompt: list[int], stops: set[int], max_tokens: int) -> list[int]:
-        """Greedy tokens up to a stop token, without it."""
+        """Return greedy tokens up to a stop token."""
         answer_ids: list[int] = []
         with contextlib.closing(self._model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)) as tokens:
             for token in tokens:
@@ -96,7 +97,7 @@ class LlamaCpp:
 
 
 def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops: set[int]) -> int:
-    """Compare the tokens of the prompts' texts. Returns how many prompts were compared. Raises ParityError."""
+    """Compare tokens of prompts, and return how many. Raise ParityError."""
     compared = 0
     for row, ids in enumerate(prompts, start=1):
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -113,7 +114,7 @@ def check_tokens(file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], stops
 
 
 def check_template(file: LlamaCpp, encoder: Encoder, prompts: list[str]) -> int:
-    """Compare the tokens of conversations in the file's template with the training's. Returns how many. Raises ParityError."""
+    """Compare conversations in both templates, and return how many. Raise ParityError."""
     tokenizer, compared = encoder.tokenizer, 0
     special = {name: getattr(tokenizer, f"{name}_token") or "" for name in ("bos", "eos")}
     prompt_conversations: list[list[Any]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -137,7 +138,7 @@ def check_answers(
     file: LlamaCpp, tokenizer: Any, prompts: list[list[int]], answers: list[str], stops: set[int], max_tokens: int,
     gguf_type: str, progress: Progress,
 ) -> int:  # fmt: skip
-    """Compare greedy answers with the adapter's. Returns how many are equal. Raises ParityError below the type's share."""
+    """Compare greedy answers, and return how many are equal. Raise ParityError."""
     file_answers = []
     for row, prompt in enumerate(prompts, start=1):
         file_answers.append(tokenizer.decode(file.answer(prompt, stops, max_tokens), skip_special_tokens=True))
@@ -145,6 +146,7 @@ def check_answers(
     is_equal = [file_answer == answer for file_answer, answer in zip(file_answers, answers, strict=True)]
     equal_answers = sum(is_equal)
     share = GGUF_TYPES[gguf_type].min_same_answers
+    # nearly tied tokens differ after quantising, so the share depends on the type
     if equal_answers < share * len(answers):
         row = is_equal.index(False)
         raise ParityError(
@@ -156,8 +158,7 @@ def check_answers(
 
 
 def require_llama_cpp(checkout: Path) -> None:
-    """Raise CommandError that names the missing part: the converter in this checkout of llama.cpp, the package that loads
-    files."""
+    """Raise CommandError for a missing converter or package."""
     problems, fixes = [], []
     if not (checkout / CONVERTER).is_file():
         problems.append(f"llama.cpp's converter is missing: there is no {checkout / CONVERTER}")

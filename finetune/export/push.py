@@ -1,4 +1,4 @@
-"""Send a run's adapter, merged model or GGUF files to a hub repository in one commit, with all files or none."""
+"""Send a run's adapter, merged model or GGUF files to a hub repository."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _LOGIN = "Log in with a token that may write: hf auth login, or set HF_TOKEN."
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of the commit: its name in the repository, and its content or local path."""
+    """A file of the commit."""
 
     name: str
+    #: Local path or content.
     source: Path | bytes
 
     @property
@@ -40,9 +41,9 @@ class HubFile:
 
 
 def files_to_send(run: RunDirectory, kind: str, gguf: Sequence[str] = ()) -> list[HubFile]:
-    """The files of an `adapter`, `merged` model or `gguf`, with the model card. All of them are checked, none is sent.
+    """Return the checked files of a kind, with the model card.
 
-    Raises CommandError for a missing file, FinetuneError if a file has a token or a path of this machine in it.
+    Raise CommandError for a missing file, FinetuneError for a token or local path in a file.
     """
     if kind == "gguf":
         paths = [Path(name) for name in gguf]
@@ -82,9 +83,9 @@ def push(
     repo: str, files: Sequence[HubFile], *, public: bool = False, update: bool = False,
     progress: Progress = lambda _: None,
 ) -> str:  # fmt: skip
-    """Create the repository, private unless `public`, and commit all files at once. Returns the commit's address.
+    """Create the repository, and commit all files together. Return the commit's address.
 
-    `update`: the repository may have files. Raises CommandError for errors that the user can correct, HubError for the network.
+    Raise CommandError for a user's error, HubError for the network.
     """
     require_repo(repo)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token

@@ -1,4 +1,4 @@
-"""Merge an adapter into a checkpoint tensor by tensor, and write it: the model is never in memory."""
+"""Merge an adapter into a checkpoint tensor by tensor; the model is never in memory."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class StoredOtherwiseError(Exception):
-    """The checkpoint stores an adapted weight in a form to which the adapter's change can't be added."""
+    """A weight is stored in a form to which the adapter's change can't be added."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write: its entry in a header, its bytes, the file that it goes to, and a function that reads it."""
+    """A tensor to write."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
+    #: The file that the tensor goes to.
     file: str
     read: Callable[[], Any]
 
 
 def stored_tensors(folder: Path) -> list[Tensor]:
-    """The tensors of a model folder in the order of its files; files that its index doesn't name are left out."""
+    """Return the tensors of a model folder in file order."""
     tensors = []
+    # files that the index doesn't name are left out
     for file in weight_files(folder):
         with (folder / file).open("rb") as opened:
             header, data_begin = read_safetensors_header(opened)
@@ -65,8 +67,9 @@ def _read(path: Path, begin: int, size: int) -> bytearray:
 
 
 def tensor_in_memory(name: str, values: torch.Tensor) -> Tensor:
-    """The entry of a tensor that goes to the only file, or to one by its size."""
+    """Return the entry of a tensor in memory."""
     shape, size = tuple(values.shape), values.nbytes
+    # the only file, unless files are split by size
     return Tensor(name, DTYPE_NAMES[values.dtype], shape, size, "model.safetensors", lambda: _bytes(values))
 
 
@@ -75,7 +78,7 @@ def _bytes(values: torch.Tensor) -> Any:
 
 
 def with_adapter(base: Any, adapter: Path) -> Any:
-    """A PeftModel of a base on the meta device, with its adapter in host memory, in PEFT's float32."""
+    """Load a PeftModel on a meta base, its adapter in host memory."""
     from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -89,11 +92,8 @@ def with_adapter(base: Any, adapter: Path) -> Any:
 
 
 def merged_tensors(model: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a checkpoint; a tensor with an adapter is merged as PEFT does, when it is read.
-
-    `model`: from `with_adapter`. Its base was loaded from this checkpoint, so that transformers can revert how it renamed and
-    converted the tensors. A value that is not finite raises CommandError when it is read. Raises StoredOtherwiseError.
-    """
+    """Return a checkpoint's tensors, merged when they are read. Raise StoredOtherwiseError."""
+    # the base was loaded from this checkpoint, so transformers can revert how it renamed and converted tensors
     base = model.get_base_model()
     layers, merged = dict(_adapted_layers(base)), {tensor.name: tensor for tensor in tensors}
     tied = dict(getattr(base, "all_tied_weights_keys", None) or {})
@@ -207,10 +207,7 @@ def _as_stored(base: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def write_tensors(
     tensors: list[Tensor], target: Path, *, max_bytes: int | None = None, progress: Progress = lambda _: None
 ) -> None:
-    """Write tensors to the folder `target`: to their files, or to files of at most `max_bytes`.
-
-    A larger tensor gets a separate file. Raises OSError when the disk is full.
-    """
+    """Write tensors to their files, or to files of at most `max_bytes`. Raise OSError."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -218,6 +215,7 @@ def write_tensors(
         groups = itertools.groupby(tensors, key=lambda tensor: tensor.file)
         files = {file: [tensor.name for tensor in group] for file, group in groups}
     else:
+        # a larger tensor gets a separate file
         split = split_state_dict_into_shards_factory(
             by_name, get_storage_size=lambda tensor: tensor.size, filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_bytes,

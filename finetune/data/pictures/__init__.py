@@ -1,1 +1,1 @@
-"""Pictures of rows: files and bytes checked, sized and opened. Pillow is imported only for rows that have pictures."""
+"""Images of rows. Pillow is imported only for rows with images."""

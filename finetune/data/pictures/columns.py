@@ -1,4 +1,4 @@
-"""The pictures of stored rows as a column of an Arrow table, which only tables of rows with pictures have, and their sizes."""
+"""Store images of rows in a column of an Arrow table, with their sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from finetune.data.pictures.source import PictureSource
 from finetune.data.pictures.tensors import source_of
 
-#: The column's name, and that of the field of an Example.
+#: Name of the column, and of the field of an Example.
 PICTURES = "pictures"
 _PICTURE = pa.struct([("path", pa.string()), ("digest", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
 LIST_OF_PICTURES = pa.list_(_PICTURE)
@@ -19,32 +19,32 @@ LIST_OF_PICTURES = pa.list_(_PICTURE)
 
 @dataclass(frozen=True)
 class PictureSizes:
-    """Width and height in pixels of the pictures of some rows, and the index of each picture's row."""
+    """Sizes of images in pixels, and the index of each image's row."""
 
     rows: np.ndarray
     widths: np.ndarray
     heights: np.ndarray
 
     def of_rows(self, row_mask: np.ndarray) -> PictureSizes:
-        """The pictures of the rows in a mask."""
         used = row_mask[self.rows]
         return PictureSizes(self.rows[used], self.widths[used], self.heights[used])
 
 
 def pictures_of(table: pa.Table, row: int) -> tuple[PictureSource, ...]:
-    """The pictures of one row."""
+    """Return the images of one row."""
     return tuple(map(source_of, table[PICTURES][row].as_py()))
 
 
 def pictures_of_sequences(table: pa.Table, counts: np.ndarray) -> pa.Array:
-    """The pictures of each sequence, where row i has `counts[i]` sequences; none for a table without pictures."""
+    """Return the images of each sequence; row i has `counts[i]` sequences."""
+    # only tables of rows with images have the column
     if PICTURES not in table.column_names:
         return pa.array([[]] * int(counts.sum()), LIST_OF_PICTURES)
     return table[PICTURES].combine_chunks().take(pa.array(np.repeat(np.arange(table.num_rows), counts)))
 
 
 def sizes_of(tables: Sequence[pa.Table]) -> PictureSizes:
-    """The sizes of all pictures in tables of consecutive rows."""
+    """Return the sizes of all images in tables of consecutive rows."""
     rows, widths, heights, start = [], [], [], 0
     for table in tables:
         if PICTURES in table.column_names:
@@ -61,7 +61,7 @@ def sizes_of(tables: Sequence[pa.Table]) -> PictureSizes:
 
 @dataclass(frozen=True)
 class PictureSummary:
-    """Pictures of the rows used. Sizes are (width, height) in pixels, ordered by their area."""
+    """Images of the rows used; sizes are (width, height) in pixels, ordered by area."""
 
     pictures: int
     rows: int  # with at least one
@@ -72,7 +72,7 @@ class PictureSummary:
     megapixels: float  # of all together
 
     def lines(self) -> list[tuple[str, str]]:
-        """Labels and values, for a table."""
+        """Return labels and values for a table."""
         most = f", at most {self.most_in_a_row} in one" if self.most_in_a_row > 1 else ""
         sizes = (("smallest", self.smallest), ("median", self.median), ("largest", self.largest))
         return [
@@ -86,7 +86,7 @@ class PictureSummary:
 
 
 def summarise_pictures(sizes: PictureSizes, row_mask: np.ndarray) -> PictureSummary | None:
-    """Summary of the pictures of the rows in a mask; None without pictures."""
+    """Summarise the images of some rows; None without images."""
     used = sizes.of_rows(row_mask)
     if not len(used.rows):
         return None

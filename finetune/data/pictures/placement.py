@@ -1,9 +1,4 @@
-"""Where a row's pictures stand in its texts.
-
-Inside an Example a picture is the character U+FFFC in a message's text, which Unicode has for embedded objects. The message
-says in `pictures` how many it has, and the Example has them in order. So all that reads texts works on rows with pictures, too.
-`with_parts` gives TRL's and transformers' form.
-"""
+"""Place a row's images in its texts."""
 
 from __future__ import annotations
 
@@ -19,22 +14,24 @@ if TYPE_CHECKING:
     from finetune.data.conversation import Message
     from finetune.data.example import Example
 
-#: What other tools write in a text for a picture of the row.
+#: Other tools' mark for an image of the row in a text.
 IMAGE_TAG = "<image>"
-#: Columns of pictures, and of their files beside a file of metadata, as `datasets` reads a folder of images.
+#: Columns of images, and of image files beside a file of metadata, as `datasets` reads a folder of images.
 PICTURE_COLUMNS = ("images", "image")
 _METADATA_COLUMNS = ("file_name", "file_names")
+# In an Example an image is U+FFFC (Unicode's character for embedded objects) in a message's text. The message counts its
+# images in `pictures`, and the Example has them in order. So code that reads texts works on rows with images, too.
 _LITERAL_MARK = "has the character U+FFFC in its text, which stands for a picture; remove it"
 _METADATA_FILE = re.compile(r"metadata\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 
 
 def picture_columns(file: str) -> tuple[str, ...]:
-    """The names of columns that have pictures in a file of this name."""
+    """Return the image columns in a file of this name."""
     return (*PICTURE_COLUMNS, *_METADATA_COLUMNS) if _METADATA_FILE.search(file) else PICTURE_COLUMNS
 
 
 def rows_have_pictures(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bool:
-    """Whether some rows have a picture in one of these columns, or in a content part of a message."""
+    """Return whether a row has an image in a column or message part."""
     return any(
         any(not is_blank(row.get(name)) for name in columns) or any(map(_has_picture_part, row.values())) for row in rows
     )
@@ -47,7 +44,7 @@ def _has_picture_part(value: Any) -> bool:
 
 
 def rows_have_tags(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether most rows have `<image>` in a text."""
+    """Return whether most rows have `<image>` in a text."""
     return 2 * sum(any(map(_has_tag, row.values())) for row in rows) > len(rows)
 
 
@@ -60,14 +57,15 @@ def _has_tag(value: Any) -> bool:
 
 
 def message_with_pictures(text: str, count: int) -> Values:
-    """A user's message with `count` pictures before its text, which then has no other mark of one."""
+    """Return a user's message with `count` images first."""
     if not count:
         return {"role": "user", "content": text}
+    # a mark in the text would count as another image
     return {"role": "user", "content": PICTURE_MARK * count + text.replace(PICTURE_MARK, ""), "pictures": count}
 
 
 def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[PictureReference] | None]:
-    """The row without its columns of pictures, and their pictures; None if it has no such column. Raises BadRow."""
+    """Split off a row's images; None without an image column. Raise BadRow."""
     present = [name for name in columns if name in row]
     if not present:
         return row, None
@@ -81,15 +79,12 @@ def take_pictures(row: Values, columns: Sequence[str]) -> tuple[Values, list[Pic
 def place_pictures(
     example: Example, column: list[PictureReference] | None, *, expects_pictures: bool, expects_tags: bool
 ) -> tuple[Example, list[PictureReference]]:
-    """The example with a mark in its texts for each picture, and the pictures in that order. Raises BadRow.
-
-    `column`: pictures of the row's column, None without one; `expects_pictures`: other rows of the file have some;
-    `expects_tags`: most have `<image>`.
-    """
+    """Mark each image in the texts, and return the images in order. Raise BadRow."""
     parts: list[PictureReference | int | None] = [
         reference for message in example.messages for reference in message.get("pictures", ())
     ]
     if not parts and not column:
+        # `expects_pictures`: other rows of the file have images
         tags = sum(text.count(IMAGE_TAG) for text in example.texts()) if expects_pictures else 0
         if tags:
             raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and no picture")
@@ -116,13 +111,12 @@ def _with_count(message: Message) -> Message:
 def _fill_parts(
     parts: list[PictureReference | int | None], column: list[PictureReference], example: Example
 ) -> list[PictureReference]:  # fmt: skip
-    """The picture of each content part: its own picture, the column's next picture, or the picture with its `index`. Raises
-    BadRow."""
     texts = example.texts()
     if any(IMAGE_TAG in text for text in texts):
         raise BadRow(None, f"has pictures as parts of its messages and {IMAGE_TAG} in its text; one of them is wrong")
     if sum(text.count(PICTURE_MARK) for text in texts) != len(parts):
         raise BadRow(None, _LITERAL_MARK)
+    # a part has an image, the index of an image in the column, or takes the column's next image
     open_parts = [part for part in parts if not isinstance(part, PictureReference)]
     if len(open_parts) != len(column):
         raise BadRow(None, f"has {len(open_parts)} image part(s) without a picture of their own and {len(column)} picture(s)")
@@ -134,7 +128,6 @@ def _fill_parts(
 
 
 def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool) -> tuple[Message, ...]:
-    """The messages with marks in place of `<image>`; in a file without any, before the first user's text, as TRL does."""
     if any(PICTURE_MARK in message["content"] for message in messages):
         raise BadRow(None, _LITERAL_MARK)
     tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
@@ -142,6 +135,7 @@ def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool
         raise BadRow(None, f"has {tags} {IMAGE_TAG} in its text and {count} picture(s)")
     if tags:
         return tuple({**message, "content": message["content"].replace(IMAGE_TAG, PICTURE_MARK)} for message in messages)
+    # in a file without tags, images stand before the first user's text, as in TRL
     first_user = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first_user is None:
         raise BadRow(None, "has pictures and no message of a user, where they would stand")
@@ -150,7 +144,6 @@ def _with_marks(messages: tuple[Message, ...], count: int, *, expects_tags: bool
 
 
 def _as_conversation(example: Example) -> Example:
-    """A row of plain texts as a question and its answer: only a chat template says where a picture stands. Raises BadRow."""
     if example.is_pair or example.desirable is not None:
         raise BadRow(None, "has pictures; pairs and labelled answers with pictures can't be trained on")
     if example.messages:
@@ -158,12 +151,13 @@ def _as_conversation(example: Example) -> Example:
     answer = example.text if example.text is not None else example.completion
     if example.text is not None and IMAGE_TAG in example.text:
         raise BadRow("text", f"has {IMAGE_TAG}; write the row as messages, or as prompt and completion")
+    # only a chat template says where an image stands
     messages = ({"role": "user", "content": example.prompt or ""}, {"role": "assistant", "content": answer})
     return replace(example, messages=messages, answers=(1,), prompt=None, completion=None, text=None)
 
 
 def with_parts(messages: list[Message]) -> list[Message]:
-    """The messages as a chat template takes them: with content parts if a message has a picture."""
+    """Return the messages in content parts if any has an image."""
     if not any("pictures" in message for message in messages):
         return messages
     return [
@@ -173,7 +167,7 @@ def with_parts(messages: list[Message]) -> list[Message]:
 
 
 def _parts_of(message: Message) -> list[Values]:
-    """A message's content parts; in one without pictures the mark is a character like others."""
+    # without images the mark is a character like others
     pieces = message["content"].split(PICTURE_MARK) if "pictures" in message else [message["content"]]
     parts: list[Values] = []
     for index, piece in enumerate(pieces):
@@ -182,7 +176,7 @@ def _parts_of(message: Message) -> list[Values]:
 
 
 def text_pieces(message: Message) -> list[str]:
-    """A message's text, without white space around it; with pictures the texts between them."""
+    """Return a message's texts between its images, stripped."""
     if "pictures" not in message:
         return [message["content"].strip()]
     return [piece.strip() for piece in message["content"].split(PICTURE_MARK) if piece.strip()]

@@ -1,4 +1,4 @@
-"""Pictures as a model gets them: the text in place of each and the tensors, by the model's own processor."""
+"""Turn images into a model's text and tensors."""
 
 from __future__ import annotations
 
@@ -39,50 +39,50 @@ if TYPE_CHECKING:
 
 #: Files with the settings of a processor.
 FILES = ("processor_config.json", "preprocessor_config.json")
-#: A processor that makes as much of a square of this side in pixels as of a small one scales each picture to one size.
+#: A processor that gives a square of this side in pixels as many values as a small one scales all images to one size.
 _LARGE_WIDTH = 2048
-#: Width and height of a picture by which a processor's rule for patches is checked: no multiple of any patch, and no square.
+#: Width and height of an image that checks a processor's rule for patches: no multiple of any patch, and no square.
 _PROBE = (430, 310)
 
 
 class PictureProcessor:
-    """A model's processor. Pictures of more than `max_pixels` are scaled down first; None is no limit. `value_counts`: pixel
-    values by size, `640x480`, of the sizes that were counted."""
+    """A model's processor for images."""
 
     def __init__(self, processor: Any, max_pixels: int | None) -> None:
+        #: Larger images are scaled down first; None is no limit.
         self.processor, self.max_pixels = processor, max_pixels
         self._texts: dict[Hashable, str] = {}
         self._values: dict[Hashable, int] = {}
+        #: Pixel values by size (`640x480`), for sizes that were counted.
         self.value_counts: dict[str, int] = {}
 
     def limit(self, pixels: int) -> None:
-        """Scale down pictures of more pixels, too, unless the model gets each picture in one size; 0 changes nothing."""
+        """Lower `max_pixels`, unless all images get one size; 0 changes nothing."""
         width = max(MIN_SIDE, math.isqrt(pixels))
         if pixels and (width >= _LARGE_WIDTH or self.value_count(width, width) != self.value_count(_LARGE_WIDTH, _LARGE_WIDTH)):
             self.max_pixels = min(pixels, self.max_pixels or pixels)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of a picture of this size before the model's processor: within `max_pixels`, of the same shape."""
+        """Return an image's size within `max_pixels`, in the same shape."""
         if self.max_pixels is None or width * height <= self.max_pixels:
             return width, height
         scale = math.sqrt(self.max_pixels / (width * height))
         return max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
 
     def scaled(self, picture: Image) -> Image:
-        """The picture within `max_pixels`."""
         size = self.size(*picture.size)
         return picture if size == picture.size else picture.resize(size)
 
     def tensors(self, rows: Sequence[Sequence[Image]]) -> dict[str, Any]:
-        """The model's inputs for the scaled pictures of each row; empty if no row has pictures."""
+        """Return the model's inputs for each row's scaled images."""
         return processed_pictures(self.processor, rows) if any(rows) else {}
 
     def token_types(self, input_ids: Any) -> dict[str, Any]:
-        """The model's input for the kind of each token; empty for most models."""
+        """Return the model's input for the kind of each token."""
         return token_types(self.processor, input_ids)
 
     def expanded(self, rendered: Rendered, pictures: Sequence[PictureSource]) -> Rendered:
-        """A rendered conversation with the text of each picture in place of its token. Raises BadRow."""
+        """Put each image's text in place of its token. Raise BadRow."""
         texts = [self.text_of(picture.width, picture.height) for picture in pictures]
         count = rendered.text.count(self.processor.image_token)
         if count != len(texts):
@@ -92,9 +92,10 @@ class PictureProcessor:
         return replace(rendered, text=text, spans=spans, escaped_spans=escaped_spans)
 
     def text_of(self, width: int, height: int) -> str:
-        """The text for a picture of this size, by its patches or by processing an empty one: it depends on nothing else."""
+        """Return the text for an image of this size."""
         size = self.size(width, height)
         kind = picture_kind(self.processor, *size)
+        # the text depends only on the size, so a blank image gives the same text
         if kind not in self._texts:
             if isinstance(kind, int) and self._values_of_a_patch is not None:
                 self._texts[kind] = patch_text(self.processor, kind)
@@ -107,11 +108,10 @@ class PictureProcessor:
         return values_of_a_patch(self.processor, blank(*_PROBE))
 
     def token_count(self, width: int, height: int) -> int:
-        """Tokens of a picture of this size."""
         return len(self.processor.tokenizer(self.text_of(width, height), add_special_tokens=False)["input_ids"])
 
     def value_count(self, width: int, height: int) -> int:
-        """Pixel values that the model gets of a scaled picture of this size."""
+        """Return the number of pixel values of a scaled image."""
         size = f"{width}x{height}"
         if size not in self.value_counts:
             kind = picture_kind(self.processor, width, height)
@@ -127,14 +127,14 @@ class PictureProcessor:
         return sum(tensor.numel() for tensor in tensors if hasattr(tensor, "is_floating_point") and tensor.is_floating_point())
 
     def values_by_row(self, sizes: PictureSizes, rows: int) -> np.ndarray:
-        """Pixel values that the model gets of the pictures of each of `rows` rows, whose sizes are as in the data."""
+        """Return each row's number of pixel values; `sizes` are unscaled."""
         pairs = zip(sizes.widths.tolist(), sizes.heights.tolist(), strict=True)
         counts = [self.value_count(*self.size(width, height)) for width, height in pairs]
         return np.bincount(sizes.rows, counts, rows).astype(np.int64)
 
 
 def _moved(spans: Sequence[Span], moves: Sequence[tuple[Span, Span]]) -> list[Span]:
-    """Spans of a text whose pictures' tokens were replaced. `moves`: (start, end) before, and (start, end) after, of each."""
+    # `moves`: (start, end) of each image token, before and after
     growths = [(before[1], after[1] - after[0] - (before[1] - before[0])) for before, after in moves]
 
     def position(old: int) -> int:
@@ -144,7 +144,7 @@ def _moved(spans: Sequence[Span], moves: Sequence[tuple[Span, Span]]) -> list[Sp
 
 
 def blank(width: int, height: int) -> Image:
-    """A grey picture."""
+    """Return a grey image."""
     require_pillow()
     import PIL.Image
 
@@ -152,7 +152,7 @@ def blank(width: int, height: int) -> Image:
 
 
 def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revision: str | None = None) -> PictureProcessor:
-    """The processor of a model's folder or hub id with this tokenizer. Raises ModelError for an unusable processor."""
+    """Load a model's processor. Raise ModelError for an unusable processor."""
     require_pillow()
     name = recipe.model_name_or_path
     try:
@@ -165,12 +165,14 @@ def processor_for(recipe: Recipe, tokenizer: Any, folder: Path | str, *, revisio
     return PictureProcessor(processor, pixel_limit(recipe))
 
 
+# `_stat` makes the cache miss after a change
 @cache
 def _digest(path: Path, _stat: tuple[int, int]) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def processor_identity(folder: Path | str) -> list[str]:
-    """Digests of a folder's files of processor settings; of a hub id nothing, as its revision is known elsewhere."""
+    """Return digests of a folder's processor settings."""
+    # a hub id's revision is known elsewhere
     paths = [Path(folder) / name for name in FILES] if isinstance(folder, Path) else []
     return [_digest(path, (path.stat().st_size, path.stat().st_mtime_ns)) for path in paths if path.is_file()]

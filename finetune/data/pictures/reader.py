@@ -1,4 +1,4 @@
-"""The pictures of a source's rows: their files looked up beside the data, checked in threads, and sized."""
+"""Find, check and size the images of a source's rows, in threads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ from finetune.data.pictures.sizes import pictures_folder, size_cache, store_byte
 from finetune.data.pictures.source import BadPicture, PictureSource, checked_size, digest_of, read_bytes, require_pillow
 from finetune.data.workers import usable_cpus
 
-#: Threads that decode: Pillow releases the interpreter's lock, and each thread has one picture in memory.
+#: Threads that decode: Pillow releases the interpreter's lock, and each thread has one image in memory.
 _MAX_THREADS = 4
 #: Size and time of a file that was looked at; None if there was none.
 FileStat = tuple[int, int] | None
 
 
 class PictureReader:
-    """Checks pictures in the `folder` of the data file and in `image_folder`, where paths start.
-
-    `files`: the checked files with size and time; cached rows are valid while these are the same.
-    """
+    """Checks images in the data file's folder and in `image_folder`."""
 
     def __init__(self, folder: str | None, image_folder: str | None) -> None:
         require_pillow()
         # links stay as they are
         self._folders = [Path(os.path.abspath(path)) for path in (image_folder, folder) if path is not None]  # noqa: PTH100
+        #: Checked files with size and time; cached rows are valid while these are the same.
         self.files: dict[str, FileStat] = {}
         self._sizes = size_cache(pictures_folder())
 
     def read(self, rows: Iterable[list[PictureReference]]) -> list[tuple[PictureSource, ...] | BadRow]:
-        """The pictures of each row, or why a picture can't be used."""
+        """Return each row's images, or why an image can't be used."""
         with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
             return list(pool.map(self._read_row, rows))
 
@@ -75,7 +73,7 @@ class PictureReader:
 
 
 def file_stat(path: Path) -> FileStat:
-    """Size and modification time of a file; None without the file."""
+    """Return size and modification time; None without the file."""
     try:
         stat = path.stat()
     except (OSError, ValueError):

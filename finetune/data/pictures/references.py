@@ -1,4 +1,4 @@
-"""References to pictures in a row's values: a path, or the picture's bytes. Nothing is opened here."""
+"""Read references to images in a row: paths or bytes, without opening them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import unquote
 from finetune.data.checks import BadRow, Values, is_blank, parse_if_text, quoted, type_phrase
 from finetune.data.pictures.limits import MAX_FILE_BYTES
 
-#: A picture in a message's text: OBJECT REPLACEMENT CHARACTER.
+#: An image in a message's text: OBJECT REPLACEMENT CHARACTER.
 PICTURE_MARK = "\ufffc"
-#: Types of content parts that are pictures: of transformers and TRL, of OpenAI's two interfaces.
+#: Types of content parts that are images: of transformers and TRL, of OpenAI's two interfaces.
 PICTURE_PARTS = ("image", "image_url", "input_image")
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<options>(?:;[^;,]*)*),", re.IGNORECASE)
 _SCHEME = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]+):/")
@@ -28,20 +28,20 @@ _SHOWN_PATH = 120
 
 @dataclass(frozen=True)
 class PictureReference:
-    """A picture as a row names it. `field`: where in the row; `path` as written in the row, or the picture's bytes."""
+    """An image as a row names it."""
 
+    #: Where in the row.
     field: str
     path: str | None = None
     content: bytes | None = None
 
     @property
     def label(self) -> str:
-        """What to add to a message about it."""
         return "" if self.path is None else f": {quoted(self.path, _SHOWN_PATH)}"
 
 
 def picture_references(value: Any, field: str) -> list[PictureReference]:
-    """The pictures in a column: one, a list, or JSON of a list; none in a blank one. Raises BadRow."""
+    """Read the images in a column: one, a list, or JSON of a list. Raise BadRow."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_if_text(value, field)
     if is_blank(value):
@@ -52,12 +52,13 @@ def picture_references(value: Any, field: str) -> list[PictureReference]:
 
 
 def picture_reference(value: Any, field: str) -> PictureReference:
-    """One picture: a path, a data: URI, bytes, or an object with one of these, as OpenAI and `datasets` do. Raises BadRow."""
+    """Read a path, a data: URI, bytes, or an object with one of these. Raise BadRow."""
+    # objects as OpenAI and `datasets` write them
     return _from_object(value, field) if isinstance(value, dict) else _plain(value, field)
 
 
 def _plain(value: Any, field: str) -> PictureReference:
-    """One picture that is not an object, or an object with a single text in it: `{"url": ...}`."""
+    # an object with a single text: `{"url": ...}`
     if isinstance(value, dict):
         key = next((key for key in ("url", "path", "bytes", "data") if isinstance(value.get(key), (str, bytes))), None)
         if key is None:
@@ -73,7 +74,7 @@ def _plain(value: Any, field: str) -> PictureReference:
 
 
 def part_reference(part: Values, path: str) -> PictureReference | None:
-    """The picture of a content part; None for a part that takes the next picture of the row's column. Raises BadRow."""
+    """Return a content part's image; None to take the column's next image. Raise BadRow."""
     if part.get("type") in ("image_url", "input_image") and is_blank(part.get("image_url")):
         raise BadRow(path, "is a picture without image_url" + ("; file_id is of OpenAI only" if part.get("file_id") else ""))
     filled = {key: value for key, value in part.items() if key in _OBJECT_KEYS and not is_blank(value)}
@@ -102,6 +103,7 @@ def _from_text(text: str, field: str) -> PictureReference:
             return PictureReference(field, path=unquote(text[7:]))
         problem = "is an address, and pictures are not fetched from a network; download it, and give its path"
         raise BadRow(field, f"{problem}: {quoted(text, _SHOWN_PATH)}")
+    # base64 without data:, which has no dots
     if len(text) > _MIN_BASE64 and text.startswith(_BASE64_BEGINNINGS) and "." not in text[:_MIN_BASE64]:
         return _from_base64(text, field)
     return PictureReference(field, path=text)
@@ -122,7 +124,7 @@ def _from_bytes(value: Any, field: str) -> PictureReference:
     return PictureReference(field, content=value) if isinstance(value, bytes) else _from_base64(value, field)
 
 
-#: Keys of an object that is a picture, in the order in which they are looked for -> how their value is read.
+#: Keys of an object that is an image, in the order of search -> reader of the value.
 _OBJECT_KEYS: dict[str, Callable[[Any, str], PictureReference]] = {
     "bytes": _from_bytes, "base64": _from_base64, "image_url": _plain, "image": _plain, "url": _plain, "path": _plain,
     "source": _plain,

@@ -1,4 +1,4 @@
-"""Sizes of checked pictures by the digest of their bytes, in a file of the cache, so that each is decoded once for all runs."""
+"""Remember sizes of checked images in the cache, so that each is decoded once for all runs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from finetune.errors import DiskFull
 from finetune.files import cache_dir, write_text
 from finetune.system import replace
 
-#: Most pictures whose sizes are remembered; a line has 55 bytes.
+#: Most images whose sizes are remembered; a line has 55 bytes.
 MAX_SIZES = 200_000
 _LINE = re.compile(r"([0-9a-f]{40}) (\d{1,5}) (\d{1,5})\n")
 
 
 def pictures_folder() -> Path:
-    """The folder of the sizes, and of pictures whose bytes stand in a row."""
+    """Return the folder of sizes, and of images stored in rows."""
     return cache_dir() / "pictures"
 
 
 @cache
 def size_cache(folder: Path) -> SizeCache:
-    """The sizes in a folder, read once in a process."""
+    """Return the sizes in a folder, read once in a process."""
     return SizeCache(folder)
 
 
 class SizeCache:
-    """The sizes that this process knows. Other processes append to the same file; a damaged line is left out."""
+    """Sizes of checked images, by digest."""
 
     def __init__(self, folder: Path) -> None:
         # other limits, other answers
@@ -39,6 +39,7 @@ class SizeCache:
         self._lock = threading.Lock()
         self._sizes: dict[str, tuple[int, int]] = {}
         with suppress(OSError, ValueError):
+            # other processes append to the file; a damaged line is left out
             lines = self.path.read_text("ascii").splitlines(keepends=True)
             self._sizes = {match[1]: (int(match[2]), int(match[3])) for line in lines if (match := _LINE.fullmatch(line))}
             if len(lines) > MAX_SIZES:
@@ -46,15 +47,15 @@ class SizeCache:
                 write_text(self.path, "".join(_line(digest, size) for digest, size in self._sizes.items()))
 
     def get(self, digest: str) -> tuple[int, int] | None:
-        """Width and height; None for a picture that wasn't checked yet."""
+        """Return width and height; None for an unchecked image."""
         return self._sizes.get(digest)
 
     def add(self, digest: str, size: tuple[int, int]) -> None:
-        """Remember the size. A disk that can't be written costs only time."""
         with self._lock:
             self._sizes[digest] = size
             if len(self._sizes) > MAX_SIZES:
                 del self._sizes[next(iter(self._sizes))]
+            # a disk that can't be written costs only time
             with suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="ascii") as file:
@@ -62,7 +63,7 @@ class SizeCache:
 
 
 def store_bytes(content: bytes, digest: str) -> Path:
-    """The file of the cache with a picture whose bytes stand in a row. Raises DiskFull."""
+    """Store an image whose bytes stand in a row. Raise DiskFull."""
     path = pictures_folder() / "bytes" / digest[:2] / digest
     if path.is_file():
         return path

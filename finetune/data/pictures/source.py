@@ -1,8 +1,4 @@
-"""One picture of a row: where its bytes are, its size, and the picture itself in RGB.
-
-A file is untrusted: only raster formats are opened, the size is read from the header before anything is decoded, and what
-can't be trained on is refused with a reason that reads as a sentence after the picture's name.
-"""
+"""Read one image of a row: bytes, size, and pixels in RGB."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-#: Formats that are opened. EPS, which starts Ghostscript, and other documents are not among them.
+#: Formats that are opened: files are untrusted, and EPS, for example, starts Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Modes that have no more than 8 bits a channel.
 _EIGHT_BIT = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
-#: Pictures of more pixels are decoded one at a time in a process, whatever its threads.
+#: Images of more pixels are decoded one at a time in a process, whatever its threads.
 _LARGE_PIXELS = 8_000_000
 _LARGE = threading.Lock()
 _EXIF_ORIENTATION = 0x0112
@@ -40,20 +36,21 @@ _TRANSPOSITIONS = {
 
 
 class BadPicture(Exception):
-    """A picture that can't be trained on; the reason reads as a sentence after its name."""
+    """An image that can't be trained on; the reason follows the image's name in a sentence."""
 
 
 @dataclass(frozen=True)
 class PictureSource:
-    """A checked picture in a file. `digest`: of its bytes; the size is after EXIF turning."""
+    """A checked image in a file."""
 
     path: Path
     digest: str
+    #: After EXIF turning.
     width: int
     height: int
 
     def read(self) -> bytes:
-        """Its bytes. Raises BadPicture if the file is gone or was changed since it was checked."""
+        """Read the bytes. Raise BadPicture if the file is gone or changed."""
         content = read_bytes(self.path)
         if digest_of(content) != self.digest:
             raise BadPicture("was changed since it was read")
@@ -61,12 +58,12 @@ class PictureSource:
 
 
 def digest_of(content: bytes) -> str:
-    """Digest of a picture's bytes: blake2b, 40 hexadecimal digits."""
+    """Return blake2b of an image's bytes as 40 hexadecimal digits."""
     return blake2b(content, digest_size=20).hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a picture's file. Raises BadPicture."""
+    """Read an image's file. Raise BadPicture."""
     try:
         if not path.is_file():
             raise BadPicture("is a folder" if path.is_dir() else "is not a file" if path.exists() else "is missing")
@@ -80,23 +77,24 @@ def read_bytes(path: Path) -> bytes:
 
 
 def checked_size(content: bytes) -> tuple[int, int]:
-    """Width and height after EXIF turning, by the header and by decoding it once. Raises BadPicture, PackagesError."""
+    """Return width and height after EXIF turning. Raise BadPicture or PackagesError."""
     with _opened(content) as image:
         width, height = image.size
+        # decoded once to find damage, JPEG at an eighth of its size
         image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
         _load(image)
         return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
 def picture_file(path: Path) -> PictureSource:
-    """The picture in a file. Raises BadPicture, PackagesError."""
+    """Check the image in a file. Raise BadPicture or PackagesError."""
     content = read_bytes(path)
     width, height = checked_size(content)
     return PictureSource(path, digest_of(content), width, height)
 
 
 def open_picture(source: PictureSource) -> Image:
-    """The picture in RGB: turned as EXIF says, alpha flattened on white, other modes converted. Raises BadPicture."""
+    """Open an image in RGB, turned as EXIF says, alpha on white. Raise BadPicture."""
     with _opened(source.read()) as image:
         _load(image)
         picture = _as_rgb(image)
@@ -109,7 +107,7 @@ def open_picture(source: PictureSource) -> Image:
 
 
 def require_pillow() -> None:
-    """Raises PackagesError with the command that installs Pillow if it is missing."""
+    """Raise PackagesError if Pillow is missing."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -135,6 +133,7 @@ def _opened(content: bytes) -> Image:
         raise BadPicture(f"is not a picture in one of the formats {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - decoders raise SyntaxError, struct.error, KeyError and others
         raise BadPicture(_damage(error)) from None
+    # files are untrusted: the size is checked before anything is decoded
     _check_header(image)
     return image
 
@@ -145,6 +144,7 @@ def _check_header(image: Image) -> None:
     if image.mode not in (*_EIGHT_BIT, *_SIXTEEN_BIT):
         raise BadPicture(f"has pixels of mode {image.mode}; 8 or 16 bits a channel can be read")
     try:
+        # phones write photos as MPO, a JPEG with more frames
         is_animated = image.format not in ("JPEG", "MPO") and bool(getattr(image, "is_animated", False))
     except Exception as error:  # noqa: BLE001 - the second frame is looked for
         raise BadPicture(_damage(error)) from None
@@ -169,7 +169,7 @@ def _damage(error: Exception) -> str:
 
 
 def _orientation(image: Image) -> int:
-    """EXIF's orientation of a decoded picture; 1 without one, or with EXIF data that can't be read."""
+    # unreadable EXIF data turns nothing
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         value = image.getexif().get(_EXIF_ORIENTATION, 1)
         return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -182,6 +182,7 @@ def _as_rgb(image: Image) -> Image:
     if image.mode in _SIXTEEN_BIT:
         import numpy as np
 
+        # 65535 / 257 = 255
         return PIL.Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         with_alpha = image if image.mode == "RGBA" else image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""The tensors that a batch of rows with pictures has beside its tokens. Pictures are decoded here; the last used are kept."""
+"""Make the image tensors of a batch; images used last stay decoded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from finetune.data.pictures.processing import PictureProcessor
 
-#: Decoded and scaled pictures that a process keeps.
+#: Bytes of decoded and scaled images that a process keeps.
 _CACHE_BYTES = 256 * MIB
 
 
 class PictureTensors:
-    """Makes the tensors of pictures with a model's processor."""
+    """Makes image tensors with a model's processor."""
 
     def __init__(self, processor: PictureProcessor) -> None:
         self._processor = processor
@@ -29,7 +29,7 @@ class PictureTensors:
         self._free_bytes = _CACHE_BYTES
 
     def __call__(self, input_ids: Any, rows: Sequence[Sequence[PictureSource]]) -> dict[str, Any]:
-        """Pixels of the pictures of each row of `input_ids`, and the kinds of its tokens. Raises DataError."""
+        """Return pixels of each row's images, and kinds of tokens. Raise DataError."""
         images = [[self._picture(source) for source in pictures] for pictures in rows]
         return self._processor.token_types(input_ids) | self._processor.tensors(images)
 
@@ -53,10 +53,10 @@ def _bytes(picture: Image) -> int:
 
 
 def source_of(value: dict[str, Any]) -> PictureSource:
-    """A picture of a stored row."""
+    """Read an image of a stored row."""
     return PictureSource(**value | {"path": Path(value["path"])})
 
 
 def stored(source: PictureSource) -> dict[str, Any]:
-    """A picture in a file as JSON values, which `source_of` reads."""
+    """Return an image as JSON values for `source_of`."""
     return vars(source) | {"path": str(source.path)}
