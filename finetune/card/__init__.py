@@ -1,4 +1,4 @@
-"""Card: the facts of one GPU, measured or from the catalogue."""
+"""Facts of one GPU, measured or from the catalogue."""
 
 from finetune.card.card import Card
 from finetune.card.find import catalogue, find_card

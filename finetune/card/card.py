@@ -1,4 +1,4 @@
-"""Card: the facts of one GPU, as a value."""
+"""The facts of one GPU as a value."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """Facts of one card. Units: bytes and FLOP per second. A missing fact stays None.
+    """Facts of one GPU. Units: bytes and FLOP per second. A missing fact stays None.
 
-    `total_bytes`: as torch sees it, less than the number on the box. `free_bytes`: free now (catalogue: total less the usual
-    use by a desktop). `capability`: CUDA's compute capability; None for a CPU. `bf16_flops`, `fp32_flops` (cards without bf16)
-    and `bandwidth_bytes_s` are published rates; training steps reach `flops_share` (in large matrix products: 140 of 165
-    TFLOP/s on a 4090) and `bandwidth_share`. If `rates_measured_at` is set, they, `attention_flops` and `launch_s`
-    are measured on this machine. `context_bytes`: the CUDA context, not counted by torch's allocator. `uuid`: of a
-    card of this machine, for CUDA_VISIBLE_DEVICES. `problem`: why the installed torch can't use it, and `problem_fix`.
+    `total_bytes`: as torch sees it. `free_bytes`: free now (catalogue: without a desktop's usual share). `bf16_flops`,
+    `fp32_flops` and `bandwidth_bytes_s`: published rates; training steps reach `flops_share` and `bandwidth_share`. If
+    `rates_measured_at` is set, all rates are measured on this machine. `context_bytes`: the CUDA context, which torch's
+    allocator does not count. `problem`: why the installed torch can't use this GPU.
     """
 
     name: str
     total_bytes: int
     free_bytes: int
+    #: CUDA compute capability; None for a CPU.
     capability: tuple[int, int] | None = None
     bf16_flops: float | None = None
+    #: For GPUs without bf16.
     fp32_flops: float | None = None
     bandwidth_bytes_s: float | None = None
+    #: Large matrix products reach 140 of 165 TFLOP/s on a 4090.
     flops_share: float = 0.85
     bandwidth_share: float = 1.0
     attention_flops: float | None = None
@@ -34,6 +35,7 @@ class Card:
     context_uncertainty_bytes: int = 0
     source: str = "catalogue"  # catalogue | measured | cpu
     reason: str = ""
+    #: For CUDA_VISIBLE_DEVICES; only for a GPU of this machine.
     uuid: str | None = None
     problem: str = ""
     problem_fix: str = ""
@@ -44,5 +46,4 @@ class Card:
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether it trains in bf16, else in fp16. Every CPU can."""
         return self.is_cpu or (self.capability is not None and self.capability >= (8, 0))  # Turing trains in fp16

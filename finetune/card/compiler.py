@@ -1,4 +1,4 @@
-"""Whether a C compiler makes Python extensions here, as Triton needs for its launchers: $CC, else gcc, else clang."""
+"""Check for a C compiler, which Triton needs for its launchers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _EXTENSION = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLon
 
 
 def find_compiler() -> str | None:
-    """Return the compiler that Triton would call, or None."""
+    """Return the compiler that Triton would call."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def triton_needs() -> str:
-    """What Triton lacks on this machine, found without a card; empty when nothing is missing. Windows' wheel has a compiler."""
+    """Return the missing requirement of Triton, found without a GPU."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    # the wheel for Windows has a compiler
     return compiler_problem() if sys.platform == "linux" else ""
 
 
 def compiler_problem() -> str:
-    """Compile an extension; why that failed, or empty."""
+    """Return why compiling an extension fails."""
     compiler = find_compiler()
     if compiler is None:
         return "no C compiler"

@@ -1,4 +1,4 @@
-"""Every call of torch.cuda by a run. No other module of the run calls it, so a test can record the calls."""
+"""Every call of torch.cuda by a run, so that a test can record the calls."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from finetune.card import nvidia
 
 
 def open_card(number: int) -> None:
-    """Make the card current, create the CUDA context and run a first kernel. Raises RuntimeError or AssertionError."""
+    """Create the CUDA context and run a first kernel."""
     import torch
 
     torch.cuda.init()
     torch.cuda.set_device(number)
+    # raises RuntimeError or AssertionError where the GPU can't run kernels
     torch.ones(1, device="cuda").add_(1)
     torch.cuda.synchronize()
 
 
 def device_of(number: int) -> str | int:
-    """The device of the model: `number`, torch's index of the card."""
+    """Return the model's device."""
+    # a function, so that tests on recorded cards can return the CPU
     return number
 
 
 def uuid() -> str:
-    """UUID of the current card, as the driver spells it."""
+    """Return the GPU's UUID as the driver spells it."""
     import torch
 
     gpu_uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -31,45 +33,42 @@ def uuid() -> str:
 
 
 def total_bytes() -> int:
-    """Memory of the current card."""
+    """Return the GPU's memory."""
     import torch
 
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def free_bytes() -> int:
-    """Free memory of the current card, now."""
+    """Return the GPU's free memory."""
     import torch
 
     return torch.cuda.mem_get_info()[0]
 
 
 def limit_reserved(share: float) -> None:
-    """Let torch's allocator reserve no more than this share of the card's total; more is out of memory."""
+    """Limit torch's allocator to this share of GPU memory."""
     import torch
 
     torch.cuda.set_per_process_memory_fraction(share)
 
 
 def release_cached() -> None:
-    """Give the allocator's free blocks back to the driver."""
+    """Return the allocator's free blocks to the driver."""
     import torch
 
     torch.cuda.empty_cache()
 
 
 def reset_peak() -> None:
-    """Reset the peaks to the current values."""
+    """Reset the allocator's peaks."""
     import torch
 
     torch.cuda.reset_peak_memory_stats()
 
 
 def allocator_bytes() -> dict[str, int | None]:
-    """The allocator's bytes and segments now and at the peak, by their names in an event's memory.
-
-    torch does not count expandable segments: none at all beside reserved memory is unknown.
-    """
+    """Return the allocator's statistics by their names in events."""
     import torch
 
     stats = torch.cuda.memory_stats()
@@ -79,6 +78,7 @@ def allocator_bytes() -> dict[str, int | None]:
         "reserved_bytes": stats.get("reserved_bytes.all.current", 0),
         "peak_reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
         "inactive_split_bytes": stats.get("inactive_split_bytes.all.current", 0),
+        # torch does not count expandable segments: 0 means unknown
         "segments": stats.get("segment.all.current") or None,
         "peak_segments": stats.get("segment.all.peak") or None,
         "allocation_retries": stats.get("num_alloc_retries"),
@@ -86,19 +86,20 @@ def allocator_bytes() -> dict[str, int | None]:
 
 
 def snapshot() -> dict[str, Any]:
-    """Every segment of the allocator with its blocks, and the history if recorded. Slow."""
+    """Return every segment with its blocks. Slow."""
     import torch
 
     return torch.cuda.memory._snapshot()
 
 
 def has_plain_segments() -> bool:
-    """Whether any segment of the allocator can't expand; asked after its first allocation."""
+    """Tell whether any segment can't expand."""
+    # needs a first allocation: without segments the answer is False
     return not all(segment["is_expandable"] for segment in snapshot()["segments"])
 
 
 def start_history(most_entries: int) -> None:
-    """Record every allocation with its stack from now on."""
+    """Start recording every allocation with its stack."""
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=most_entries)
@@ -112,10 +113,7 @@ def write_history(path: str) -> None:
 
 
 def try_kernel() -> dict[str, Any]:
-    """Compile Triton's smallest kernel and run it on the card: it adds one to each of a thousand numbers.
-
-    Raises what Triton, the compiler or the driver raises.
-    """
+    """Compile and run Triton's smallest kernel. Raises any error of Triton, the compiler or the driver."""
     global tl  # a kernel looks names up in its module
     import torch
     import triton

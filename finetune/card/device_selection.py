@@ -1,4 +1,4 @@
-"""Chooses one of this machine's cards and checks whether the installed torch can use it."""
+"""Choice of one of this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from finetune.errors import NoCard
 from finetune.units import format_bytes
 
 _NO_CARD = "Plan for a catalogue card (finetune plan RECIPE --gpu rtx-4090), or set gpu=cpu for a tiny model."
-#: Cards are alike with this share of the most free memory, and of the highest speed: one model's clocks differ a little.
+#: GPUs are equal above this share of the most free memory, and of the highest speed: clocks of one model differ slightly.
 SIMILAR = 0.9
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A card of this machine, why this one (empty when it is the only one), and why torch can't use it with the fix."""
+    """A chosen GPU."""
 
     device: Device
+    #: Why this GPU; empty for the only GPU.
     reason: str
+    #: Why torch can't use the GPU, and the fix.
     problem: tuple[str, str] | None
 
 
 def cards_here() -> list[tuple[str, str]]:
-    """Label and index of each card that this process may use; empty without a driver."""
+    """Return label and index of each usable GPU."""
     return [(f"{device.index}: {device.name}", device.index) for device in usable_devices()]
 
 
 def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: int, name: str = "") -> Choice:
-    """Return the GPU to plan for: visible to this process, and accepted by `wanted`.
-
-    It is the fastest GPU among the ones with about the most free memory. Several `processes` use the first GPUs; the plan is
-    then for the GPU with the least free memory. Raises RecipeError, which names `gpu` or the GPU's `name`, without a
-    usable GPU.
-    """
+    """Return the fastest GPU among the emptiest. Raises NoCard."""
     try:
         devices, lost_cards = nvidia.read_devices()
         driver = nvidia.driver_versions()
@@ -48,6 +45,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
             f"The driver was updated: restart the machine. {_NO_CARD}" if error.was_updated else fix,
         ) from None
     allowed = visible(devices)
+    # `wanted` comes from the recipe's `gpu`; CUDA_VISIBLE_DEVICES may hide a GPU that would match
     candidates = [device for device in allowed if wanted is None or wanted(device)]
     if not devices and lost_cards:
         cards = " or ".join(f"card {card.index} ({card.why})" for card in lost_cards)
@@ -74,6 +72,7 @@ def choose_device(gpu: str, wanted: Callable[[Device], bool] | None, processes: 
     reason = _reason(chosen, allowed, devices, lost_cards)
     if processes > 1:
         used = allowed[:processes]
+        # a run uses the first GPUs, and its plan must fit on each
         chosen = min(used, key=lambda device: device.free_bytes)
         reason = f"; card {chosen.index} has the least free memory of the {len(used)} that the run uses"
     return Choice(chosen, reason, problem_of_torch(chosen.name, chosen.capability, driver))
@@ -98,7 +97,7 @@ def _reason(chosen: Device, allowed: tuple[Device, ...], devices: tuple[Device, 
 
 
 def problem_of_torch(name: str, capability: tuple[int, int] | None, driver: Driver | None) -> tuple[str, str] | None:
-    """Why the installed torch can't use this GPU with this driver, and the fix; else None."""
+    """Return why torch can't use this GPU, and the fix."""
     import torch
 
     build = Build(torch.__version__, torch.version.cuda, torch.version.hip)

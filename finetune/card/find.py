@@ -1,4 +1,4 @@
-"""Find a card: one of this machine's, the CPU, or one of the catalogue (cards.json)."""
+"""Find a GPU of this machine or the catalogue (cards.json), or the CPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune.card.unsupported import why_unsupported
 from finetune.errors import CardError, CommandError, NoCard, RecipeError
 from finetune.units import GIB, format_bytes
 
-#: What is assumed of a card neither measured nor in the catalogue: the CUDA context and its uncertainty.
+#: Assumed CUDA context of a card neither measured nor in the catalogue.
 UNLISTED = Card("", 0, 0, context_bytes=round(0.4 * GIB), context_uncertainty_bytes=round(0.25 * GIB))
 #: A card whose memory differs from the catalogue's by more than this share is another variant.
 MEMORY_TOLERANCE = 0.08
-#: A card of this machine: its index in nvidia-smi, or (the beginning of) its UUID.
+#: Index in nvidia-smi, or a UUID or its beginning.
 _DEVICE_ID = re.compile(r"\d{1,2}|gpu-[0-9a-f-]+")
-#: In names of cards as people type them; `_COUNT` is of 2x3090, 8 x H100 and 3090 x2.
+#: Patterns in typed names; `_COUNT` matches 2x3090, 8 x H100 and 3090 x2.
 _SIZE = re.compile(r"(\d+)\s*g(?:i?b)?")
 _LEFT_OUT = re.compile("nvidia|geforce|tesla|quadro|graphics|corporation|generation")
 _SPELT = (("mobile", "laptop"), ("max-q", "laptop"), ("notebook", "laptop"), ("tis", "tisuper"))
@@ -33,12 +33,9 @@ _COUNT = re.compile(r"^(\d{1,2}) ?[x*] ?(?=\D|\d{4})|(?<=[a-z0-9]) ?[x*] ?(\d{1,
 
 
 def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, processes: int = 1) -> Card:
-    """The card that `gpu` names: `auto` (this machine's), `cpu`, an index or UUID of nvidia-smi, or a name of the catalogue.
+    """Find the card named by `gpu`: `auto`, `cpu`, an index or UUID of nvidia-smi, or a catalogue name.
 
-    `free_bytes` replaces the memory that is free now, e.g. to plan for another machine. `here`, for training: a named card
-    must be in this machine, is measured, and the installed torch must be able to use it. `processes`: each takes a card of
-    this machine, and the one with the least free memory counts. Raises RecipeError when there is no such card, or `free_bytes`
-    exceeds its total.
+    Raises RecipeError.
     """
     wanted = gpu.strip().lower()
     if wanted == "cpu":
@@ -48,6 +45,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
         card = _measured_card(choose_device(gpu, accepts, processes))
     else:
         card = _catalogue_card(gpu)
+        # training: a named card must be in this machine, and torch must be able to use the card
         if here:
             try:
                 named = _entries()[card.name]["device"]
@@ -60,6 +58,7 @@ def find_card(gpu: str, *, free_bytes: int | None = None, here: bool = False, pr
             card = _measured_card(choice)
     if here and card.problem:
         raise CardError(f"gpu: {gpu}, but {card.problem}", card.problem_fix)
+    # `free_bytes`: plan for another machine
     if free_bytes is None:
         return card
     if not 0 < free_bytes <= card.total_bytes:
@@ -76,18 +75,18 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 
 def catalogue() -> dict[str, Card]:
-    """Name -> Card for every card of the catalogue; `reason` names the sources of its numbers."""
+    """Return name -> Card of the catalogue; `reason` names the sources."""
     return {name: _from_entry(name) for name in _entries()}
 
 
 def catalogue_sizes() -> dict[str, int]:
-    """Name -> GB of memory as the box says, for every card of the catalogue."""
+    """Return name -> advertised memory in GB."""
     return {name: entry["box_gb"] for name, entry in _entries().items()}
 
 
 def _from_entry(name: str) -> Card:
-    """cards.json has GiB, TFLOP/s and GB/s, as people publish them; a Card has bytes and FLOP per second."""
     entry = _entries()[name]
+    # cards.json has published units: GiB, TFLOP/s and GB/s
     total, used = round(entry["total_gib"] * GIB), round(entry["held_gib"] * GIB)
     measured = measured_context(name) or measured_context(entry["device"])
     context, spread = measured or (round(entry["context_gib"] * GIB), round(entry["context_uncertainty_gib"] * GIB))
@@ -103,14 +102,14 @@ def _from_entry(name: str) -> Card:
 
 
 def listed_card(device: Device) -> Card:
-    """The catalogue's card of this name and memory; a card without rates if it is not listed."""
+    """Return the catalogue's card, or UNLISTED."""
     name = _entry_of(device)
     return _from_entry(name) if name else UNLISTED
 
 
 def _measured_card(choice: Choice) -> Card:
-    """The card as the driver reports it; its rates are measured, else the catalogue's if listed there, else unknown."""
     device = choice.device
+    # the driver reports memory; rates come from the catalogue until `finetune doctor --measure`
     listed = listed_card(device)
     measured = measured_context(device.name)
     context, spread = measured or (listed.context_bytes, listed.context_uncertainty_bytes)
@@ -129,7 +128,6 @@ def _measured_card(choice: Choice) -> Card:
 
 
 def _entry_of(device: Device) -> str | None:
-    """The catalogue's name of a card: same device name, about the same memory; None when not listed."""
     differences = {
         name: abs(entry["total_gib"] * GIB / device.total_bytes - 1)
         for name, entry in _entries().items()
@@ -140,7 +138,6 @@ def _entry_of(device: Device) -> str | None:
 
 
 def _catalogue_card(gpu: str) -> Card:
-    """A catalogue card by name, ignoring case, spaces and dashes. Raises RecipeError with the closest names."""
     if name := _catalogue_name(gpu):
         return _from_entry(name)
     counted, single = _COUNT.search(gpu.strip()), _COUNT.sub("", gpu.strip()).strip()
@@ -155,12 +152,11 @@ def _catalogue_card(gpu: str) -> Card:
 
 
 def _catalogue_name(typed: str) -> str | None:
-    """The one card that `typed` names, ignoring case, spaces, dashes and maker; the driver's own name is one, too, where only
-    one card has it."""
     names = {_short(name): name for name in _entries()}
     if exact := names.get(_short(typed)):
         return exact
     driver_names = [name for name, entry in _entries().items() if _plain(entry["device"]) == _plain(typed)]
+    # several catalogue cards share a driver name
     if len(driver_names) == 1:
         return driver_names[0]
     size = _SIZE.search(typed.lower())
@@ -169,7 +165,7 @@ def _catalogue_name(typed: str) -> str | None:
 
 
 def _close_names(typed: str) -> list[str]:
-    """Return cards that may be meant: with this memory, or with a name that begins with `typed` or resembles `typed`."""
+    """Return catalogue names with this memory, or similar to `typed`."""
     size = _SIZE.fullmatch(typed.strip().lower())
     if size:
         same_memory = [name for name, gb in catalogue_sizes().items() if gb == int(size[1])]

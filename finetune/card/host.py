@@ -1,4 +1,4 @@
-"""The CPU as a card: training uses host memory, within a container's limit."""
+"""The CPU as a card, within a container's limit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import psutil
 from finetune.card.card import Card
 from finetune.units import MIB, format_bytes
 
-#: Resident memory of a process that has torch, transformers, TRL, PEFT and datasets imported (measured, Linux).
+#: Resident memory of a process after importing torch, transformers, TRL, PEFT and datasets (measured on Linux).
 PROCESS_BYTES = 800 * MIB
 
 
 def host_card() -> Card:
-    """The CPU as a Card: memory available now, within the container's limit if there is one."""
+    """Return the CPU as a Card."""
     memory = psutil.virtual_memory()
     total, free, where = memory.total, memory.available, "this machine"
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")  # v2 writes `max` for none, v1 a number near 2^63
@@ -29,7 +29,8 @@ def host_card() -> Card:
 
 
 def free_for_run() -> int:
-    """Return the bytes of host memory available now, less the needs of a training process without a model."""
+    """Return the free host memory for a model."""
+    # a training process needs PROCESS_BYTES without a model
     return host_card().free_bytes - PROCESS_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Measurements of this machine's cards, stored in the cache: CUDA contexts, and rates (`finetune doctor --measure`)."""
+"""Cached measurements of this machine's GPUs: CUDA contexts, and rates (`finetune doctor --measure`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from finetune.serialise import read_own, to_json
 from finetune.units import GIB, MIB
 
 CONTEXTS, RATES = "contexts.json", "rates.json"
-#: Contexts stored for each card; older ones are dropped.
+#: Contexts stored per GPU, newest.
 MOST_MEASUREMENTS = 20
-#: Far above anything published: such a measurement includes other programs and is dropped.
+#: Far above any published context: a larger measurement includes other programs and is dropped.
 MOST_CONTEXT_BYTES = round(1.5 * GIB)
 #: A context grows by this much as kernels are loaded: 105 to 141 MiB was measured on a T4.
 SPREAD = 40 * MIB
 
 
 def record_measurement(card_name: str, context_bytes: int) -> None:
-    """Record bytes of a CUDA process outside torch's allocator. Raises OSError when the cache can't be written."""
+    """Record the CUDA context of a process. Raises OSError."""
     if context_bytes <= 0:
         raise ValueError(f"context_bytes is {context_bytes}; a CUDA context is never empty")
     if context_bytes > MOST_CONTEXT_BYTES:
@@ -34,7 +34,7 @@ def record_measurement(card_name: str, context_bytes: int) -> None:
 
 
 def measured_context(card_name: str) -> tuple[int, int] | None:
-    """Median and spread (highest less lowest, at least SPREAD) of the context in bytes; None when never measured."""
+    """Return median and spread of the context in bytes, None if never measured."""
     counts = _read().get(card_name)
     if not counts:
         return None
@@ -42,9 +42,9 @@ def measured_context(card_name: str) -> tuple[int, int] | None:
 
 
 def _read() -> dict[str, list[int]]:
-    """Bytes by card; a damaged cache counts as empty, as the next run measures again."""
     return {
         name: counts
+        # a damaged cache counts as empty, as the next run measures again
         for name, counts in (read_object(cache_dir() / CONTEXTS) or {}).items()
         if isinstance(counts, list) and all(isinstance(count, int) and count > 0 for count in counts)
     }
@@ -52,24 +52,24 @@ def _read() -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What large operations reach, in FLOP and bytes per second, and the host's seconds for one operator (`launch_s`).
-
-    `attention_flops`: causal, forward and backward. Copies between host and GPU: the slower direction. None on a CPU.
-    `conditions`: what else rates depend on; under others they are not used.
-    """
+    """Rates of large operations, in FLOP and bytes per second."""
 
     flops: float
     bandwidth_bytes_s: float
+    #: Host seconds per operator.
     launch_s: float
+    #: Other conditions of the rates, which don't apply under different conditions.
     conditions: str
     measured_at: str
+    #: Causal, forward and backward; None on a CPU, like the copy rates.
     attention_flops: float | None = None
+    #: Copies between host and GPU, in the slower direction.
     pinned_bytes_s: float | None = None
     pageable_bytes_s: float | None = None
 
 
 def conditions_of(device: Device | None) -> str:
-    """Versions and power limit that rates of this GPU, or of the CPU, depend on."""
+    """Return the versions and power limit that rates depend on."""
     facts = [f"torch {importlib.metadata.version('torch')}"]
     if device:
         facts += [f"driver {device.driver}", f"power limit {device.power_limit_w:g} W" if device.power_limit_w else ""]
@@ -77,14 +77,14 @@ def conditions_of(device: Device | None) -> str:
 
 
 def store_rates(card: Card, rates: Rates) -> None:
-    """Replace the stored rates of this GPU, or of the CPU. Raises OSError when the cache can't be written."""
+    """Store the rates of this GPU, or of the CPU. Raises OSError."""
     path = cache_dir() / RATES
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {**(read_object(path) or {}), card.uuid or card.name: to_json(rates)}, checksum=True)
 
 
 def with_measured_rates(card: Card, device: Device | None = None) -> Card:
-    """The card with the rates measured on it under the same conditions; `reason` says where its rates are from."""
+    """Apply rates measured under the same conditions."""
     rates, now = read_own(cache_dir() / RATES, Rates, key=card.uuid or card.name), conditions_of(device)
     if rates is None or rates.conditions != now:
         why = f"measured with {rates.conditions}, now it has {now}: measure again" if rates else "not measured here"

@@ -1,4 +1,4 @@
-"""This machine's GPUs through NVML: no torch, no CUDA context, nothing allocated. Functions that ask it raise DriverError."""
+"""This machine's GPUs through NVML, without a CUDA context. Queries raise DriverError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pynvml
 
 from finetune.units import format_bytes
 
-#: The PID namespace that every Linux machine starts with (include/linux/proc_ns.h); another one is a container's, or WSL's.
+#: Initial PID namespace of every Linux machine (include/linux/proc_ns.h); containers and WSL have other namespaces.
 FIRST_NAMESPACE = "pid:[4026531836]"
 WHEEL_FIX = (
     "Install the wheel for your card: uv pip install --reinstall --torch-backend=auto torch, or choose one at "
@@ -23,37 +23,39 @@ WHEEL_FIX = (
 
 
 class DriverError(Exception):
-    """The driver is missing, or does not answer. `was_updated`: it no longer fits its library until the machine restarts."""
+    """The driver is missing or does not answer."""
 
     def __init__(self, message: str, *, was_updated: bool = False) -> None:
         super().__init__(message)
+        #: The driver no longer fits its library until the machine restarts.
         self.was_updated = was_updated
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as the driver reports it.
-
-    `total_bytes`: without the driver's reserve, as torch sees it. `holders`: processes that use its memory, as text. `index`:
-    as in nvidia-smi. `speed`: cores x MHz, to compare GPUs; 0 when unknown. `power_limit_w`: None where it can't be read.
-    """
+    """One GPU as reported by the driver."""
 
     name: str
+    #: Without the driver's reserve, as torch sees it.
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int] | None
     pcie_bytes_s: float | None
+    #: Processes that use its memory, as text.
     holders: tuple[str, ...]
+    #: As in nvidia-smi.
     index: str = "0"
     uuid: str = ""
+    #: Cores x MHz, to compare GPUs; 0 if unknown.
     speed: int = 0
     driver: str = ""
+    #: None if unreadable.
     power_limit_w: float | None = None
 
 
 @dataclass(frozen=True)
 class LostCard:
-    """A GPU that the driver lists and that can't be used; `why` in the driver's words."""
+    """A listed but unusable GPU; `why` in the driver's words."""
 
     index: str
     why: str
@@ -62,7 +64,7 @@ class LostCard:
 
 @dataclass(frozen=True)
 class Build:
-    """The installed torch: its version, and the versions of CUDA and ROCm it is built for, or None."""
+    """The installed torch, with its CUDA and ROCm versions."""
 
     version: str
     cuda: str | None
@@ -70,11 +72,11 @@ class Build:
 
     @property
     def platform(self) -> str:
-        """The platform of the build: `CUDA 13.0`, `ROCm 7.1`; empty for a CPU-only build."""
+        """E.g. `CUDA 13.0` or `ROCm 7.1`; empty for a CPU-only build."""
         return f"ROCm {self.hip}" if self.hip else f"CUDA {self.cuda}" if self.cuda else ""
 
 
-#: The driver's version, and the newest CUDA (major, minor) that it runs.
+#: The driver's version, and its newest CUDA (major, minor).
 Driver = tuple[str, tuple[int, int]]
 
 
@@ -119,7 +121,7 @@ def _session() -> Iterator[None]:
 
 @_session()
 def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
-    """Return every usable GPU, and every unusable GPU with the reason."""
+    """Return usable GPUs, and unusable GPUs with the reason."""
     devices: list[Device] = []
     lost_cards: list[LostCard] = []
     for number in range(pynvml.nvmlDeviceGetCount()):
@@ -137,20 +139,20 @@ def read_devices() -> tuple[tuple[Device, ...], tuple[LostCard, ...]]:
 
 @_session()
 def driver_versions() -> Driver:
-    """The driver's version and the newest CUDA (major, minor) it runs."""
+    """Return the versions of the driver and its newest CUDA."""
     cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     return pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10)
 
 
 @_driver_errors()
 def open_device(uuid: str) -> OpenDevice:
-    """A GPU; NVML stays open until the process ends."""
+    """Open a GPU; NVML stays open until the process ends."""
     pynvml.nvmlInit()
     return OpenDevice(pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None:
-    """A build for AMD or the CPU, or for a newer CUDA than the driver runs."""
+    """Return why torch can't use the driver, and the fix."""
     if build.hip:
         return f"torch {build.version} is built for AMD cards (ROCm)", WHEEL_FIX
     if build.cuda is None:
@@ -167,7 +169,7 @@ def build_problem(build: Build, driver: Driver | None) -> tuple[str, str] | None
 
 
 def capability_problem(build: Build, name: str, capability: tuple[int, int] | None) -> tuple[str, str] | None:
-    """A compute capability that the build's CUDA has dropped."""
+    """Return why torch can't use this GPU, and the fix."""
     if build.cuda is None or capability is None:
         return None
     oldest = OLDEST_CAPABILITY.get(int(build.cuda.split(".")[0]), (0, 0))
@@ -181,12 +183,10 @@ def capability_problem(build: Build, name: str, capability: tuple[int, int] | No
 
 
 def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether a wheel built for `architectures` (`sm_86`, `sm_90a`, `compute_120`) has code that this GPU runs.
-
-    Binaries (sm) run on the same major and a later minor version, PTX (compute) on all later ones; with the suffix `a` on
-    that one only, with `f` within its family (CUDA programming guide, "Compute Capability").
-    """
+    """Tell whether a wheel for `architectures` (`sm_86`, `sm_90a`, `compute_120`) runs on this GPU."""
     for kind, number, feature in (match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match):
+        # Binaries (sm) run on the same major and later minor versions, PTX (compute) on all later versions; suffix `a` allows
+        # only this version, `f` its family (CUDA programming guide, "Compute Capability").
         built = (int(number[:-1]), int(number[-1]))
         in_family = built[0] == capability[0] or (kind == "compute" and feature != "f")
         if built == capability or (feature != "a" and in_family and built <= capability):
@@ -195,7 +195,7 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 class OpenDevice:
-    """A GPU that is asked repeatedly while a run uses it. Each method raises DriverError."""
+    """A GPU that a run queries repeatedly. Methods raise DriverError."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -222,31 +222,28 @@ class OpenDevice:
 
 
 def read_memory(handle: Any) -> tuple[int, int, int]:
-    """Bytes of a card: total less the driver's reserve, free, and used by processes.
-
-    Drivers before 510 don't report the reserve and count it as used.
-    """
+    """Return total bytes less the driver's reserve, free, and used."""
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return memory.total - memory.reserved, memory.free, memory.used
     except _MISSING:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        # drivers before 510 count their reserve as used
         return memory.total, memory.free, memory.used
 
 
 def memory_of_processes(handle: Any) -> dict[int, int | None] | None:
-    """Bytes by process id, of compute and graphics; None bytes where they are unknown (Windows, WSL) or 0.
-
-    None when the driver lists no processes, or with ids that mean nothing here: in a container they are the host's.
-    """
+    """Return bytes by process id, or None when the driver lists no usable ids."""
+    # the driver lists process ids of the host
     if in_container():
         return None
+    # bytes are unknown, or 0, on Windows and WSL
     bytes_by_pid: dict[int, int | None] = {}
     for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
         processes = _value(ask, handle)
         if processes is None:
             return None
-        # a process with both kinds of contexts is in both lists, with all its bytes in each
+        # a process with both kinds of contexts is in both lists, each time with its full size
         bytes_by_pid.update({process.pid: process.usedGpuMemory or None for process in processes})
     return bytes_by_pid
 
@@ -256,12 +253,12 @@ def _read(card: Any, index: str) -> Device:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
     generation = _value(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, card)
     lanes = _value(pynvml.nvmlDeviceGetMaxPcieLinkWidth, card)
-    # one way at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s a lane, each later one twice that
+    # one way at 80 % of the link's rate: PCIe 3 carries 0.985 GB/s per lane, each later generation twice as much
     pcie_bytes_s = 0.8 * lanes * 0.985e9 * 2.0 ** (generation - 3) if generation and lanes else None
     cores = _value(pynvml.nvmlDeviceGetNumGpuCores, card)
     megahertz = _value(pynvml.nvmlDeviceGetMaxClockInfo, card, pynvml.NVML_CLOCK_SM)
     power_limit_w = None
-    with contextlib.suppress(pynvml.NVMLError):  # the GPU is used without it
+    with contextlib.suppress(pynvml.NVMLError):  # not every GPU reports a limit
         power_limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1000
     return Device(
         name=pynvml.nvmlDeviceGetName(card), total_bytes=total, free_bytes=free, capability=(major, minor),
@@ -272,8 +269,8 @@ def _read(card: Any, index: str) -> Device:
 
 
 def _value(ask: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer; None when an older driver lacks the function, or this card has no value."""
     try:
+        # None when an older driver lacks the function, or this GPU has no value
         return ask(*arguments)
     except _MISSING:
         return None
@@ -296,7 +293,7 @@ def _process(pid: int) -> str:
 
 
 def in_container() -> bool:
-    """Whether process ids here are not the machine's own, as in a container or under WSL."""
+    """Tell whether process ids differ from the machine's (container, WSL)."""
     try:
         return str(Path("/proc/self/ns/pid").readlink()) != FIRST_NAMESPACE
     except OSError:  # not Linux
@@ -304,5 +301,5 @@ def in_container() -> bool:
 
 
 def driver_message(error: Exception) -> str:
-    """The message of a driver error, for the middle of a sentence."""
+    """Format a driver error for the middle of a sentence."""
     return str(error).rstrip(".").lower()

@@ -1,11 +1,11 @@
-"""Cards that can't train here, by name, with the reason and a way out."""
+"""Cards that can't train here, with the reason and an alternative."""
 
 from __future__ import annotations
 
 import re
 
 _TRY = "To see what an NVIDIA card would do: finetune plan RECIPE --gpu rtx-3060. A tiny model trains on the CPU: gpu=cpu."
-#: Pattern of a name, the reason, and what can be done besides `_TRY`.
+#: Pattern of a name, the reason, and advice besides `_TRY`.
 _OTHERS = (
     (
         r"gtx ?-?([79]|10)\d\d|^(7[4-8]|9[5-8]|10[1-8])0( ?-?(ti|m|max-?q|\d+ ?gb))*$|\b(p100|p40|p4|m40|m60|k80)\b|"
@@ -44,7 +44,7 @@ _OTHERS = (
 
 
 def why_unsupported(name: str) -> tuple[str, str] | None:
-    """Return why a card of this name can't train, and a way out; None for unknown names."""
+    """Return why a card of this name can't train, and an alternative."""
     for pattern, why, instead in _OTHERS:
         if re.search(pattern, name.strip().lower()):
             return why, " ".join([instead, _TRY]) if instead else _TRY

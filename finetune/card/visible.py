@@ -1,4 +1,4 @@
-"""Which of the machine's GPUs a program may use: CUDA_VISIBLE_DEVICES."""
+"""Visible GPUs by CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -14,40 +14,37 @@ _before_hiding: str | None = _UNTOUCHED
 
 
 def hide_gpus() -> None:
-    """Let CUDA see no GPU in this process, which plans and does not compute; before torch or bitsandbytes first ask it.
-
-    A dry run's optimizer asks whether a CUDA graph is captured, which opens a context: 0.3 to 0.5 GiB that the planned run then
-    lacks. With a GPU autograd starts threads, too, after which a fork can't run a backward pass. NVML still sees every GPU.
-    """
+    """Hide all GPUs from CUDA in this process, before torch or bitsandbytes query CUDA."""
     global _before_hiding
     if _before_hiding == _UNTOUCHED:
+        # A dry run's optimizer asks whether a CUDA graph is captured, which opens a context: 0.3 to 0.5 GiB that the planned
+        # run then lacks. With a GPU, autograd also starts threads, after which a fork can't run a backward pass. NVML still
+        # sees all GPUs.
         _before_hiding = os.environ.get(nvidia.VISIBLE_VARIABLE)
         os.environ[nvidia.VISIBLE_VARIABLE] = nvidia.SEES_NONE
 
 
 def visible_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES as the user has set it; None when it is not set."""
+    """Return the user's CUDA_VISIBLE_DEVICES, None if not set."""
     return os.environ.get(nvidia.VISIBLE_VARIABLE) if _before_hiding == _UNTOUCHED else _before_hiding
 
 
 def environment_with_gpus() -> dict[str, str]:
-    """This process's environment for a child that computes: `hide_gpus` is undone."""
+    """Return the environment for a child that computes."""
     others = {name: value for name, value in os.environ.items() if name != nvidia.VISIBLE_VARIABLE}
     shown = visible_devices()
     return others if shown is None else {**others, nvidia.VISIBLE_VARIABLE: shown}
 
 
 def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Return the devices in CUDA_VISIBLE_DEVICES, in its order; numbers are nvidia-smi's indexes.
-
-    As in CUDA, an unknown entry hides all entries after it, and a repeated entry hides every device.
-    """
+    """Return the devices in CUDA_VISIBLE_DEVICES, in its order."""
     setting = visible_devices()
     if setting is None:
         return tuple(devices)
     shown: list[Device] = []
     for entry in map(str.strip, setting.lower().split(",")):
         named = [device for device in devices if entry and (entry == device.index or device.uuid.lower().startswith(entry))]
+        # as in CUDA, an unknown entry hides all entries after itself, and a repeated entry hides every device
         if len(named) != 1:
             break
         if named[0] in shown:
@@ -57,7 +54,7 @@ def visible(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def usable_devices() -> tuple[Device, ...]:
-    """The devices of this machine that this process may use, as `visible`; none without a driver."""
+    """Return the GPUs that this process may use."""
     try:
         return visible(nvidia.read_devices()[0])
     except DriverError:

@@ -1,1 +1,1 @@
-"""Forecast: memory of a training run, part by part, from a dry run of the real step on fake tensors."""
+"""Forecast of a run's memory by part, from a dry run of the real step on fake tensors."""

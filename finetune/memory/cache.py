@@ -1,4 +1,4 @@
-"""On-disk cache of dry runs, read without torch. Keyed by configuration, settings, library versions and this code."""
+"""On-disk cache of dry runs, readable without torch; keyed by configuration, settings, library versions and own code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OWN_CODE = ("compat", "layers", "memory", "methods", "model")
 
 @cache
 def library_versions() -> dict[str, str]:
-    """Name -> version of each installed library that the forecast depends on."""
+    """Return name -> version of each installed library that the forecast depends on."""
     return {name: version for name in LIBRARIES if (version := installed_version(name))}
 
 
 def key_of(**inputs: Any) -> str:
-    """Cache key: a digest of the inputs, the library versions and the forecast's own code."""
+    """Return a digest of the inputs, the library versions and the forecast's code."""
     text = json.dumps([inputs, library_versions(), _code_digest()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -1,9 +1,7 @@
-"""A simulation of torch's CUDA caching allocator: the memory reserved for a sequence of allocations and releases.
+"""Simulation of torch's CUDA caching allocator.
 
-The rules come from c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`; the sizes from
-c10/core/AllocatorConfig.h. Each rule names its function. tests/memory replays random and recorded requests on the allocator of
-each supported torch (`make test-card TORCH=...`), and compares the blocks.
-Frees take effect at once, as they do for tensors that are used on one stream.
+Rules come from c10/cuda/CUDACachingAllocator.cpp, `DeviceCachingAllocator`, and sizes from c10/core/AllocatorConfig.h; each
+rule names its function.
 """
 
 from __future__ import annotations
@@ -20,16 +18,19 @@ from finetune.units import GIB, MIB
 MIN_BLOCK = 512
 #: kSmallSize: requests up to this come from the small pool (`get_pool`), whose segments have kSmallBuffer bytes.
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
-#: kMinLargeAlloc: smaller ones share segments of `large_segment_size`; others are rounded up to kRoundLarge.
+#: kMinLargeAlloc: smaller requests share segments of `large_segment_size`; larger requests are rounded up to kRoundLarge.
 LARGE_REQUEST, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
 #: Address space of one expandable segment; torch reserves 9/8 of the card (`ExpandableSegment`), which no run fills.
 _ADDRESSES = 1 << 45
 
+#: Frees take effect immediately, as for tensors used on one stream.
 Stream = int
 
 
+# tests/memory replays random and recorded requests on the allocator of each supported torch (`make test-card TORCH=...`)
+# and compares the blocks
 class OutOfMemory(Exception):
-    """A request that is not met even after every cached block was freed."""
+    """A request fails even after freeing every cached block."""
 
     def __init__(self, requested: int, allocated: int, reserved: int) -> None:
         super().__init__(f"{requested / GIB:.2f} GiB requested, {allocated / GIB:.2f} allocated, {reserved / GIB:.2f} reserved")
@@ -37,7 +38,7 @@ class OutOfMemory(Exception):
 
 
 class Ties(Enum):
-    """Which of several free blocks of equal size torch takes."""
+    """How torch chooses among free blocks of equal size."""
 
     ADDRESS = "lowest address; the driver's addresses descend from segment to segment"
     BLOCK_AGE = "the block that was made first"
@@ -45,13 +46,13 @@ class Ties(Enum):
 
 
 def ties_of(torch_version: str) -> Ties:
-    """The rule of a version of torch: pytorch#178362 came with 2.12, pytorch#183591 with 2.13."""
+    """Return the rule of a torch version: pytorch#178362 came with 2.12, pytorch#183591 with 2.13."""
     minor = Version(torch_version).release[:2]
     return Ties.ADDRESS if minor < (2, 12) else Ties.BLOCK_AGE if minor < (2, 13) else Ties.SEGMENT_AGE
 
 
 class Block:
-    """A piece of a segment: allocated, free, or address space without memory (`mapped` False)."""
+    """A piece of a segment: allocated, free, or unmapped address space."""
 
     __slots__ = ("address", "base", "free", "mapped", "next", "number", "pool", "prev", "size")
 
@@ -65,18 +66,19 @@ class Block:
 
 
 class Pool:
-    """Blocks of one stream and size class: `free` by size, then by `ties` (`BlockComparatorSize`), `unmapped` by address."""
+    """Blocks of one stream and size class."""
 
     __slots__ = ("blocks_made", "free", "is_small", "ties", "unmapped")
 
     def __init__(self, is_small: bool, ties: Ties) -> None:
         self.is_small, self.ties = is_small, ties
         self.blocks_made = 0
+        # by size, then by `ties` (`BlockComparatorSize`)
         self.free: list[tuple[int, int, Block]] = []
+        # by address
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
-        """Insert a free block, or one without memory."""
         if block.mapped:
             insort(self.free, (block.size, self._tie(block), block))
         else:
@@ -93,16 +95,13 @@ class Pool:
 
 
 class CachingAllocator:
-    """One card's allocator. Requests have names, so that they can be released; all sizes are bytes.
-
-    `expandable`: with `expandable_segments:True`. `limit`: most bytes to reserve, as `set_per_process_memory_fraction` sets it;
-    None: no limit. `retries` counts how often a request was met only after all cached blocks were freed.
-    `segments` is their number, which torch does not count where they are expandable.
-    """
+    """One GPU's allocator, in bytes. Requests have names for their release."""
 
     def __init__(self, *, expandable: bool, limit: int | None = None, torch_version: str | None = None) -> None:
+        # the limit is what `set_per_process_memory_fraction` sets; None: no limit
         self.expandable, self.limit = expandable, limit
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        # torch does not count expandable segments
         self.segments = self.peak_segments = 0
         self.live: dict[int, Block | None] = {}
         self.pools: dict[tuple[Stream, bool], Pool] = {}
@@ -113,7 +112,7 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved, self.peak_segments = self.allocated, self.reserved, self.segments
 
     def allocate(self, name: int, requested: int, stream: Stream = 0) -> None:
-        """`malloc`: best fit among the stream's free blocks, else a new segment, else one after freeing cached blocks.
+        """Serve a request as `malloc` does: best fit, a new segment, or a new segment after freeing cached blocks.
 
         Raises OutOfMemory.
         """
@@ -134,7 +133,7 @@ class CachingAllocator:
             if after is not None:
                 after.prev = remaining
             block.next, block.size = remaining, size
-            block.number, remaining.number = remaining.number, block.number  # torch makes a new block of what it hands out
+            block.number, remaining.number = remaining.number, block.number  # torch makes a new block for the request
             pool.add(remaining)
         block.free = False
         self.live[name] = block
@@ -143,7 +142,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def release(self, name: int) -> None:
-        """`free_block`: the block joins its free neighbours in the pool."""
+        """Release a block and merge free neighbours (`free_block`)."""
         block = self.live.pop(name)
         if block is None:
             return
@@ -153,7 +152,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """`release_cached_blocks`: free segments without an allocated block; of expandable ones, every whole free page."""
+        """Free segments without an allocated block, or every whole free page (`release_cached_blocks`)."""
         for pool in self.pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
@@ -164,21 +163,22 @@ class CachingAllocator:
                     self._return(block.size)
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """`get_free_block`: the smallest free block that is large enough, where a block counts with its possible growth."""
+        """`get_free_block`"""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
             return None
         if self.expandable:
+            # torch compares blocks by their size after growth into the unmapped space behind
             growable_bytes, following = _growable_size(free[index][2]), index + 1
             while following < len(free) and _growable_size(free[following][2]) < growable_bytes:
                 index, growable_bytes, following = following, _growable_size(free[following][2]), following + 1
         return free.pop(index)[2]
 
     def _new_memory(self, pool: Pool, size: int) -> Block:
-        """New memory for a request that no free block serves, by the attempts of `malloc` in order."""
         block = self._new_block(pool, size)
         if block is None:
+            # requests that needed every cached block freed first
             self.retries += 1
             self.empty_cache()
             block = self._new_block(pool, size)
@@ -187,8 +187,9 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
-        """`alloc_block`: a new segment, or new pages of an expandable one. The limit is tested with a segment's size."""
+        """`alloc_block`: return None beyond the limit."""
         segment = segment_bytes(size)
+        # torch tests the limit with a whole segment, even where an expandable segment grows by less
         if self.limit is not None and self.reserved + segment > self.limit:
             return None
         if self.expandable:
@@ -200,8 +201,8 @@ class CachingAllocator:
         return Block(segment, address, pool, address)
 
     def _new_address(self, size: int) -> int:
-        """Address of a new segment, which only decides between free blocks of equal size and space without memory."""
-        # Before torch 2.12 it is the driver's, in no order: tests/memory/test_caching_allocator.py bounds what that changes
+        # Addresses only decide between free blocks of equal size, and the order of unmapped space. Before torch 2.12 the driver
+        # chooses them, in no order; tests/memory/test_caching_allocator.py bounds the effect.
         if self._ties is Ties.SEGMENT_AGE:
             self._next_address += size
             return self._next_address - size
@@ -232,7 +233,7 @@ class CachingAllocator:
                 block.next.prev = block
 
     def _expand_segment(self, pool: Pool, size: int) -> Block:
-        """`try_allocate_expandable_block`: memory for the lowest addresses at which free space of this size follows."""
+        """`try_allocate_expandable_block`"""
         block = self._growable(pool, size)
         if not block.mapped:
             self._map(block, min(block.size, size))
@@ -240,12 +241,13 @@ class CachingAllocator:
             following = block.next
             assert following is not None
             self._map(following, min(size - block.size, following.size))
-            block = following  # merged with the one before
+            block = following  # merged with the previous block
         pool.remove(block)
         return block
 
     def _growable(self, pool: Pool, size: int) -> Block:
-        """`find_expandable_block`: a free block beside space without memory, or a new segment."""
+        """`find_expandable_block`: return free space that can grow to `size`."""
+        # by address: torch takes the lowest addresses at which enough free space follows
         for _, space in pool.unmapped:
             start = space.prev if space.prev is not None and space.prev.free else space
             free_bytes, block = 0, start
@@ -260,7 +262,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> None:
-        """`map_block`: whole pages at the start of a block without memory; it then joins its free neighbours."""
+        """`map_block`: map whole pages at the start of an unmapped block."""
         page = _page(block.pool)
         mapped_bytes = min(-(-size // page) * page, block.size)
         block.pool.remove(block)
@@ -276,7 +278,7 @@ class CachingAllocator:
         self._reserve(mapped_bytes)
 
     def _unmap(self, block: Block) -> None:
-        """`unmap_block`: return the whole pages inside a free block; the remainders stay free on either side."""
+        """`unmap_block`: return the whole pages inside a free block."""
         page, pool = _page(block.pool), block.pool
         start = -(-(block.address - block.base) // page) * page + block.base
         end = (block.address + block.size - block.base) // page * page + block.base
@@ -298,17 +300,17 @@ class CachingAllocator:
 
 
 def rounded(requested: int) -> int:
-    """`round_size`: multiples of 512 bytes."""
+    """Round up to multiples of 512 bytes (`round_size`)."""
     return -(-requested // MIN_BLOCK) * MIN_BLOCK
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes of pinned memory for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
+    """Return the pinned bytes for `size` bytes: torch rounds up to powers of two (CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def segment_bytes(size: int) -> int:
-    """`get_allocation_size`: bytes of the segment that is asked of the driver for a request of `size` bytes."""
+    """Return the bytes of the segment that a request makes torch reserve (`get_allocation_size`)."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND

@@ -1,9 +1,4 @@
-"""Makes CPU tensors take CUDA's code paths: autocast's operator lists, fused dropout and softmax, Triton tiles, int8 matmuls.
-
-Only CUDA builds of torch have CUDA tensors, and a forecast must be the same on every machine and leave the GPU to the
-training process. So a dry run's fake tensors are on the CPU, and the few operators that behave differently there are
-redirected during the dry run.
-"""
+"""CUDA's code paths for CPU tensors: autocast's operator lists, fused dropout and softmax, Triton tiles, int8 matmuls."""
 
 from __future__ import annotations
 
@@ -20,7 +15,9 @@ from finetune.compat.bitsandbytes import int8_matmul
 from finetune.compat.torch import cpu_autocast
 from finetune.compat.trl import cuda_loss
 
-#: Autocast computes these in fp32 on CUDA and not on a CPU (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32).
+# A forecast must be the same on every machine and leave the GPU to the training process, and only CUDA builds of torch have
+# CUDA tensors. So a dry run's fake tensors are on the CPU, and the operators that differ there are redirected.
+#: Autocast computes these in fp32 on CUDA but not on a CPU (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32).
 _FP32_NAMES = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus layer_norm"
     " group_norm cosine_similarity dist cdist renorm logsumexp nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss"
@@ -35,7 +32,7 @@ def _functions(names: str) -> set[Callable[..., Any]]:
 
 
 _FP32, _FP32_RESULT, _SOFTMAX = _functions(_FP32_NAMES), _functions(_FP32_RESULT_NAMES), _functions("softmax")
-#: The redirected functions; a step makes some ten thousand calls of others.
+#: The redirected functions; a step makes some ten thousand other calls.
 _REDIRECTED = {F.dropout, F.scaled_dot_product_attention, torch.Tensor.__getitem__}
 _REDIRECTED |= _FP32 | _FP32_RESULT | _SOFTMAX
 _HALF = (torch.float16, torch.bfloat16)
@@ -43,16 +40,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def card_semantics(trained_tokens: int) -> Iterator[CudaFunctions]:
-    """Inside, CPU tensors take CUDA's code paths in torch, TRL, PEFT and bitsandbytes.
+    """Make CPU tensors take CUDA's code paths in torch, TRL, PEFT and bitsandbytes.
 
-    `trained_tokens`: how many positions a boolean mask selects, that is, tokens that count in the loss.
+    `trained_tokens` is the number of positions that a boolean mask selects.
     """
     with cpu_autocast(), cuda_loss(), int8_matmul(_int8_matmul), CudaFunctions(trained_tokens) as functions:
         yield functions
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Redirects single torch functions; the CPU's own autocast handles all others."""
+    """Redirection of single torch functions; the CPU's autocast handles the rest."""
 
     def __init__(self, trained_tokens: int) -> None:
         super().__init__()
@@ -64,7 +61,7 @@ class CudaFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:  # a card's kernels keep a seed; the CPU computes and keeps all scores
+        if func is F.scaled_dot_product_attention:  # CUDA kernels keep a seed; the CPU computes and keeps all scores
             return func(*args, **{**kwargs, "dropout_p": 0.0})
         if func is torch.Tensor.__getitem__ and type(args[1]) is FakeTensor and args[1].dtype is torch.bool:
             return _Selected.apply(*args, self.trained_tokens)
@@ -74,6 +71,7 @@ class CudaFunctions(TorchFunctionMode):
                 kwargs = {name: _float(value) for name, value in kwargs.items()}
             elif func in _FP32_RESULT and _is_half(args[0]) and kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
+        # CUDA's fp32 softmax reads 16-bit scores directly
         if func in _SOFTMAX and _is_half(args[0]) and kwargs.get("dtype") is torch.float32:
             return torch._softmax(args[0], kwargs["dim"] if "dim" in kwargs else args[1], True)
         return func(*args, **kwargs)
@@ -110,9 +108,9 @@ def _float(value: Any) -> Any:
 
 
 def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA saves a bool mask (at::native_dropout); the CPU saves one in the values' dtype."""
     if not training or p == 0.0:
         return values
+    # CUDA saves a bool mask (at::native_dropout); the CPU saves one in the values' dtype
     dropped = torch.native_dropout(values, p, True)[0]
     return values.copy_(dropped) if inplace else dropped
 
@@ -120,9 +118,9 @@ def _dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 def _int8_matmul(
     a: torch.Tensor, b: torch.Tensor, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None
 ) -> Any:
-    """bitsandbytes' CUDA int8 matmul, on any device."""
     from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
+    # bitsandbytes' CUDA int8 matmul, which runs on any device
     state = state or MatmulLtState()
     state.threshold = threshold or state.threshold
     return MatMul8bitLt.apply(a, b, out, bias, state)

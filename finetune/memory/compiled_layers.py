@@ -1,10 +1,4 @@
-"""The activations that a compiled decoder layer saves: its graph is split by the compiler's partitioner, on fake tensors.
-
-`torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: outputs of the forward part
-for the backward part are saved, all else is recomputed. The same partitioner runs here, without Dynamo before it and without
-code generation after it. In a dry run the two parts are executed operator by operator: saved tensors are a compiled layer's,
-temporary ones an upper bound, as a fused kernel writes fewer.
-"""
+"""Activations saved by a compiled decoder layer: the compiler's partitioner splits its graph on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +21,15 @@ from finetune.memory.fused_graph import FusedGraph
 _Slot = tuple[dict[str, Any], str]
 
 
+# `torch.compile` traces a layer's forward and backward into one graph, which its partitioner splits: the forward part saves
+# outputs for the backward part, all else is recomputed. The same partitioner runs here, without Dynamo and code generation.
+# A dry run executes both parts operator by operator: saved tensors are exact, temporary tensors an upper bound, as a fused
+# kernel writes fewer.
 class SplitLayers:
-    """Decoder layers that run as the compiler would split them. `selective`: recomputed layers save attention's outputs.
-
-    Layers of one kind, with inputs of one shape, share a split. `problem`: why a layer could not be split and runs unsplit.
-    """
+    """Decoder layers split as the compiler would split them; layers of one kind and input shape share a split."""
 
     def __init__(self, *, selective: bool) -> None:
+        # selective: recomputed layers save attention's outputs; problem: why a layer runs unsplit
         self.selective, self.problem = selective, ""
         self._splits: dict[Any, Callable[..., Any] | None] = {}
 
@@ -53,7 +49,7 @@ class SplitLayers:
             return forward(hidden, *others, **kwargs)
         require_gradient(hidden)
         budget, policy = ACTIVATION_BUDGET, None
-        if layer.gradient_checkpointing:  # inside the layer's forward; the split is of what it recomputes
+        if layer.gradient_checkpointing:  # checkpointing is inside the layer's forward; split only the recomputed part
             forward = functools.partial(inspect.unwrap(type(layer).forward), layer)
             budget, policy = (1.0, keep_attention) if self.selective else (0.0, None)
         args = (hidden, *others)
@@ -70,7 +66,7 @@ class SplitLayers:
         if split is None:
             return forward(*args, **kwargs)
         out = split(*inputs, *tensors)
-        return tuple(out) if isinstance(out, list) else out  # aot_function's form of a tuple
+        return tuple(out) if isinstance(out, list) else out  # aot_function returns a list for a tuple
 
     def _split(
         self,
@@ -88,7 +84,7 @@ class SplitLayers:
             with _disable_current_modes(), functorch.patch(activation_memory_budget=budget):
                 split = split_by_compiler(call, parameter_indices, policy, FusedGraph)
                 split(*map(_example, inputs), *tensors)
-        except Exception as error:  # noqa: BLE001 - whatever the compiler can't trace, it leaves as it is
+        except Exception as error:  # noqa: BLE001 - the compiler leaves alone whatever it can't trace
             self.problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
             return None
         finally:
@@ -99,8 +95,7 @@ class SplitLayers:
 def _as_function(
     forward: Callable[..., Any], slots: list[_Slot], tensors: list[Any], leaves: list[Any], spec: Any
 ) -> Callable[..., Any]:
-    """Return the layer as a function of its inputs and its parameters and buffers, which it leaves in their slots: the backward
-    of bitsandbytes' product, which is traced after the layer, reads its quantisation state there."""
+    """Return the layer as a function of its inputs, parameters and buffers."""
     index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
     slot_indices = [index_of[id(owner[key])] for owner, key in slots]
     states = [getattr(tensor, "quant_state", None) for tensor in tensors]
@@ -112,6 +107,7 @@ def _as_function(
         for value, state in zip(own, states, strict=True):
             if state is not None:
                 value.quant_state = state
+        # left in place: the backward of bitsandbytes' product, traced after the layer, reads its quantisation state there
         _set_slots(slots, [own[index] for index in slot_indices])
         own_leaves = [next(layer_inputs) if of_call else leaf for of_call, leaf in zip(is_input, others, strict=True)]
         args, kwargs = tree_unflatten(own_leaves, spec)
@@ -136,7 +132,7 @@ def _set_slots(slots: list[_Slot], values: list[Any]) -> None:
 
 
 def _example(like: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of this form: a trace keeps its inputs."""
+    """Return an empty tensor like this one: a trace keeps its inputs."""
     return like.new_empty_strided(like.shape, like.stride()).requires_grad_(like.requires_grad)
 
 

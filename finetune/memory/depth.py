@@ -1,4 +1,4 @@
-"""Forecasts a deep model from a dry run of a few layers. That the layers repeat is checked; if not, all layers are run."""
+"""Forecast of a deep model from a dry run of a few layers, or of all layers where they don't repeat."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from finetune.memory.simulate import Simulation
     from finetune.memory.tracker import PhaseKey
 
-#: Allocated once, in the first layer, for all: bitsandbytes' code book of 256 floats.
+#: Allocated once, in the first layer, for all layers: bitsandbytes' code book of 256 floats.
 _ONE_OFF_BYTES = 1024
 
-#: Layer kinds and parameters of the configurations of this process: a search forecasts the same model many times.
+#: Layer kinds and parameter count by configuration: a search forecasts the same model many times.
 _INSPECTED: dict[str, tuple[tuple[str, ...], int]] = {}
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Maps a dry run of `run` layers to `full` ones: the `period` layers from `start` on are repeated `times` more."""
+    """Map from the layers of a dry run to the layers of the full model."""
 
+    #: Layers of the full model and of the dry run.
     full: int
     run: int
+    #: The `period` layers from `start` on are repeated `times` more.
     start: int = 0
     period: int = 1
     times: int = 0
@@ -43,11 +45,11 @@ class Depth:
         return range(self.start, self.start + self.period)
 
     def full_index(self, layer: int) -> int:
-        """Index in the full model of a layer of the shallow one."""
+        """Return the full model's index of a shallow layer."""
         return layer if layer < self.middle.stop else layer + self.times * self.period
 
     def shallow_index(self, layer: int) -> int:
-        """Index in the shallow model of the layer that represents a layer of the full one."""
+        """Return the index of the shallow layer that represents a full model's layer."""
         if layer < self.start:
             return layer
         repeated = self.times * self.period
@@ -57,16 +59,16 @@ class Depth:
 def simulate_deep(
     config: PretrainedConfig,
     run: Callable[[PretrainedConfig], Simulation],
+    # checkpointing repeats after this many layers
     every: int = 1,
     *,
+    # the first layer saves other tensors than the rest; if False, tried second
     first_differs: bool = False,
     full_depth: bool = False,
 ) -> tuple[Simulation, str]:
-    """The simulation at the full depth of `config`, and the method that gave it.
+    """Return the simulation at full depth, and its method.
 
-    `every`: checkpointing repeats after this many layers. `first_differs`: the first layer is known to save other tensors than
-    the rest; else this is tried second. `full_depth`: run all layers, which is also the fallback where layers don't
-    repeat or don't keep equal bytes.
+    Run all layers if `full_depth`, or where the layers' bytes don't repeat.
     """
     kinds = layer_kinds(config)
     for lead in [] if full_depth else sorted({int(first_differs), 1}):
@@ -79,6 +81,7 @@ def simulate_deep(
             break
         if _repeats(shallow.peaks, depth):
             peaks = _peaks_at_full_depth(shallow.peaks, depth)
+            # optimizer states without a layer grow like the adapters
             growth = _adapter_bytes(peaks) / max(1, _adapter_bytes(shallow.peaks))
             host = _with_more_states(_with_more_layers(shallow.host, depth), growth)
             peaks = {key: _with_more_states(peak, growth) for key, peak in peaks.items()}
@@ -89,7 +92,7 @@ def simulate_deep(
 
 
 def plan_depth(kinds: list[str], every: int = 1, lead: int = 0) -> Depth:
-    """Return the fewest layers that represent `kinds`: leading unrepeated layers (`lead` or more), then three periods."""
+    """Return the fewest layers that represent `kinds`: `lead` or more unrepeated layers, then three periods."""
     full = len(kinds)
     fewest = Depth(full, full)
     for period in range(every, full // 3 + 1, every):
@@ -105,17 +108,17 @@ def _periodic(kinds: list[str], start: int, period: int) -> bool:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """A description of each decoder layer; equal ones have the same modules, shapes and settings."""
+    """Return a description of each decoder layer, equal for equal modules, shapes and settings."""
     return list(_inspected(config)[0])
 
 
 def has_identical_layers(config: PretrainedConfig) -> bool:
-    """Whether all decoder layers have the same modules, shapes and settings."""
+    """Tell whether all decoder layers have the same modules, shapes and settings."""
     return len(set(layer_kinds(config))) == 1
 
 
 def count_parameters(config: PretrainedConfig) -> int:
-    """Number of parameters of the base model; tied ones count once."""
+    """Count the parameters of the base model; tied parameters count once."""
     return _inspected(config)[1]
 
 
@@ -147,14 +150,12 @@ def _kind(layer: torch.nn.Module) -> str:
 
 
 def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration with fewer layers; lists and tables with an entry per layer are cut to match.
-
-    Its class may refuse that with any exception.
-    """
+    """Return the configuration with fewer layers. Its class may raise any exception."""
     values, text = config.to_dict(), text_config(config)
     section = next((values[name] for name in config.sub_configs if getattr(config, name, None) is text), values)
     full = text.num_hidden_layers
     for name, value in section.items():
+        # lists and tables with an entry per layer
         if isinstance(value, (list, tuple)) and len(value) == full:
             section[name] = value[:layers]
         elif name == "per_layer_config" and value:
@@ -165,7 +166,7 @@ def at_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
-    """Whether repeated layers keep equal bytes live at the loss, when the activations of all layers are live."""
+    # at the loss, the activations of all layers are live
     by_tag = peaks[("loss", None)].by_tag
     tags = [(part, layer) for part, _ in by_tag for layer in depth.middle]
     differences = [abs(by_tag.get((part, layer), 0) - by_tag.get((part, layer - depth.period), 0)) for part, layer in tags]
@@ -173,14 +174,12 @@ def _repeats(peaks: dict[PhaseKey, Peak], depth: Depth) -> bool:
 
 
 def _peaks_at_full_depth(peaks: dict[PhaseKey, Peak], depth: Depth) -> dict[PhaseKey, Peak]:
-    """Insert the repeated layers after the middle layers. While a middle layer runs, insert them before it: it is the last.
-
-    Outside forward and backward the middle layers' peaks are dropped: they lie between the first and the last layers' peaks.
-    """
     deepened: dict[PhaseKey, Peak] = {}
     for (phase, layer), peak in peaks.items():
         if layer is not None and layer in depth.middle:
+            # in other phases, peaks of middle layers lie between the peaks of the first and the last layers
             if phase in ("forward", "backward"):
+                # the running layer stands for the last repetition, so the other repetitions come before
                 index, later = layer + depth.times * depth.period, peaks.get((phase, layer + depth.period))
                 deepened[(phase, index)] = _with_more_layers_before(peak, later or peak, depth)
         else:
@@ -203,14 +202,12 @@ def _with_more_states(peak: Peak, more: float) -> Peak:
 
 
 def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Peak:
-    """Return the peak with the inserted layers, which save as much as the middle layers.
-
-    Bytes that a middle layer keeps only while its neighbour runs are left out: the layer one period away lacks them.
-    """
+    """Insert the repeated layers after the middle layers."""
     by_tag = {(part, None if layer is None else depth.full_index(layer)): size for (part, layer), size in peak.by_tag.items()}
     other = depth.period if at_start else -depth.period
     for (part, layer), size in peak.by_tag.items():
         if layer is not None and layer in depth.middle:
+            # drop bytes kept only while the neighbour runs: the layer one period away lacks them
             lasting = min(size, peak.by_tag.get((part, layer + other), 0))
             for time in range(1, depth.times + 1):
                 by_tag[(part, layer + time * depth.period)] = lasting
@@ -218,10 +215,7 @@ def _with_more_layers(peak: Peak, depth: Depth, *, at_start: bool = False) -> Pe
 
 
 def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
-    """Return the peak with layers inserted before the middle layers; they save as much as the layers of the first period.
-
-    Bytes that these keep only while their neighbour runs are left out: the peak of one period `later` lacks them.
-    """
+    """Insert the repeated layers before the middle layers."""
     more = depth.times * depth.period
     by_tag = {
         (part, layer if layer is None or layer < depth.start else layer + more): size
@@ -229,6 +223,7 @@ def _with_more_layers_before(peak: Peak, later: Peak, depth: Depth) -> Peak:
     }
     for (part, layer), size in peak.by_tag.items():
         if layer is not None and depth.start - depth.period <= layer < depth.start:
+            # drop bytes kept only while the neighbour runs: the peak one period later lacks them
             lasting = min(size, later.by_tag.get((part, layer), 0))
             by_tag |= {(part, layer + time * depth.period): lasting for time in range(1, depth.times + 1)}
     return Peak(by_tag)

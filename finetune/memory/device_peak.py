@@ -1,4 +1,4 @@
-"""From allocated bytes to the peak memory of the device and of the host, with bounds."""
+"""Peak memory of the device and of the host, with bounds, from allocated bytes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from finetune.memory.ledger import DryRun
     from finetune.settings import Settings
 
-#: Two pages of expandable segments, which have 20 MiB: more than the share in small models.
+#: Two 20 MiB pages of expandable segments; in small models more than the share below.
 PAGES = 40 * MIB
-#: What torch reserved beyond the replay with expandable segments, at most, as a share (benchmarks/card_matrix.py).
+#: Largest share that torch reserved beyond the replay with expandable segments (benchmarks/card_matrix.py).
 REPLAY_ERROR = 0.02
 _SEGMENTED_NOTE = "no expandable segments on this platform: fragmentation may reserve up to 14 % more than is allocated"
-#: What malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695 MiB.
+#: Share that malloc holds beyond a CPU's tensors: least, likely and most. 16 % fits four runs of the bundled model, 14 to 695
+#: MiB.
 MALLOC = (0.0, 0.16, 0.25)
-#: What a run loads after the imports below, and the share by which a process differs from another one.
+#: What a run loads after the imports below, and the relative spread between processes.
 LOADED_LATER, PROCESS_ERROR = 29 * MIB, 0.05
-#: A run's imports and a small step in a process of its own, which prints its resident bytes.
+#: Program that imports what a run imports, takes a small step and prints its resident bytes.
 _PROCESS = """
 import datasets, psutil, torch
 import finetune.model.quantised_cache, finetune.run.training, finetune.run.worker
@@ -46,11 +47,11 @@ layer(torch.ones(64, 512)).sum().backward()
 torch.optim.AdamW(layer.parameters()).step()
 print(psutil.Process().memory_info().rss)
 """
-#: Growth that is worth a note, and rows so short that half of them show nothing.
+#: Growth worth a note, and rows too short to be halved.
 SMALL_GROWTH, LEAST_WIDTH = 0.005, 64
-#: Where uneven rows reserve more, the upper end is the most of the rows' order and of these other ones.
+#: Seeds of further row orders: where uneven rows reserve more, the upper end is the most over all orders.
 OTHER_ORDERS = (1, 2)
-#: Limits at which a run is tried, as steps down from what it reserves without one.
+#: Step between the limits at which a run is tried, down from what it reserves without a limit.
 LIMIT_STEP = 0.01
 
 
@@ -60,14 +61,14 @@ def make_forecast(
     card: Card,
     *,
     rows: RowShape,
+    # GPU memory the run may take; within the interval, the allocator is replayed with this limit
     budget_bytes: int | None = None,
+    # skip the replay where only every n-th layer is checkpointed, as it takes a second dry run
     quick: bool = False,
 ) -> Forecast:
-    """The forecast for a run of `settings` on `card` with these longest rows.
+    """Forecast a run of `settings` on `card` with these longest rows.
 
-    `budget_bytes`: the card's memory that the run may take; where it is within the interval, the allocator is replayed with
-    that limit. `quick`: no replay where only every n-th layer is checkpointed, which takes another dry run. Raises
-    RecipeError for a model that can't be built.
+    Raises RecipeError for a model that can't be built.
     """
     micro = settings.per_device_train_batch_size
     capability = None if card.is_cpu else card.capability or USUAL_CAPABILITY
@@ -81,8 +82,7 @@ def make_forecast(
         parts={**run.parts, "gathered": run.parts["gathered"] + buckets},
     )  # fmt: skip
     highest = max(run.peaks.values())
-    # A replay shows nothing of what does not fit anyway, nor of several processes' copies of gradients, whose moments of
-    # allocation a dry run of one process does not have.
+    # A replay can't help a run that does not fit anyway, nor show when several processes allocate their gradient copies.
     is_alone = not (card.is_cpu or is_sharded) and settings.launch.num_processes == 1
     is_quick = quick and settings.activation_checkpointing_every_n_layers > 1
     can_replay = is_alone and highest <= card.total_bytes and not is_quick
@@ -94,12 +94,15 @@ def make_forecast(
         run = dataclasses.replace(run, peaks=peaks, parts={**run.parts, "workspace": workspace})
         highest = max(run.peaks.values())
     even, uncertain = settings.packing is True, 0
-    if is_sharded:  # at least without all-gathered parameters, and without shards beside the full model while loading
+    if is_sharded:  # the lower end: no all-gathered parameters, and no shards beside the full model while loading
         least_peaks = {phase: size - run.parts["gathered"] for phase, size in run.peaks.items()}
         uncertain = highest - max({**least_peaks, "load": min(run.peaks["load"], one_gpu.peaks["load"])}.values())
     forecast, pinned = forecast_of(run, card, replay, even=even, uncertain_bytes=uncertain), _pinned_bytes(run, card, settings)
     forecast = dataclasses.replace(
         forecast,
+        # DDP's second step allocates new buckets, and the first step's may live until the second backward pass: NCCL's process
+        # group releases them in the first call after its watchdog, which wakes every 100 ms, has seen that they were sent
+        # (ProcessGroupNCCL.cpp)
         peak_high_bytes=forecast.peak_high_bytes + max(0, run.peaks["train"] + buckets - highest),
         host_bytes=_host_bytes(run, pinned, settings),
         pinned_bytes=pinned,
@@ -114,10 +117,8 @@ def make_forecast(
 
 
 def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, uncertain_bytes: int = 0) -> Forecast:
-    """The peak of the whole device, with its bounds, from the allocated bytes of a dry run and its allocator's replay.
-
-    `even`: all micro-batches are equally long. `uncertain_bytes`: how far below its forecast the run may stay.
-    """
+    """Return the device peak with bounds, from a dry run and the allocator's replay."""
+    # `even`: all micro-batches have one length; `uncertain_bytes`: how far below its forecast the run may stay
     lower, likely, upper = _reserved(max(run.peaks.values()), card, replay, even=even)
     context, uncertainty = card.context_bytes or 0, card.context_uncertainty_bytes
     if card.is_cpu:
@@ -141,11 +142,11 @@ def forecast_of(run: DryRun, card: Card, replay: Replay | None, *, even: bool, u
 
 @functools.cache
 def process_bytes() -> int:
-    """Resident bytes of a training process on the CPU without its tensors, measured once for these libraries."""
+    """Return the resident bytes of a CPU training process without its tensors."""
     command, key = [sys.executable, "-c", _PROCESS], key_of(process=sys.version)
     try:
         return LOADED_LATER + int(cached(key, lambda: subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)))
-    except (OSError, subprocess.CalledProcessError):  # such as out of memory; it is measured by the next plan
+    except (OSError, subprocess.CalledProcessError):  # e.g. out of memory; the next plan measures again
         return LOADED_LATER + PROCESS_BYTES
 
 
@@ -157,13 +158,12 @@ def with_row_lengths(
     *,
     rows: RowShape,
     lengths: Sequence[int],
+    # take the upper end from these steps alone; with no `lengths` (rows not read), from rows of every length
     lowers: bool = False,
 ) -> Forecast:
-    """The forecast with what torch reserves over steps of rows of these uneven lengths, where that is more; and a note.
+    """Raise the forecast to what torch reserves over steps of rows of uneven length, with a note.
 
-    Unchanged for packed rows, for rows of one length, and where the allocator was not replayed. `lowers`: the upper end is that
-    of these steps and not at least the interval of runs that are not replayed; without lengths, as the rows were not read, of
-    steps with rows of any length.
+    Return it unchanged for packed rows, rows of one length, or where the allocator was not replayed.
     """
     expandable, read = expandable_segments(), bool(lengths)
     if lowers and not read:
@@ -200,7 +200,7 @@ def with_row_lengths(
 
 
 def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
-    """The forecast with the margin above allocated memory that `other` has, where that lowers its upper end."""
+    """Lower the upper end to the margin above allocated memory of `other`."""
     context = (card.context_bytes or 0) + card.context_uncertainty_bytes
     share = (other.peak_high_bytes - context) / max(other.peaks.values())
     least = forecast.reserved_bytes * (1 + DRY_RUN_ERROR) if forecast.reserved_peaks else 0.0
@@ -209,7 +209,6 @@ def with_margin_of(forecast: Forecast, other: Forecast, card: Card) -> Forecast:
 
 
 def _growth_note(growth: float, share: float | None, *, expandable: bool, read: bool) -> str:
-    """Say how much more rows of uneven length reserve. `share`: reserved beyond allocated, where that is the upper end."""
     over = "rows of uneven length, the longest in the first two steps: replayed over more steps, torch's allocator reserves"
     more = f"{growth:.1%} more" if growth > SMALL_GROWTH else "no more"
     if expandable:
@@ -221,13 +220,10 @@ def _growth_note(growth: float, share: float | None, *, expandable: bool, read: 
 
 
 def _at_limit(config: dict[str, Any], settings: Settings, card: Card, rows: RowShape, unlimited: Replay, limit: int) -> bool:
-    """Whether the run stays within `limit` reserved bytes even if it allocates more by the dry run's largest error.
-
-    `unlimited`: its replay without a limit. A lower limit moves the moments when blocks are returned, which may help or not:
-    the run must succeed at every limit of a grid from what it reserves without one, so that more memory is never worse.
-
-    Uneven rows without expandable segments are left out by the caller: the replay's one length does not show what they do.
-    """
+    """Tell whether the run fits `limit` reserved bytes even with the dry run's largest error."""
+    # A lower limit moves the moments when blocks are returned, which may help or not: the run must succeed at every limit
+    # of the grid, so that more memory is never worse. Callers skip uneven rows without expandable segments: a replay of
+    # one length says nothing about them.
     share = 1 - limit / (1 + DRY_RUN_ERROR) / unlimited.reserved_bytes
     steps = max(0, math.ceil(share / LIMIT_STEP - 1e-3))  # a byte is no step
     limits = [round(unlimited.reserved_bytes * (1 - step * LIMIT_STEP)) for step in range(steps + 1)]
@@ -246,17 +242,15 @@ def _replayed(
 
 
 def _reserved(allocated: int, card: Card, replay: Replay | None, *, even: bool) -> tuple[int, int, int]:
-    """Least, likely and most reserved bytes; of a CPU, resident ones. `even`: all micro-batches are equally long.
-
-    The least is what is allocated: at the limit torch returns cached blocks. The most is what the replay reserves, with its
-    error. Without expandable segments uneven rows fragment more than its one length shows: there it only raises the most.
-    """
+    """Return the least, likely and most reserved bytes; on the CPU, resident bytes."""
+    # least: allocated bytes alone, as torch returns cached blocks at the limit
     shares = MALLOC if card.is_cpu else EXPANDABLE if expandable_segments() else SEGMENTED
     lower, likely, upper = (round(allocated * (1 + share)) for share in shares)
     if replay is None:
         upper += PAGES if shares is EXPANDABLE else 0
     else:
         likely = replay.reserved_bytes
+        # without expandable segments, uneven rows fragment more than the replay's one length shows
         upper = _with_replay_error(likely) if expandable_segments() else likely if even else max(likely, upper)
     return round(lower * (1 - DRY_RUN_ERROR)), likely, round(upper * (1 + DRY_RUN_ERROR))
 
@@ -266,23 +260,17 @@ def _with_replay_error(reserved: int) -> int:
 
 
 def _bucket_bytes(run: DryRun, settings: Settings) -> int:
-    """DDP's gradient buckets: a copy of all gradients (reducer.cpp in torch/csrc/distributed/c10d).
-
-    The second step makes new ones. The first step's may live until its backward pass: NCCL's process group lets go of them in
-    the first call after its watchdog, which wakes every 100 ms, has seen that they were sent (ProcessGroupNCCL.cpp).
-    """
+    """Return the bytes of DDP's gradient buckets: a copy of all gradients (torch/csrc/distributed/c10d/reducer.cpp)."""
     is_ddp = settings.launch.num_processes > 1 and settings.launch.strategy == "ddp"
     return run.parts["adapters"] if is_ddp else 0
 
 
 def _host_bytes(run: DryRun, training: int, settings: Settings) -> int:
-    """Host memory of this machine: the process, and the larger of offloaded tensors and a merge into 16-bit weights.
-
-    With FSDP and DeepSpeed: all local ranks, and local rank 0 gathers the model to save it.
-    """
     launch = settings.launch
     if launch.strategy == "ddp":
+        # offloaded tensors and a merge into 16-bit weights don't overlap
         return PROCESS_BYTES + max(training, 2 * run.parameters)
+    # all local ranks; local rank 0 gathers the model to save it
     return launch.num_processes // launch.num_machines * PROCESS_BYTES + training + 2 * run.parameters
 
 
@@ -291,17 +279,15 @@ def _pinned_bytes(run: DryRun, card: Card, settings: Settings) -> int:
         return 0
     if settings.layer_offloading != "nvme":
         return run.host_bytes
-    # the layers are in a file, and are staged in as many buffers as there are on the card
+    # layers in a file are staged in as many buffers as on the GPU
     return run.host_bytes + BUFFERS * run.largest_offloaded_bytes - run.offloaded_bytes
 
 
 def _disk_bytes(run: DryRun, settings: Settings) -> int:
-    """Disk space: `save_total_limit` checkpoints and one being written (fp32 adapter, AdamW's two moments), adapter, merge.
-
-    With evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best.
-    """
+    # with evaluations the best checkpoint is kept beside the newest, and the last adapter beside the best
     adapter, best = run.parts["adapters"], int(bool(settings.eval_steps))
     layers = run.offloaded_bytes if settings.layer_offloading == "nvme" else 0
+    # checkpoints, one in progress included (fp32 adapter, AdamW's two moments), adapters, 16-bit merge
     return layers + (settings.save_total_limit + 1 + best) * 3 * adapter + (1 + best) * adapter + 2 * run.parameters
 
 

@@ -1,4 +1,4 @@
-"""Replaces a meta model's parameters by fake tensors, in the order in which loading allocates them on the card."""
+"""Replacement of a meta model's parameters by fake tensors, in the GPU's loading order."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from finetune.memory.tracker import OFFLOADED, StorageTracker
 from finetune.model.adapters import trainable_parameters
 from finetune.model.new_tokens import LOADED_ROWS, TRAINED_ROWS
 
-#: Attribute of a loaded table: the rows that it gets for new tokens.
+#: Attribute of a loaded table: its rows with new tokens.
 GROWN_ROWS = "_grown_rows"
 #: Phases in which adapters are created and cast; in a run they are parts of loading.
 ADAPTERS, CASTS = "adapters", "casts"
 
 
 def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch.dtype) -> None:
-    """Replace every meta parameter and buffer by a fake one, base weights first, as loading does. Tied weights stay tied.
-
-    Quantised layers first get their 16-bit weight in `dtype`, then bitsandbytes quantises it. PEFT makes the adapters in
-    `dtype`, computes DoRA's magnitudes from the weights, and casts one after another to fp32 at the end.
-    """
+    """Replace every meta parameter and buffer by a fake tensor, base weights first. Tied weights stay tied."""
     materialised: dict[int, torch.nn.Parameter] = {}
     offloading = offloading_of(model)
     tracker.recording.begin("load")
@@ -37,6 +33,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
     for adapters in (False, True):
         if adapters:
             tracker.phase = ADAPTERS
+            # PEFT creates adapters in the model's dtype, computes DoRA's magnitudes, and at the end casts each to fp32
             uncast = _uncast_adapters(model, tracker, dtype)
         for path, module, names in _all_parameters(model) if adapters else _in_loading_order(model):
             tracker.layer = layer_number(path)
@@ -51,7 +48,7 @@ def materialise(model: torch.nn.Module, tracker: StorageTracker, *, dtype: torch
 
 
 def _grow_tables(model: torch.nn.Module, tracker: StorageTracker, materialised: dict[int, torch.nn.Parameter]) -> None:
-    """Replace the tables of new tokens, loaded with the rows of the checkpoint, by grown copies, as `grow_vocabulary` does."""
+    """Replace embedding tables that grow for new tokens, as `grow_vocabulary` does."""
     tracker.layer = None
     grown: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -73,11 +70,9 @@ def _all_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]]:
-    """The same in the order in which weights are loaded: by name in the checkpoint, numbers by value.
-
-    The weight loaded last decides the load peak of a quantised model: it is in memory in 16 bit besides all packed ones.
-    Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
-    """
+    """Sort parameters by checkpoint name, numbers by value."""
+    # The weight loaded last decides the load peak of a quantised model: it is in 16 bit beside all packed weights.
+    # Source: transformers.core_model_loading, convert_and_load_state_dict_in_model.
     name_of = name_in_checkpoint(model.get_base_model())
 
     def order(path: str) -> list[tuple[int, int, str]]:
@@ -89,10 +84,8 @@ def _in_loading_order(model: Any) -> list[tuple[str, torch.nn.Module, list[str]]
 
 
 def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtypes: Sequence[torch.dtype]) -> None:
-    """Cast the adapters, which PEFT makes in fp32, to each of `dtypes`.
-
-    This is a phase apart from loading: at full depth it may need more than loading, where in a few layers it needs less.
-    """
+    """Cast the adapters, which PEFT creates in fp32, to each of `dtypes`."""
+    # a phase apart: at full depth casts may need more than loading, where in a few layers they need less
     tracker.phase = CASTS
     for dtype in dtypes:
         for name, parameter in trainable_parameters(model):
@@ -104,10 +97,11 @@ def cast_adapters_in_turn(model: torch.nn.Module, tracker: StorageTracker, dtype
 
 
 def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Allocate and release the copies that the state dict of a checkpoint makes: the nested code book of each 4-bit layer.
+    """Allocate and release the copies that a checkpoint's state dict makes: each 4-bit layer's nested code book.
 
-    Source: bitsandbytes.functional.QuantState.as_dict. PEFT picks the adapters from the state dict of the whole model.
+    Source: bitsandbytes.functional.QuantState.as_dict.
     """
+    # PEFT picks the adapters from the state dict of the whole model
     copies = []
     for path, module in model.named_modules():
         nested = getattr(getattr(module._parameters.get("weight"), "quant_state", None), "state2", None)
@@ -119,7 +113,7 @@ def state_dict_copies(model: torch.nn.Module, tracker: StorageTracker) -> None:
 
 
 def layer_number(path: str) -> int | None:
-    """Index of the decoder layer in a module's path; None outside the layers."""
+    """Return the decoder layer's index in a module path; None outside the layers."""
     match = re.search(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.|$)", path)
     return int(match[1]) if match else None
 
@@ -214,6 +208,7 @@ def _plain(parameter: torch.nn.Parameter, _dtype: torch.dtype) -> torch.nn.Param
 def _packed_4bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
     from bitsandbytes.functional import quantize_4bit
 
+    # the 16-bit weight is loaded first, then quantised
     packed, state = quantize_4bit(
         torch.empty(parameter.shape, dtype=dtype),
         blocksize=parameter.blocksize,  # type: ignore[attr-defined]
@@ -239,7 +234,8 @@ def _packed_8bit(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.
 
 @contextmanager
 def fake_dora_weights() -> Iterator[None]:
-    """Inside, DoRA, which reads the dequantised base weights on attach and in each forward, gets fake ones."""
+    """Give DoRA fake base weights inside the context."""
+    # DoRA reads the dequantised base weights on attach and in each forward pass
     with dora_weights(_dequantised, _copied):
         yield
 

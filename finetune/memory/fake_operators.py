@@ -1,8 +1,4 @@
-"""Memoises fake-tensor operator outputs by signature: operator, argument shapes, strides, dtypes and shared storages.
-
-Shape inference takes most of a dry run, and layers repeat the same calls. torch's own fake-tensor cache takes longer to
-look up than these outputs take to build.
-"""
+"""Memo of fake-tensor operator outputs by operator, argument shapes, strides, dtypes and shared storages."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-#: Signatures that are memoised, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
+#: Signatures memoised, here and in torch's cache, before both are cleared. A step of a few layers has some 300.
 MOST_MEMOISED = 20_000
 #: Operators whose outputs depend on data, or that change a view in place.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -19,11 +15,13 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 _NAMESPACES = {"aten", "bitsandbytes"}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
+# Shape inference takes most of a dry run, and layers repeat the same calls. torch's fake-tensor cache takes longer to look up
+# than these outputs take to build.
 _Signature = tuple[Any, ...]
 
 
 class _OutputSpec(NamedTuple):
-    """Specification of an output: argument `source` itself, a view of its storage (with `shape`), or a new tensor (None)."""
+    """An output: argument `source`, a view of its storage (with `shape`), or a new tensor (None)."""
 
     source: int | None
     shape: tuple[int, ...] | None = None
@@ -38,7 +36,7 @@ _MEMO: dict[_Signature, tuple[tuple[_OutputSpec | None, ...], type | None] | Non
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)` under a FakeTensorMode, memoised; outputs share storages as torch's do."""
+    """Call `func` under a FakeTensorMode, memoised; outputs share storages as torch's do."""
     tensors: list[FakeTensor] = []
     signature = _signature(func, args, kwargs, tensors)
     if signature is None:
@@ -48,6 +46,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(_MEMO) >= MOST_MEMOISED:
             _MEMO.clear()
             FakeTensorMode.cache_clear()
+        # an operator that changes its arguments in place can't be memoised
         unchanged = signature == _signature(func, args, kwargs, [])
         _MEMO[signature] = _output_specs(out, tensors) if unchanged else None
         return out
@@ -60,7 +59,6 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]) -> _Signature | None:
-    """All that the outputs depend on; fills `tensors` with the fake arguments. None where the call can't be memoised."""
     if func.namespace not in _NAMESPACES or _TAGS.intersection(func.tags):
         return None
     parts: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
@@ -75,7 +73,7 @@ def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages: dict[int, int]) -> bool:
-    """Append what outputs depend on to `parts`; for tensors also the shared storage and its size. False: can't be memoised."""
+    """Append what outputs depend on to `parts`; return False if the call can't be memoised."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -85,6 +83,7 @@ def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor], storages
             storage = value.untyped_storage()
             shared = storages.setdefault(storage._cdata, len(tensors))
             parts += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+            # outputs that alias an argument depend on which arguments share a storage
             parts += (storage.nbytes(), shared)
         elif kind in _PLAIN:
             parts += (kind, value)  # 1, 1.0 and True are equal

@@ -1,4 +1,4 @@
-"""The plan's optimizer on fake parameters, with its states allocated as after the first step."""
+"""The plan's optimizer on fake parameters, with its states."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from finetune.settings import Settings
 
 
 def make_optimizer(settings: Settings, model: torch.nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
-    """The optimizer that transformers' Trainer creates for these settings."""
+    """Make the optimizer that transformers' Trainer creates for these settings."""
     kind, arguments = optimizer_class(settings) or trainers_optimizer(settings.optim, settings.learning_rate)
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     optimizer = kind([{"params": parameters, "weight_decay": settings.weight_decay}], **arguments)
     for group in optimizer.param_groups:
         if "foreach" in group and not group.get("fused"):
-            group["foreach"] = not on_cpu  # torch's default on CUDA, which fake tensors are not on
+            group["foreach"] = not on_cpu  # torch's default on CUDA; fake tensors are on the CPU
     return optimizer
 
 
 def first_step(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tracker: StorageTracker, *, on_cpu: bool = False
 ) -> None:
-    """Run a step with zero gradients, so that the optimizer states exist, tagged with their layer."""
+    """Run a step with zero gradients, which allocates the optimizer states, tagged by layer."""
     tracker.recording.begin("first step")
     tracker.phase, tracker.part, tracker.layer = "first step", "optimizer", None
     zero_gradients(model, tracker)
@@ -46,7 +46,7 @@ def first_step(
 
 
 def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
-    """Allocate the gradient of every trainable parameter, as earlier micro-batches do."""
+    """Allocate every trainable parameter's gradient, as earlier micro-batches do."""
     for name, parameter in trainable_parameters(model):
         with tracker.tagging("gradients"):
             parameter.grad = torch.zeros_like(parameter)
@@ -55,9 +55,10 @@ def zero_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
 
 @contextmanager
 def paged_states_on_host(on_cpu: bool) -> Iterator[None]:
-    """Inside, bitsandbytes' paged states count as host memory: CUDA managed memory, outside torch's allocator."""
+    """Count bitsandbytes' paged states as host memory."""
 
     def get_state_buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        # paged states are CUDA managed memory, outside torch's allocator
         paged = self.is_paged and p.numel() >= 1e5 and not on_cpu
         state = torch.zeros(p.shape, dtype=dtype, device="meta" if paged else p.device)
         state.is_paged = paged  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The surroundings of a dry run: fake tensors, CUDA's code paths, and a reference of delta nets that long rows don't slow."""
+"""Surroundings of a dry run: fake tensors, CUDA's code paths, and a fast reference of delta nets for long rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.memory.card_semantics import CudaFunctions, card_semantics
 from finetune.memory.rules import Capability
 from finetune.model.hybrid import takes_reference
 
-#: Chunks that the reference steps through in a dry run. Fewer would change its peak.
+#: Chunks of the reference's loop in a dry run. Fewer chunks would change its peak.
 CHUNKS = 4
 
 
@@ -25,7 +25,7 @@ CHUNKS = 4
 def fake_tensors(
     model: Any, capability: Capability | None, trained_tokens: int, packed: bool
 ) -> Iterator[CudaFunctions | None]:
-    """Inside, tensors are fake and a step of `model` runs as on a GPU of this compute capability, or on the CPU (None)."""
+    """Make tensors fake and run `model` as on a GPU of this compute capability, or on the CPU (None)."""
     semantics = None
     with ExitStack() as stack:
         stack.enter_context(own_quantisation_maps())
@@ -47,7 +47,8 @@ def _forecast(capability: Capability | None, function: Any, facts: dict[str, Any
 
 
 def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, chunk_size: int = 64, **named: Any) -> Any:
-    """Call `rule` with chunks of a row as heads: it allocates and saves as many bytes, in a loop of about `CHUNKS` steps."""
+    """Call `rule` with chunks of a row as heads: the same bytes in a loop of about `CHUNKS` steps."""
+    # the reference's Python loop over chunks would make long rows slow
     batch, tokens, heads, width = key.shape
     chunks = -(-tokens // chunk_size)
     least = CHUNKS if torch.is_grad_enabled() else 4 * CHUNKS  # a forward pass alone peaks within a step
@@ -57,7 +58,7 @@ def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, c
     out, state = rule(*folded[:3], g=folded[3], beta=folded[4], chunk_size=chunk_size, **named)
     out = out.flatten()[: value.numel()].view(value.shape)
     if out.requires_grad:
-        # first and last step save less than others, which is the more the more heads a step has; the peak is in the second step
+        # the first and the last step save less, by more with more heads per step; the peak is in the second step
         heads_more, depth, ballast = round((rows - batch) * value.shape[2]), value.shape[3], list[torch.Tensor]()
         peak = 8 * width * depth + 22 * chunk_size * width - 4 * chunk_size**2
         out.register_hook(lambda _: ballast.append(torch.empty(peak * heads_more, dtype=torch.uint8)))
@@ -67,7 +68,7 @@ def _folded(rule: Any, query: Any, key: Any, value: Any, *, g: Any, beta: Any, c
 
 
 class _Saved(torch.autograd.Function):
-    """Saves `size` bytes for the backward of a tensor."""
+    """Save `size` bytes for the backward of a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Runs a graph of operators with the buffers that a compiler would allocate: one for each output of a fused kernel.
-
-The compiler fuses elementwise operators and reductions between matrix products, attention and other operators that it calls as
-they are. What only a fused kernel reads is never in memory (torch/_inductor/scheduler.py).
-"""
+"""Execution of an operator graph with a compiler's buffers: one per output of a fused kernel."""
 
 from __future__ import annotations
 
@@ -13,13 +9,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-#: Operators of aten that are called as they are, and parts of the names of others.
+#: aten operators that the compiler calls unfused, and parts of further operators' names. It fuses elementwise operators and
+#: reductions between them; a tensor that only a fused kernel reads is never in memory (torch/_inductor/scheduler.py).
 _CALLED = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "sort", "topk"}
 _CALLED_PARTS = ("attention", "attn")
 
 
 class FusedGraph:
-    """A graph of a compiled function, forward or backward, to be called with a list of inputs, which it empties."""
+    """Graph of a compiled function, forward or backward; a call empties its list of inputs."""
 
     _boxed_call = True
 
@@ -52,7 +49,7 @@ class FusedGraph:
 
     @functools.cached_property
     def _steps(self) -> list[tuple[Any, list[Node]]]:
-        """Fused kernels, as lists of written nodes, and called operators; each with the nodes that no later step reads."""
+        """Fused kernels, as lists of written nodes, and called operators, each with the nodes that no later step reads."""
         called = [node for node in self._nodes if node.op == "output" or _is_called(node)]
         sources = {step: [_source(node) for node in step.all_input_nodes] for step in called}
         self._written = {node for nodes in sources.values() for node in nodes if _is_fused(node)}
@@ -73,7 +70,7 @@ class FusedGraph:
         return list(zip(steps, dead, strict=True))
 
     def _write(self, node: Node, available: set[Node], steps: list[Any]) -> None:
-        """Add the kernel that writes a node, and what else can be available with the same reads."""
+        """Add the kernel that writes a node, with the nodes that share its reads."""
         if node in available:
             return
         reads = self._reads(node)
@@ -89,7 +86,7 @@ class FusedGraph:
         available |= {node, *others}
 
     def _reads(self, node: Node) -> set[Node]:
-        """The buffers that the kernel of a node reads: inputs, and outputs of kernels and called operators."""
+        """Return the buffers that a node's kernel reads: inputs, and outputs of kernels and called operators."""
         if node not in self._leaves:
             leaves: set[Node] = set()
             for source in map(_source, node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""Allocated bytes of a step, part by part, from the cache or a dry run. Importing this needs no torch."""
+"""Allocated bytes of a step by part, from the cache or a dry run. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from finetune.memory.tracker import Peak
     from finetune.settings import Settings
 
-#: How settings that decide bytes enter the cache key where not by their value. None: the key has them already, as the batch's
-#: shape, the card's capability or the configuration.
+#: Cache key entries of settings that decide bytes, where not their value. None: the batch's shape, the card's capability or the
+#: configuration covers the setting.
 _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
-    # micro-batches with pictures wait on the GPU, so that their number counts
+    # micro-batches with images wait on the GPU, so their number counts
     "gradient_accumulation_steps": lambda settings: (
         settings.gradient_accumulation_steps if settings.vision else settings.gradient_accumulation_steps != 1
     ),
-    # a file's layers pass through the same buffers
+    # layers in a file pass through the same buffers as layers in host memory
     "layer_offloading": lambda settings: settings.layer_offloading is not False,
     "offloaded_layers": lambda settings: settings.offloaded_layers if settings.layer_offloading else 0,
     "lora_dropout": lambda settings: settings.lora_dropout > 0,
@@ -49,29 +49,31 @@ _REDUCED: dict[str, Callable[[Settings], Any] | None] = {
 _TRAIN = ("forward", "loss", "auxiliary loss", "loss backward", "backward", "optimizer")
 #: Compute capability of a dry run when no card is given: Ampere.
 USUAL_CAPABILITY = (8, 0)
-#: This process's last simulations, newest last; `mix_layers` makes plans with every n-th layer checkpointed from them.
+#: Last simulations of this process, newest last: `mix_layers` reuses them for plans with every n-th layer checkpointed.
 _SIMULATED: OrderedDict[str, tuple[Simulation, str]] = OrderedDict()
 _MOST_SIMULATED = 8
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Allocated bytes of one plan. `parts` are those at the training peak, `peaks` the peak of each phase.
+    """Allocated bytes of one plan."""
 
-    `per_layer_bytes` is the training peak by layer: `layers.0`, ..., and `outside the layers`. `host_bytes`: pinned or managed
-    host memory of activations, optimizer states and offloaded layers. `offloaded_bytes`: bytes of offloaded layers, also
-    in a file; `largest_offloaded_bytes`: of the largest layer. `parameters`: number of base model parameters.
-    """
-
+    #: At the training peak.
     parts: dict[str, int]
+    #: Peak of each phase.
     peaks: dict[str, int]
+    #: At the training peak: `layers.0`, ..., and `outside the layers`.
     per_layer_bytes: dict[str, int]
+    #: Pinned or managed host memory of activations, optimizer states and offloaded layers.
     host_bytes: int
+    #: Parameters of the base model.
     parameters: int
     method: str
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    #: Bytes of offloaded layers, in host memory or in a file.
     offloaded_bytes: int = 0
+    #: Bytes of the largest offloaded layer.
     largest_offloaded_bytes: int = 0
 
     @property
@@ -87,10 +89,9 @@ def dry_run(
     rows: RowShape,
     capability: tuple[int, int] | None = USUAL_CAPABILITY,
 ) -> DryRun:
-    """Allocated bytes of a step with `micro_batch` of the longest `rows`.
+    """Return the allocated bytes of a step with `micro_batch` of the longest `rows`; cached on disk.
 
-    `config`: the content of a config.json. `capability`: the card's; None for a run on the CPU. Cached on
-    disk. Raises RecipeError for a model that can't be built.
+    `capability`: None for a run on the CPU. Raises RecipeError for a model that can't be built.
     """
     shape = _shape(settings, micro_batch, rows)
     key = cache.key_of(kind="dry run", config=config, settings=_memory_settings(settings), shape=shape, capability=capability)
@@ -121,12 +122,11 @@ def replayed(
     expandable: bool,
     limit: int | None = None,
 ) -> Replay | None:
-    """The dry run's events replayed on torch's allocator, with or without expandable segments; cached on disk.
+    """Replay the dry run's events on torch's allocator; cached on disk.
 
-    `limit`: most bytes that torch may reserve; then None also when that is too little. None where events can't be replayed:
-    where copies run beside the computation, or layers are offloaded; and with expandable segments where only
-    every n-th layer is checkpointed, which takes a dry run of its own and could not lower the upper end there.
+    Return None where events can't be replayed, or when `limit` (reserved bytes) is too low.
     """
+    # copies run beside the computation, so the order of events is unknown
     if settings.activation_offloading or settings.activation_checkpointing == "offload":
         return None
     shape = _shape(settings, micro_batch, rows)
@@ -139,6 +139,7 @@ def replayed(
         from finetune.memory.simulate import Batch, garbage_collection_paused
         from finetune.model.transformers_config import config_from
 
+        # Mixtures have no events. With expandable segments, a dry run of the mixture could not lower the upper end, so skip it.
         simulation, _ = _simulated(config_from(config, settings), settings, Batch(**shape), capability, mixes=expandable)
         with garbage_collection_paused(), suppress(OutOfMemory):
             trace = simulation.trace()
@@ -159,9 +160,9 @@ def replay_rows(
     expandable: bool,
     seed: int = 0,
 ) -> int | None:
-    """Return the peak of reserved bytes over steps of rows of these `lengths`, by a replay; None where there can be none.
+    """Return the peak reserved bytes over steps of rows of these lengths, or None if there is no replay.
 
-    Cached on disk. `seed`: of the rows' order.
+    Cached on disk. `seed` decides the row order.
     """
     micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     widths = micro_batch_widths(lengths, micro, rows.tokens, accumulation, seed)
@@ -175,6 +176,7 @@ def replay_rows(
         from finetune.model.transformers_config import config_from
 
         model_config = config_from(config, settings)
+        # two widths show how each size grows with the width
         narrow = replace(rows, tokens=rows.tokens // 2)
         with garbage_collection_paused():
             wide, other = (
@@ -193,7 +195,7 @@ def replay_rows(
 
 
 def _shape(settings: Settings, micro_batch: int, rows: RowShape) -> dict[str, Any]:
-    """The largest micro-batches: fields of `simulate.Batch`, whose rows are sequences."""
+    """Return the fields of `simulate.Batch` for the largest micro-batches."""
     sequences = METHODS[settings.method].sequences
     eval_rows = 0 if settings.eval_steps == 0 else sequences * settings.per_device_eval_batch_size
     eval_tokens = rows.tokens if rows.eval_tokens is None else rows.eval_tokens
@@ -226,7 +228,7 @@ def _memory_settings(settings: Settings) -> dict[str, Any]:
 
 
 def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, parameters: int, method: str) -> DryRun:
-    """The parts and peaks of a simulated step. `parameters`: of the base model; `method`: how it was simulated."""
+    """Return the parts and peaks of a simulated step."""
     from finetune.memory.rules import cublas_workspace_bytes
     from finetune.memory.tracker import OFFLOADED
 
@@ -261,11 +263,11 @@ def ledger_of(simulation: Simulation, capability: tuple[int, int] | None, *, par
 def _simulated(
     config: PretrainedConfig, settings: Settings, batch: Batch, capability: tuple[int, int] | None, *, mixes: bool = True
 ) -> tuple[Simulation, str]:
-    """`mixes`: every n-th layer checkpointed may be made from two simulations, which is faster and has peaks but no events."""
     from finetune.memory.depth import has_identical_layers, layer_kinds, simulate_deep
     from finetune.memory.mixed_layers import can_mix, mix_layers, mix_resident
     from finetune.memory.simulate import simulate
 
+    # mixing two simulations is faster than a dry run of every n-th layer checkpointed, but yields peaks without events
     every, every_layer = settings.activation_checkpointing_every_n_layers, {"activation_checkpointing_every_n_layers": 1}
     if mixes and every > 1 and can_mix(settings, has_identical_layers(config)):
         (recomputed, method), (uncheckpointed, _) = (
@@ -296,11 +298,9 @@ def _simulated(
 
 
 def _first_layer_saves_less(settings: Settings) -> bool:
-    """Whether the first layer saves less: its input needs no gradient and is not offloaded, nor fp32 with DoRA.
-
-    With `activation_offloading` no copies of an earlier layer are in flight yet.
-    """
+    # the first layer's input needs no gradient and is not offloaded, nor fp32 with DoRA
     saves_inputs = settings.activation_checkpointing in (False, "offload") or settings.use_dora is True
+    # with activation offloading, no copies of an earlier layer are in flight yet
     return saves_inputs or settings.activation_offloading
 
 

@@ -1,7 +1,4 @@
-"""Every n-th layer checkpointed, or some layers offloaded, from two simulations: all layers and none.
-
-Exact for identical layers.
-"""
+"""Every n-th layer checkpointed, or some layers offloaded, from simulations of all layers and of no layer."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ _SHARED: Tag = ("activations", None)
 
 
 def can_mix(settings: Settings, identical: bool) -> bool:
-    """Whether `mix_layers` is exact for these settings; `identical`: all decoder layers have the same modules and shapes.
-
-    Layers that differ share tables and masks, which live as long as one layer saves them. Activations in flight to the host
-    belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and small states are run at full depth anyway.
-    """
+    """Tell whether `mix_layers` is exact for these settings."""
+    # Layers that differ share tables and masks, which live as long as one layer saves them. Activations in flight to the host
+    # belong to no layer, reentrant checkpointing (ZeRO-3) frees at other moments, and small states run at full depth anyway.
     return (
         identical
         and settings.activation_checkpointing is True
@@ -35,12 +30,7 @@ def can_mix(settings: Settings, identical: bool) -> bool:
 
 
 def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulation:
-    """Layers whose number is a multiple of `every` from `recomputed`, all others from `plain`.
-
-    Both simulations run the same layers in the same order, and layers pass each other the same tensors. So each layer saves
-    as much as in the simulation it is taken from. Tensors of no layer come from the simulation of the running layer, except
-    inputs that all checkpoints share, such as masks.
-    """
+    """Take layers whose number is a multiple of `every` from `recomputed`, the rest from `plain`."""
     last = max(layer for _, layer in recomputed.peaks if layer is not None)
     last_recomputed = last // every * every
     peaks = dict(recomputed.peaks)
@@ -49,6 +39,9 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
         for layer in layers | ({last_recomputed} if last in layers else set()):
             ckpt_peak, plain_peak = _at((phase, layer), recomputed, last), _at((phase, layer), plain, last)
             own = ckpt_peak if layer is None or layer % every == 0 else plain_peak
+            # Both simulations run the same layers in the same order, and layers pass each other the same tensors, so each layer
+            # saves as much as in its simulation. Tensors without a layer come from the running layer's simulation, except
+            # inputs that all checkpoints share, such as masks.
             by_tag = {tag: size for tag, size in own.by_tag.items() if tag[1] is None}
             by_tag[_SHARED] = max(by_tag.get(_SHARED, 0), ckpt_peak.by_tag.get(_SHARED, 0))
             peaks[(phase, layer)] = Peak(by_tag | _of_layers(ckpt_peak, every, True) | _of_layers(plain_peak, every, False))
@@ -56,13 +49,11 @@ def mix_layers(recomputed: Simulation, plain: Simulation, every: int) -> Simulat
 
 
 def mix_resident(offloaded: Simulation, resident: Simulation, numbers: Collection[int]) -> Simulation:
-    """Layers in `numbers` have their weights in host memory, as in `offloaded`, all others as in `resident`.
-
-    Weights are all that the two differ in, and the buffers, which belong to no layer.
-    """
+    """Take layers in `numbers` from `offloaded`, the rest from `resident`."""
     peaks = {}
     for key, peak in offloaded.peaks.items():
         resident_by_tag = resident.peaks.get(key, Peak()).by_tag
+        # only weights and the buffers, which belong to no layer, differ
         weights = {
             (part, layer): size
             for (part, layer), size in resident_by_tag.items()

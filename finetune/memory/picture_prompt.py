@@ -1,4 +1,4 @@
-"""Prompts and batches with images before any row is read, by the model's own processor or by the catalogue's facts."""
+"""Prompts and batches with images before any row is read, by the model's processor or the catalogue's facts."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ _FILE = Path(finetune.model.__file__).parent / "picture_processors.json"
 
 @dataclass(frozen=True)
 class PicturePrompt:
-    """A prompt with pictures, as the model gets it. `token_counts`: of each picture; `sizes`: after `max_pixels`."""
+    """A tokenized prompt with images."""
 
     ids: list[int]
     token_types: dict[str, Any]
     processor: PictureProcessor
+    #: Of each image.
     token_counts: tuple[int, ...]
+    #: Width and height after `max_pixels`.
     sizes: Sizes
 
 
 def picture_prompt(settings: Recipe | Settings, pictures: Sizes) -> PicturePrompt:
-    """A message of pictures of these sizes and one character. Raises RecipeError where nothing here knows the processor."""
+    """Return a message of images of these sizes and one character. Raises RecipeError for an unknown processor."""
     model = settings.model_name_or_path, settings.model_revision, settings.chat_template
     has_tokenizer = _has_tokenizer(*model, int(time.monotonic() / HOLDS_S))
     return _prompt(*model, pixel_limit(settings), pictures, has_tokenizer)
 
 
 def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) -> dict[str, Any]:
-    """Return the collator's batch of `rows` rows of `tokens` tokens with these images: tensors with values, but for labels.
+    """Return the collator's batch of `rows` rows with these images; all tensors but labels have values.
 
-    The last row is a token shorter, as where lengths differ. Raises RecipeError where the model's processor is not on this
-    machine.
+    Raises RecipeError where the model's processor is not on this machine.
     """
-    with _disable_current_modes():  # the kept tensors are host memory
+    with _disable_current_modes():  # cached tensors are host memory
         prompt = picture_prompt(settings, pictures)
         tensors = _tensors(prompt.processor, rows, pictures)
     with unset_fake_temporarily():
@@ -64,12 +65,13 @@ def picture_inputs(settings: Settings, rows: int, tokens: int, pictures: Sizes) 
         padded = torch.full((rows, width), prompt.ids[-1])
         padded[:, : len(prompt.ids)] = torch.tensor(prompt.ids)
         inputs = {"input_ids": padded, "attention_mask": torch.ones_like(padded)}
+        # the last row is a token shorter, so that a model which needs a mask reads one
         if rows > 1:
             inputs["attention_mask"][-1, -1] = 0
         for name, values in prompt.token_types.items():
             inputs[name] = torch.zeros_like(padded)
             inputs[name][:, : len(prompt.ids)] = values
-        # with values, too: Idefics looks for pictures that are all zero
+        # real values: Idefics looks for images that are all zero
         inputs |= {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
     return inputs | {"labels": torch.zeros((rows, width), dtype=torch.long)}
 
@@ -81,7 +83,7 @@ def _tensors(processor: PictureProcessor, rows: int, pictures: Sizes) -> dict[st
 
 @lru_cache(16)
 def _has_tokenizer(name: str, revision: str | None, template: str | None, _period: int) -> bool:
-    """Whether the model's tokenizer can be loaded; if not, it is tried again in the next period: the hub may answer then."""
+    # `_period` changes every HOLDS_S seconds, so a hub that failed is tried again
     try:
         _own_tokenizer(name, revision, template)
     except ModelError:
@@ -116,7 +118,7 @@ def _prompt(
 
 
 def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
-    """The prompt of a model whose files are not here, by the facts of its type. Raises ModelError without them."""
+    """Return the prompt from the facts of the model's type. Raises ModelError without facts."""
     values = read_config(recipe)
     facts = _facts().get(str(values.get("model_type")))
     if facts is None or "vision_config" not in values:
@@ -136,7 +138,7 @@ def _catalogue_prompt(recipe: Recipe, pictures: Sizes) -> PicturePrompt:
     )  # fmt: skip
     texts = [processor.text_of(*size) for size in pictures]
     text = "".join(facts["mark"].replace(processor.processor.image_token, text) for text in texts)
-    if processor.processor.image_token not in facts["mark"]:  # the text has what is before and behind it, too
+    if processor.processor.image_token not in facts["mark"]:  # the text includes the tokens around the image
         text = "".join(texts)
     prompt = _made(tokenizer(f"1{text}1", add_special_tokens=False)["input_ids"], processor, pictures)
     config = load_config(recipe)

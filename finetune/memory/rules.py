@@ -1,7 +1,4 @@
-"""Workspace of CUDA kernels, which fake tensors don't show: rules for single operators, each with its source.
-
-A dry run sees every tensor, but not the temporary buffers that a kernel allocates and frees inside one operator.
-"""
+"""Rules for the workspace of CUDA kernels, each with its source."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ from finetune.layers.varlen_attention import flash_supports_backward
 from finetune.memory.tracker import Keywords, Positional, Rule, StorageTracker
 from finetune.units import KIB, MIB
 
+# Fake tensors don't show the buffers that a kernel allocates and frees inside one operator. The other corrections are the
+# cuBLAS workspace and `card_semantics` (dropout masks, TRL's in-place Triton tiles, int8 matmuls, autocast).
 Capability = tuple[int, int]
 
 
 def rules_for(capability: Capability) -> dict[Any, Rule]:
-    """Operator -> rule for a card of this compute capability. `cublas_workspace_bytes` and `card_semantics` (dropout masks,
-    TRL's in-place Triton tiles, int8 matmuls, autocast) have the other corrections."""
+    """Return operator -> rule for a GPU of this compute capability."""
     import torch.nn.attention.varlen  # noqa: F401  # registers its operators
 
     rules: dict[str, Rule] = {
@@ -38,11 +36,12 @@ def rules_for(capability: Capability) -> dict[Any, Rule]:
 
 
 def rules_for_cpu() -> dict[Any, Rule]:
-    """Operator -> rule for a run on the CPU: int8, whose search for outliers depends on data, and this project's own."""
+    """Return operator -> rule for a run on the CPU: int8 and this project's operators."""
     import bitsandbytes  # noqa: F401  # registers its operators
 
     operators = torch.ops.bitsandbytes
     return {
+        # the search for outliers depends on data, which fake tensors lack
         operators.int8_vectorwise_quant.default: _int8_quantise,
         operators.int8_mixed_scaled_mm.default: _int8_matmul,
         operators.int8_scaled_mm.default: _int8_matmul,
@@ -51,7 +50,7 @@ def rules_for_cpu() -> dict[Any, Rule]:
 
 
 def cublas_workspace_bytes(capability: Capability) -> int:
-    """Workspace that torch allocates per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on.
+    """Return the workspace per cuBLAS handle: :4096:2:16:8 before Hopper, 32 MiB from Hopper on.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
@@ -59,21 +58,21 @@ def cublas_workspace_bytes(capability: Capability) -> int:
 
 
 def _softmax_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """First computes grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     out = func(*args, **kwargs)
     tracker.track(out)
+    # grad x output, as large as the attention scores (native/cuda/SoftMax.cu, softmax_backward_cuda_out)
     tracker.scratch(args[0].nbytes)
     return out
 
 
 def _softmax(_tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """In fp32 it reads 16-bit scores directly; the CPU first copies them to fp32 (SoftMax.cpp, half_to_float on CUDA)."""
+    # CUDA's fp32 softmax reads 16-bit scores directly; the CPU copies them to fp32 first (SoftMax.cpp, half_to_float on CUDA)
     return torch.empty_like(args[0], dtype=torch.float32) if args[2] else func(*args, **kwargs)
 
 
 def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """A 4-bit matmul of more than 512 tokens dequantises the whole weight; for fewer this is an upper bound
-    (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl)."""
+    # More than 512 tokens dequantise the whole weight; for fewer this is an upper bound
+    # (bitsandbytes/backends/cuda/ops.py, gemm_4bit; backends/default/ops.py, _gemm_4bit_default_impl).
     from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
 
     with tracker, tracker.tagging("workspace"):
@@ -83,7 +82,6 @@ def _dequantised_matmul(tracker: StorageTracker, _func: Any, args: Positional, k
 
 
 def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """An operator of this project is run step by step."""
     with tracker, tracker.tagging("workspace"):
         outs = body(*args, **kwargs)
     for out in outs if isinstance(outs, tuple) else (outs,):
@@ -92,8 +90,8 @@ def _own(body: Any, tracker: StorageTracker, _func: Any, args: Positional, kwarg
 
 
 def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """The search for outliers allocates magnitudes and a mask; outlier columns, which are few, are not forecast
-    (bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant)."""
+    # the search for outliers allocates magnitudes and a mask; outlier columns, which are few, are not forecast
+    # (bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant)
     values, threshold = args[0], kwargs.get("threshold") or (args[1] if len(args) > 1 else 0.0)
     with tracker, tracker.tagging("workspace"):
         codes = values.new_empty(values.shape, dtype=torch.int8)
@@ -105,8 +103,8 @@ def _int8_quantise(tracker: StorageTracker, _func: Any, args: Positional, kwargs
 
 
 def _int8_matmul(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """Sums in int32, then fp16, then the compute dtype
-    (bitsandbytes/backends/cuda/ops.py, int8_linear_matmul and int8_mm_dequant)."""
+    # sums in int32, then fp16, then the compute dtype
+    # (bitsandbytes/backends/cuda/ops.py, int8_linear_matmul and int8_mm_dequant)
     mixed = func is torch.ops.bitsandbytes.int8_mixed_scaled_mm.default
     codes, weight = args[1:3] if mixed else args[:2]
     dtype = args[0].dtype if mixed else kwargs.get("dtype") or torch.float16
@@ -131,18 +129,16 @@ def _attention_backward(capability: Capability, tracker: StorageTracker, func: A
 
 
 def uses_flash(dtype: torch.dtype, head_dim: int, masked: bool, capability: Capability) -> bool:
-    """Whether scaled dot product attention uses the flash kernel (sdp_utils.cpp); if not, the memory-efficient one.
-
-    cuDNN's comes last: a run sets TORCH_CUDNN_SDPA_DEPRIORITIZED (finetune.run.supervise).
-    """
+    """Tell whether scaled dot product attention uses the flash kernel (sdp_utils.cpp), not the memory-efficient one."""
     supported = dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and flash_supports_backward(head_dim, capability)
+    # cuDNN's kernel comes last: a run sets TORCH_CUDNN_SDPA_DEPRIORITIZED (finetune.run.supervise)
     return capability >= (8, 0) and supported and not masked
 
 
 def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:
-    """softmax_d and dq_accum in fp32; with grouped queries also dk and dv of every query head (flash_api.cpp, mha_bwd)."""
     batch, heads, tokens, dim = query.shape
     rows, columns = _up(tokens, 128), _up(dim, 32 if dim <= 128 else 64)
+    # softmax_d and dq_accum in fp32; with grouped queries also dk and dv of every query head (flash_api.cpp, mha_bwd)
     sizes = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
     if key.shape[1] != heads:
         sizes += [batch * key.shape[2] * heads * dim * query.element_size()] * 2
@@ -150,10 +146,10 @@ def _flash_scratch(query: torch.Tensor, key: torch.Tensor) -> list[int]:
 
 
 def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capability) -> list[int]:
-    """delta and the fp32 accumulators of dq, and in 16 bit of dk and dv unless they stay in registers (kernel_backward.h)."""
     batch, heads, tokens, dim = query.shape
     is_16_bit = query.element_size() == 2
     block_rows, block_columns = _efficient_block(is_16_bit, dim, capability)
+    # delta and the fp32 accumulators of dq, and 16-bit dk and dv unless they stay in registers (kernel_backward.h)
     elements = -(-tokens // block_rows) * -(-dim // block_columns) * (4 + block_rows * block_columns)
     if is_16_bit and dim > block_rows:
         key_splits = max(1, min(-(-key.shape[2] // block_columns), 200 // (batch * heads)))
@@ -162,7 +158,7 @@ def _efficient_scratch(query: torch.Tensor, key: torch.Tensor, capability: Capab
 
 
 def _efficient_block(half: bool, dim: int, capability: Capability) -> tuple[int, int]:
-    """Rows and columns of a block of the kernel: the first one of kernels/cutlassB.h whose shared memory the GPU has."""
+    """Return the kernel's block: the first in kernels/cutlassB.h that fits the GPU's shared memory."""
     # A100, H100 and B200 have 163 KiB and more for a block; GeForce and workstation cards have 99 KiB
     large = capability == (8, 0) or (9, 0) <= capability < (12, 0)
     if dim <= 64 or (not half and not large):
@@ -177,12 +173,12 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _varlen_backward(tracker: StorageTracker, func: Any, args: Positional, kwargs: Keywords) -> Any:
-    """As of flash attention, over packed rows that are padded by 128 tokens each (flash_api.cpp, mha_varlen_bwd)."""
     grads = func(*args, **kwargs)
     query, key = args[1], args[2]
     for grad in grads:
         tracker.track(grad)
     (tokens, heads, dim), rows = query.shape, args[6].shape[0] - 1
+    # flash attention over packed rows, each padded by 128 tokens (flash_api.cpp, mha_varlen_bwd)
     padded, columns = tokens + 128 * rows, _up(dim, 32 if dim <= 128 else 64)
     sizes = [heads * padded * 4, heads * padded * columns * 4]
     if key.shape[1] != heads:

@@ -1,4 +1,4 @@
-"""What FSDP and DeepSpeed shard: the parameters of a model with adapters, in units that are all-gathered together."""
+"""Parameters that FSDP and DeepSpeed shard, in units that are all-gathered together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from finetune.settings import Settings
 from finetune.settings.compatibility import shards_weights
 from finetune.settings.schema import Decides, settings_that_decide
 
-#: Units besides the layers: the input embedding, the output layer (with an embedding tied to it), everything else.
+#: Units besides the layers: the input embedding, the output layer (with a tied embedding), everything else.
 EMBEDDING, HEAD, REST = "embedding", "head", "rest"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """`rows` of `row_bytes` along dimension 0, elements of `item_bytes`; `trained` when it needs a gradient."""
+    """A parameter as rows along dimension 0."""
 
     rows: int
     row_bytes: int
@@ -30,16 +30,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are all-gathered as one unit. `name`: `layers.0`, ..., or one of EMBEDDING, HEAD and REST."""
+    """Parameters that are all-gathered together; `name` is `layers.0`, ..., or EMBEDDING, HEAD or REST."""
 
     name: str
     parameters: tuple[Parameter, ...]
 
 
 def units_of(config: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
-    """The units of the model with adapters that `config` (the content of a config.json) and resolved `settings` describe.
+    """Return the units of the model in `config` with adapters; cached, so a repeated plan needs no torch.
 
-    Cached, so that a repeated plan needs no torch. Raises RecipeError for a model that can't be built.
+    Raises RecipeError for a model that can't be built.
     """
     deciding_settings = {name: getattr(settings, name) for name in settings_that_decide(Decides.PARAMETERS)}
     deciding_settings["shards_weights"] = shards_weights(settings.launch)  # 4-bit weights are then stored in another dtype
@@ -55,12 +55,12 @@ def _full_units(values: dict[str, Any], settings: Settings) -> tuple[Unit, ...]:
     config = config_from(values, settings)
     depth = plan_depth(layer_kinds(config))
     shallow_units = _units(at_depth(config, depth.run), settings)
+    # layers repeat, so a shallow model shows the units of all
     layers = [Unit(f"layers.{index}", shallow_units[f"layers.{depth.shallow_index(index)}"]) for index in range(depth.full)]
     return (*layers, *(Unit(name, shallow_units[name]) for name in (EMBEDDING, HEAD, REST) if name in shallow_units))
 
 
 def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
-    """Name of the unit -> its parameters; a tied embedding belongs to the output layer."""
     from finetune.compat.bitsandbytes import own_quantisation_maps, without_cpu_repacking
     from finetune.compat.torch import fake_tensor_mode
     from finetune.memory.fake_model import fake_dora_weights, layer_number, materialise
@@ -76,6 +76,7 @@ def _units(config: Any, settings: Settings) -> dict[str, tuple[Parameter, ...]]:
     base: Any = model.get_base_model()
     ends = {id(base.get_input_embeddings().weight): EMBEDDING}
     if base.get_output_embeddings() is not None:
+        # overwrites a tied embedding, which belongs to the output layer
         ends[id(base.get_output_embeddings().weight)] = HEAD
     by_unit: dict[str, list[Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -1,8 +1,6 @@
-"""Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of a single card.
+"""Memory of one rank under FSDP or DeepSpeed: rules, each with its source, applied to the dry run of one GPU.
 
-The dry run is the same for every strategy: sharded bytes are taken out, all-gathered parameters and buffers are added as
-`gathered`. FSDP's rules are compared with torch's allocator on stand-in GPUs (tests/standin/test_ranks_peaks.py), none on real
-cards. Where the moment of a peak is uncertain, the higher number is used.
+Where the moment of a peak is uncertain, the higher figure counts.
 """
 
 from __future__ import annotations
@@ -30,33 +28,33 @@ NVME_BUFFERS = 5 * 10**8
 
 
 def shard(run: DryRun, units: tuple[Unit, ...], settings: Settings) -> DryRun:
-    """Change the dry run of one GPU to the allocations of one of `launch.num_processes` ranks under FSDP or DeepSpeed.
-
-    `host_bytes` becomes the sum over all local ranks of a machine.
-    """
+    """Turn the dry run of one GPU into one rank's allocations. `host_bytes` becomes the sum over a machine's local ranks."""
     return _apply(run, units, (_fsdp if settings.launch.strategy == "fsdp" else _deepspeed)(units, settings), settings)
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Memory of one rank under a strategy, in bytes but for `states`.
+    """Memory of one rank, in bytes unless noted."""
 
-    `resident`: (frozen, trained) bytes of each unit on the card; `states`: share (0 to 1) of the optimizer states there;
-    `masters`: fp32 copies of the adapters; `gathered`: all-gathered parameters at the peak, and buffers; `starting`: the same
-    when the forward pass begins and nothing is saved for the backward pass; `loading`: parameters while the model is loaded and
-    sharded; `own_rows`: each rank reads only its own rows while loading; `host`: host memory of each rank.
-    """
-
+    #: (frozen, trained) bytes of each unit on the GPU.
     resident: dict[str, tuple[int, int]]
+    #: Share (0 to 1) of the optimizer states on the GPU.
     states: float
+    #: fp32 copies of the adapters.
     masters: int
+    #: All-gathered parameters at the peak, and buffers.
     gathered: int
+    #: Parameters while the model is loaded and sharded.
     loading: int
+    #: Host memory of each rank.
     host: int
+    #: While loading, each rank reads only its share of the rows.
     own_rows: bool = False
+    #: All-gathered parameters at the start of the forward pass, before anything is saved for the backward pass.
     starting: int = 0
 
 
+# tests/standin/test_ranks_peaks.py compares these rules with torch's allocator on stand-in GPUs; none was measured on real GPUs
 def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     cards, own_rows = settings.launch.num_processes, reads_own_rows(settings)
     # Each rank keeps ceil(rows / world size) rows of every parameter, padded. The quantisation states of 4-bit weights are no
@@ -69,8 +67,8 @@ def _fsdp(units: tuple[Unit, ...], settings: Settings) -> Sharded:
     layer, embedding, head, others = _whole_units(units, cards)
     starting = 2 * (embedding or head) + layer + 2 * others  # the embedding, its buffer, and the first layer's
     # 4-bit weights are read row by row when the model is sharded (finetune/model/sharded_loading.py); before, the first start
-    # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps what was before
-    # the sharding until all is sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
+    # has one 16-bit matrix and its codes on a card. Otherwise each rank loads the full model. accelerate keeps the unsharded
+    # parameters until all are sharded (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, original_sd).
     before = sum(trained + (0 if own_rows else frozen) for frozen, trained in _full_bytes(units).values())
     if settings.launch.offload == "none":
         # Optimizer states follow the shards (torch/optim/adamw.py on the DTensors of FSDPParam.sharded_param).
@@ -91,21 +89,23 @@ def _full_bytes(units: tuple[Unit, ...]) -> dict[str, tuple[int, int]]:
 
 
 def _quantising(units: tuple[Unit, ...]) -> int:
-    """Bytes of the largest matrix in 16 bit beside its codes, which are a column of 4 to an element of 16 bits."""
+    """Return the bytes of the largest 16-bit matrix beside its 4-bit codes."""
+    # codes are stored as one column, a 16-bit element for 4 codes
     codes = [p.size_bytes for unit in units for p in unit.parameters if p.row_bytes == p.item_bytes and not p.trained]
     return 5 * max(codes, default=0)
 
 
 def gathered_by_fsdp(units: tuple[Unit, ...], cards: int) -> int:
-    """Peak bytes of all-gathered parameters on a card, beside activations: a unit, its all-gather buffer, and the buffer of the
-    next unit.
+    """Return the peak bytes of all-gathered parameters on a GPU, besides activations.
 
-    Two of these exist at a time; the third counts because buffers belong to another stream, whose blocks the first can't
-    reuse (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard). Each decoder layer, the
-    embedding, the output layer and the rest is one unit; the output layer and the rest stay gathered from forward to backward,
-    an embedding tied to the output layer from the start (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard, and
+    accelerate/utils/fsdp_utils.py, fsdp2_prepare_model.
     """
     layer, embedding, head, others = _whole_units(units, cards)
+    # Units: each decoder layer, the embedding, the output layer, the rest. The output layer and the rest stay gathered from
+    # forward to backward, an embedding tied to the output layer from the start. At the peak: a unit, its
+    # all-gather buffer and the next unit's buffer. Two exist at a time; the third counts because buffers belong to another
+    # stream, whose blocks the first stream can't reuse.
     tied = head if not embedding else 0
     moments = {
         "layers": tied + 3 * layer,
@@ -147,14 +147,14 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
         rounded(parameter.size_bytes)
         for unit in units for parameter in unit.parameters if parameter.size_bytes < 10 * hidden * parameter.item_bytes
     )  # fmt: skip
-    # Gathered: up to MOST_LIVE elements, and those being fetched (stage3_prefetch_bucket_size;
+    # Gathered: up to MOST_LIVE elements, and the elements being fetched (stage3_prefetch_bucket_size;
     # partitioned_param_coordinator.py, PartitionedParameterCoordinator).
     fetched_bytes = max(map(sum, full_bytes.values())) + round(0.9 * hidden * hidden) * item_bytes
     gathered_bytes = min(all_bytes, persistent_bytes + MOST_LIVE * item_bytes + fetched_bytes) + buffer_bytes
     if not offloads:
         # Each rank loads the full model and keeps its shards beside it until all is sharded: zero3_init_flag is off, and
-        # transformers leaves quantised models out of it (finetune/distributed/configuration.py, accelerate_configuration;
-        # transformers/modeling_utils.py, PreTrainedModel.get_init_context).
+        # transformers excludes quantised models from that flag (finetune/distributed/configuration.py,
+        # accelerate_configuration; transformers/modeling_utils.py, PreTrainedModel.get_init_context).
         loading_bytes = all_bytes + sum(map(sum, shards.values()))
         return Sharded(shards, optimizer_share, master_bytes, gathered_bytes, loading_bytes, host_bytes)
     # Offloaded parameters are in pinned memory, or on a drive behind buffers in host memory (offload_config.py).
@@ -169,18 +169,19 @@ def _deepspeed(units: tuple[Unit, ...], settings: Settings) -> Sharded:
 def _apply(run: DryRun, units: tuple[Unit, ...], sharded: Sharded, settings: Settings) -> DryRun:
     full, shards = _full_bytes(units), sharded.resident
     saved = {name: (frozen - shards[name][0], trained - shards[name][1]) for name, (frozen, trained) in full.items()}
+    # the dry run is the same for every strategy: take out sharded bytes, add gathered parameters and buffers
     parts = dict(run.parts)
     parts["weights"] -= sum(frozen for frozen, _ in saved.values())
     parts["adapters"] -= sum(trained for _, trained in saved.values())
     parts["optimizer"] = math.ceil(run.parts["optimizer"] * sharded.states) + sharded.masters
     passing = sum(run.parts[name] for name in ("activations", "recomputed", "loss", "workspace"))
-    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # nothing of `passing` is there at the start
+    parts["gathered"] = max(sharded.gathered, sharded.starting - passing)  # `passing` parts are empty at the start
     # Bytes saved in every phase: each phase's peak falls by them.
     saved_bytes = run.allocated_bytes - sum(parts.values())
     peaks = {phase: size - saved_bytes if size else 0 for phase, size in run.peaks.items()}
-    if peaks["eval"]:  # which may save less than a step, so that its start has most
+    if peaks["eval"]:  # may save less than a step, so its start may be the peak
         peaks["eval"] = max(peaks["eval"], sharded.starting + sum(parts[name] for name in ("weights", "adapters", "optimizer")))
-    # of 4-bit weights: no parameters, so not sharded
+    # tables of 4-bit weights are no parameters, so not sharded
     tables = run.parts["weights"] - sum(frozen for frozen, _ in full.values())
     loaded = sharded.loading + tables if sharded.own_rows else max(run.peaks["load"], sharded.loading)
     layers = {

@@ -1,4 +1,4 @@
-"""The dry run: one optimizer step, an evaluation and a save of a plan's run, on fake tensors."""
+"""Dry run of an optimizer step, an evaluation and a save on fake tensors."""
 
 from __future__ import annotations
 
@@ -50,30 +50,30 @@ from finetune.settings import Settings
 from finetune.settings.base_formats import requested_formats
 from finetune.settings.vision import Sizes
 
-#: The phase of the router's auxiliary loss of a mixture, after the loss.
+#: Phase of a mixture's router loss, after the loss.
 AUXILIARY = "auxiliary loss"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch: `rows` x `tokens`; `trained_tokens` of them count in the loss.
-
-    `padded`: rows differ in length, so that a model that needs a mask reads it.
-    `mismatched_tokens`: width of a KL batch; None: as wide as the batch.
-    `documents`: rows of the data packed into each row (1 without packing). Evaluation has `eval_rows` rows of `eval_tokens`
-    tokens, and `eval_trained_tokens` count; by default as in training. `pictures`: width and height of the images in each row,
-    and `eval_pictures` in each held-out row.
-    """
+    """The largest micro-batch of a run."""
 
     rows: int
+    #: Width of each row.
     tokens: int
+    #: Tokens that count in the loss, over all rows.
     trained_tokens: int
+    #: Rows differ in length, so a model that needs a mask reads one.
     padded: bool = False
+    #: Examples packed into each row.
     documents: int = 1
     eval_rows: int = 0
+    #: Default to the training figures.
     eval_tokens: int | None = None
     eval_trained_tokens: int | None = None
+    #: Width of a KL batch; None: `tokens`.
     mismatched_tokens: int | None = None
+    #: Width and height of each image of a row.
     pictures: Sizes = ()
     eval_pictures: Sizes = ()
 
@@ -85,21 +85,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Peaks of load, forward, loss, auxiliary loss, loss backward, backward, optimizer, save and eval; host memory; notes.
-
-    `lean`: summary of each decoder layer's lean modules; empty without lean layers.
-    `recording`: the events of the layers that were run, which are repeated to `depth`; None for a mixture of simulations.
-    """
+    """Peaks of a dry run by phase and layer."""
 
     peaks: dict[PhaseKey, Peak]
+    #: Peak of host memory.
     host: Peak
     notes: tuple[str, ...] = ()
+    #: Summary of each decoder layer's lean modules; empty without lean layers.
     lean: tuple[str, ...] = ()
+    #: Events of the layers that ran, before repetition to `depth`; None for a mixture of simulations.
     recording: Recording | None = field(default=None, compare=False)
     depth: Depth | None = field(default=None, compare=False)
 
     def trace(self) -> Trace | None:
-        """The events of the run at full depth; None where they can't be derived."""
+        """Return the events at full depth, or None where the layers' events don't repeat."""
         try:
             return self.recording.trace(self.depth) if self.recording else None
         except NotRepeated:
@@ -107,14 +106,14 @@ class Simulation:
 
 
 def _adapter_casts(settings: Settings) -> list[torch.dtype]:
-    """Dtypes that the adapters, made in fp32, are cast to while loading: TRL casts adapters of quantised models to bf16."""
     own = getattr(torch, settings.adapter_dtype)
+    # TRL casts the fp32 adapters of quantised models to bf16
     rounded = [torch.bfloat16] if requested_formats(settings) else []
     return list(dict.fromkeys([*rounded, *([own] if rounded or own != torch.float32 else [])]))
 
 
 def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capability: Capability | None) -> Simulation:
-    """Simulate the step on a card of this compute capability; None for a run on the CPU."""
+    """Simulate a run on a GPU of this compute capability, or on the CPU when None."""
     rules = rules_for_cpu() if capability is None else rules_for(capability)
     tracker = StorageTracker(rules, workspace_bytes=0 if capability is None else cublas_workspace_bytes(capability))
     tiles = narrow_tiles(config, on_cpu=capability is None)
@@ -153,15 +152,16 @@ def simulate(config: PretrainedConfig, settings: Settings, batch: Batch, capabil
 
 @contextmanager
 def step_errors(config: PretrainedConfig, settings: Settings | None = None) -> Iterator[None]:
-    """Turn an error in a model's own code into a RecipeError: of hundreds of model types, some don't run here.
+    """Turn an error in a model's own code into a RecipeError.
 
-    `settings`: may replace layers; the error then says how to turn that off.
+    The advice names the settings that replace layers.
     """
     try:
         yield
     except FinetuneError:
         raise
     except Exception as error:
+        # of hundreds of model types, some don't run here
         raise RecipeError(
             f"a training step of this {config.model_type} model fails, or needs the values of tensors, which a forecast lacks: "
             f"{type(error).__name__}: {first_line(error)}",
@@ -177,7 +177,6 @@ def _without_replaced_layers(settings: Settings | None) -> str:
 
 
 def _notes(model: torch.nn.Module, settings: Settings, batch: Batch) -> Iterator[str]:
-    """Note parts of this model that need more memory than expected: masks, and layers that quantising leaves in 16 bit."""
     if batch.padded and batch.rows > 1 and settings.attn_implementation == "sdpa":
         size = f"{batch.tokens} x {batch.tokens}"
         yield f"padded rows of this model need a {size} attention mask each, counted as activations"
@@ -210,7 +209,7 @@ def _run(
 
     def loss() -> torch.Tensor:
         tracker.phase = "forward"
-        # the trainer puts all micro-batches of a step on the GPU before it; those of text are small, and one is counted
+        # the trainer moves all micro-batches of a step to the GPU first; text batches are small, so one is counted
         at_once = settings.gradient_accumulation_steps if settings.vision is True else 1
         batches.extend(_inputs(settings, batch, tracker) for _ in range(at_once))
         return _forward(method, model, batch, batches[-1], tracker, "forward")
@@ -236,12 +235,12 @@ def take_step(
     model: Any, optimizer: Any, tracker: StorageTracker, loss: Callable[[], torch.Tensor], arguments: Any, *,
     context: AbstractContextManager[Any], on_cpu: bool,
 ) -> None:  # fmt: skip
-    """An optimizer step of one micro-batch, whose forward and backward passes are in `context`. `arguments`: the trainer's, or
-    settings, which call these the same."""
+    """Run one optimizer step of one micro-batch, forward and backward inside `context`."""
     parameters = [parameter for _, parameter in trainable_parameters(model)]
     for parameter in parameters:
         parameter.register_hook(functools.partial(_record_accumulation, tracker, parameter))
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.retag(p.grad, "gradients"))
+    # states exist from the second step on, which peaks highest
     first_step(optimizer, model, tracker, on_cpu=on_cpu)
     if arguments.gradient_accumulation_steps != 1:
         zero_gradients(model, tracker)
@@ -261,7 +260,7 @@ def take_step(
 
 
 def save(model: Any, tracker: StorageTracker) -> None:
-    """The copies that saving a checkpoint makes."""
+    """Allocate the copies that saving a checkpoint makes."""
     tracker.recording.begin("save")
     gc.collect()
     tracker.phase, tracker.part = "save", "workspace"
@@ -293,27 +292,28 @@ def _inputs(settings: Settings, batch: Batch, tracker: StorageTracker) -> dict[s
 def _forward(
     method: TrainingMethod, model: Any, batch: Batch, inputs: dict[str, Any], tracker: StorageTracker, phase: str
 ) -> torch.Tensor:
-    """Forward and loss, which `RunTrainer.compute_loss` also calls. The mask of rows of equal length has no effect."""
+    """Run forward and loss like `RunTrainer.compute_loss`."""
     tracker.phase, tracker.part, tracker.layer = phase, "activations", None
+    # the mask of rows of equal length has no effect
     masked = (batch.padded and batch.rows > 1) or method.settings.vision is True
     computed = method.loss(_AutocastModel(model, method.settings), inputs if masked else without_mask(inputs))
     return computed.loss if computed.auxiliary is None else computed.loss + computed.auxiliary
 
 
 class _AutocastModel:
-    """A model with a separate autocast for each pass, as accelerate wraps it: weights that one pass has cast are not used by
-    the next, which may need their gradients."""
+    """A model with a separate autocast region per pass, as accelerate wraps it."""
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.module, self._dtype, self.parameters = model, model_dtype(settings), model.parameters
 
     def __call__(self, **inputs: Any) -> Any:
+        # a pass must not reuse weights that an earlier pass cast: it may need their gradients
         with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype != torch.float32):
             return self.module(**inputs)
 
 
 def observe(model: Any, tracker: StorageTracker) -> None:
-    """Hook the model so that the tracker knows the running layer, the beginning of the loss and recomputation."""
+    """Hook the model so that the tracker knows the running layer, the loss and recomputation."""
     for number, layer in enumerate(decoder_layers(model)):
         layer.register_forward_pre_hook(functools.partial(_enter_layer, tracker, number))
         layer.register_forward_hook(functools.partial(_leave_layer, tracker, number))
@@ -340,7 +340,7 @@ def _enter_backward(tracker: StorageTracker, number: int | None, _grad: torch.Te
 
 
 def _begin_forward(tracker: StorageTracker, _module: Any, _inputs: Any) -> None:
-    """Begin a second pass, after the reference's."""
+    # a second forward pass follows the reference model's
     tracker.phase = "forward" if tracker.phase == "loss" else tracker.phase
     tracker.part = "activations"
 
@@ -349,15 +349,13 @@ def _begin_loss(tracker: StorageTracker, _module: Any, _inputs: Any, output: Any
     tracker.part = "loss"
     if tracker.phase == "forward":
         tracker.phase = "loss"
-        if output.last_hidden_state.requires_grad:  # its gradient ends the loss's backward
+        if output.last_hidden_state.requires_grad:  # its gradient ends the backward pass of the loss
             output.last_hidden_state.register_hook(functools.partial(_enter_backward, tracker, None))
 
 
 def _tag_auxiliary_loss(tracker: StorageTracker, computed: Any, *inputs: Any) -> Any:
-    """The router's auxiliary loss: tensors computed from a layer's logits belong to that layer, also in backward.
-
-    In training it is a separate phase. It grows with the number of layers, so at full depth it may need more than the loss.
-    """
+    """Tag tensors of the router's auxiliary loss with the layer of their logits, also in backward."""
+    # a phase apart: it grows with the number of layers, so at full depth it may need more than the loss
     tracker.phase, tracker.inherits = AUXILIARY if tracker.phase == "loss" else tracker.phase, True
     try:
         return computed(*inputs)
@@ -377,17 +375,16 @@ def _checkpointed(tracker: StorageTracker, checkpoint: Any, function: Any, *inpu
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Pause automatic garbage collection: the libraries' cycles hold tensors, which would vary the peaks.
-
-    Existing objects are frozen, so that an explicit collection between phases scans only the dry run's own. May be nested.
-    """
+    """Pause automatic garbage collection. May be nested."""
+    # the libraries' reference cycles hold tensors, so collection at random moments would vary the peaks
     is_outer = gc.isenabled()
     gc.disable()
+    # explicit collections between phases then scan only the dry run's objects
     gc.freeze()
     try:
         yield
     finally:
-        gc.collect()  # the dry run's own cycles, before the other objects are unfrozen
+        gc.collect()  # cycles of the dry run, before older objects are unfrozen
         if is_outer:
             gc.unfreeze()
             gc.enable()

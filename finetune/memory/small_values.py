@@ -1,8 +1,4 @@
-"""A dry run's small tensors with values: positions, masks and sizes of pictures, which models of images and text read.
-
-A vision tower splits its patches by the pictures' sizes, and a language model makes positions from the kinds of tokens, in
-Python. Fake tensors lack these values. So operators whose arguments all have values are computed; weights are fake.
-"""
+"""A dry run's small tensors with values: positions, masks and image sizes."""
 
 from __future__ import annotations
 
@@ -13,18 +9,20 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-#: Elements of the largest tensor that is computed: a mask of 4,096 x 4,096 tokens.
+#: Elements of the largest computed tensor: a mask of 4,096 x 4,096 tokens.
 MOST_ELEMENTS = 2**24
 
 
-#: Operators that take masks as indices: the shape of what they select depends on the values.
+#: Operators that take masks as indices: the shape of their result depends on the values.
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
-#: Operators whose floating-point result is computed, too: positions that are interpolated.
+#: Operators whose floating-point result is also computed: interpolated positions.
 _RANGES = ("aten::arange", "aten::linspace")
 
 
+# A vision tower splits its patches by image sizes, and a language model makes positions from token types, both in Python.
+# Fake tensors lack these values. Weights stay fake.
 class SmallValues(TorchDispatchMode):
-    """Inside a mode of fake tensors: operators on tensors that have values are computed where the result is small."""
+    """Inside a fake tensor mode, compute small results of operators whose arguments have values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,7 +40,7 @@ class SmallValues(TorchDispatchMode):
 
 
 def _as_positions(indices: Any) -> list[Any]:
-    """Indices with the positions that a mask with values selects in its place."""
+    """Replace masks with values by the positions they select."""
     positions: list[Any] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and type(index) is not FakeTensor and index.dtype is torch.bool:

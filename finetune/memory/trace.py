@@ -1,8 +1,4 @@
-"""The order of a dry run's allocations and releases, as the caching allocator would see it, at the full depth of the model.
-
-A dry run of a few layers gives the events of all: layers repeat, so the events of the middle ones are inserted once more for
-each further layer. A copy releases the allocation of the same key: the same allocation of the same layer, or its neighbour.
-"""
+"""Order of a dry run's allocations and releases at the model's full depth, as the caching allocator sees it."""
 
 from __future__ import annotations
 
@@ -14,35 +10,33 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from finetune.memory.depth import Depth
 
-#: Instead of a size: the allocation of this number is released.
+#: In place of a size: release the allocation with this number.
 RELEASED = -1
-#: Phases whose layers run one after another; otherwise an event belongs to the layer of its tensor.
+#: Phases whose layers run in turn; in other phases an event belongs to its tensor's layer.
 _RUNNING = ("forward", "backward", "eval")
 #: (number of the allocation, its bytes or RELEASED)
 Event = tuple[int, int]
 
 
 class NotRepeated(ValueError):
-    """The layers' events don't repeat, so the events of all layers can't be derived from a few layers."""
+    """The layers' events don't repeat, so a few layers can't stand for all."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Events by part of the run: load, first step, micro-batch, clipping, optimizer, save and eval.
-
-    `persistent`: numbers allocated once for the life of the process. `gradients`: number of a new gradient -> number of the
-    gradient it is added to; in the first micro-batch of a step the new one is stored instead. `warm_up`: bytes of the base
-    weights.
-    """
+    """Events by part of the run: load, first step, micro-batch, clipping, optimizer, save and eval."""
 
     parts: dict[str, list[Event]]
+    #: Numbers of allocations that live as long as the process.
     persistent: frozenset[int] = frozenset()
+    #: Number of a new gradient -> number of its sum; a step's first micro-batch stores the new gradient instead.
     gradients: dict[int, int] = field(default_factory=dict)
+    #: Bytes of the base weights.
     warm_up: int = 0
 
 
 class _AllocationKey(NamedTuple):
-    """Identifies an allocation: the `nth` of the `run`-th sequence of events of one layer in a section."""
+    """Key of an allocation: the `nth` in the `run`-th event sequence of a layer in a section."""
 
     section: int
     layer: int
@@ -51,7 +45,7 @@ class _AllocationKey(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Successive events of one layer (-1: of none) in one section. An event's first entry is a number or a reference."""
+    """Successive events of one layer (-1: no layer) in one section."""
 
     section: int
     layer: int
@@ -60,7 +54,7 @@ class _Chunk(NamedTuple):
 
 
 class Recording:
-    """Collects events. A section is one pass over the layers; a part is one or more sections with a name."""
+    """Recorder of events. A section is one pass over the layers; a part is one or more named sections."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, int, int, int]] = []  # number, bytes or RELEASED, section, layer
@@ -87,28 +81,26 @@ class Recording:
         self._numbers[storage] = self._add(size, layer)
 
     def release(self, storage: int) -> None:
-        """Record the release of a storage. Unknown ones are ignored."""
         number = self._numbers.pop(storage, None)
         if number is not None:
             self._note(number, RELEASED)
 
     def layer_of(self, storage: int) -> int | None:
-        """The layer of a storage; None for none, or an unknown storage."""
         layer = self._layers[self._numbers[storage]] if storage in self._numbers else -1
         return None if layer < 0 else layer
 
     def scratch(self, sizes: tuple[int, ...], layer: int | None) -> None:
-        """A kernel's temporary buffers: allocated together, then released."""
+        """Record a kernel's temporary buffers, allocated together."""
         numbers = [self._add(size, layer) for size in sizes]
         for number in numbers:
             self._note(number, RELEASED)
 
     def keep(self, size: int) -> None:
-        """Record a buffer that a library allocates and never releases."""
+        """Record a buffer that a library never releases."""
         self._persistent.add(self._add(size, None))
 
     def accumulate(self, new: int, into: int) -> None:
-        """Record that the storage `new`, a gradient, will be added to the storage `into`."""
+        """Record that gradient `new` will be added to storage `into`."""
         if new in self._numbers and into in self._numbers:
             self.gradients[self._numbers[new]] = self._numbers[into]
 
@@ -122,7 +114,7 @@ class Recording:
         self.events.append((number, size, self._section, self._layer if self._running else self._layers[number]))
 
     def trace(self, depth: Depth | None = None) -> Trace:
-        """Return the events by part, with `depth` of the full model. Raises NotRepeated."""
+        """Return the events by part, repeated to `depth`. Raises NotRepeated."""
         events: list[Event] = [event[:2] for event in self.events]
         starts, persistent, gradients = [start for _, start in self._parts], self._persistent, self.gradients
         warm_up = self.weights.total()
@@ -136,8 +128,9 @@ class Recording:
         return Trace(parts, frozenset(persistent), gradients, warm_up)
 
 
+# Layers repeat, so the events of the middle layers are inserted once more for each further layer.
 class _Deepening:
-    """Inserts the events of the repeated layers."""
+    """Insertion of the repeated layers' events."""
 
     def __init__(self, events: list[tuple[int, int, int, int]], persistent: set[int], starts: list[int], depth: Depth) -> None:
         self._depth, self._middle = depth, depth.middle
@@ -173,11 +166,9 @@ class _Deepening:
         self._release_copies()
 
     def _release_copies(self) -> None:
-        """Release copies that were never released where their original is released.
-
-        Some operators hold tensors of all layers until the whole graph is freed (int8's saved activations): the
-        events of one layer, which is not copied, release them.
-        """
+        """Release unreleased copies where their original is released."""
+        # int8's saved activations: some operators hold tensors of all layers until the whole graph is freed, and events of one
+        # layer, which is not copied, release them
         released = {number for number, size in self.events if size == RELEASED}
         unreleased: dict[int, list[int]] = {}
         for copy, key in self._original_of.items():
@@ -215,8 +206,9 @@ class _Deepening:
         return chunks
 
     def _descends(self, chunks: list[_Chunk], start: int, end: int) -> bool:
-        """Whether the section runs from the last layer to the first, by what comes before and after."""
+        """Tell whether the section runs from the last layer to the first."""
         section = chunks[start].section
+        # the neighbouring chunks show the direction
         for index, sign in ((start, 1), (end, -1)):
             for chunk in reversed(chunks[:start]) if index == start else iter(chunks[end:]):
                 if chunk.section != section:
@@ -226,7 +218,7 @@ class _Deepening:
         return False
 
     def _append(self, chunk: _Chunk, layer: int, *, first: bool = True) -> None:
-        """Add a chunk's events at `layer` of the full model. `first`: the chunk itself, not a copy."""
+        """Add a chunk's events at `layer` of the full model; `first` unless they are a copy."""
         numbers, keys, events, count = self._numbers_by_key, self._keys, self.events, 0
         for number, size in chunk.events:
             if size == RELEASED:
@@ -249,9 +241,10 @@ class _Deepening:
             count += 1
 
     def _resolve(self, key: _AllocationKey, from_layer: int, to_layer: int) -> _AllocationKey:
-        """Return the full model's key of the allocation that an event of `from_layer` releases when copied to `to_layer`."""
+        """Return the key of the allocation released when an event of `from_layer` is copied to `to_layer`."""
         if key.layer < 0:
             return key
+        # a copy releases the same allocation of its layer, or of a neighbouring layer
         is_neighbour = from_layer >= 0 and abs(key.layer - from_layer) <= self._depth.period
         layer = to_layer + key.layer - from_layer if is_neighbour else self._depth.full_index(key.layer)
         source = self._depth.shallow_index(layer)
@@ -259,13 +252,14 @@ class _Deepening:
         return _AllocationKey(key.section, layer, key.run, nth)
 
     def _counterpart(self, key: _AllocationKey, source: int) -> int:
-        """The number of the same allocation in another layer, which may have one more or fewer allocations at one point."""
+        """Return the number of the same allocation in layer `source`."""
         own = self._sizes[key[:3]]
         other = self._sizes.get((key.section, source, key.run))
         if other is None:
             raise NotRepeated
         if own == other:
             return key.nth
+        # a layer may have one allocation more or less at one point: count from the end behind that point
         differs_at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
         if key.nth < differs_at:
             return key.nth
@@ -275,7 +269,7 @@ class _Deepening:
         return len(other) - from_end
 
     def pairs(self, numbers: dict[int, int]) -> dict[int, int]:
-        """Pairs of allocations of one layer, for every layer. Raises NotRepeated where just one of two repeats."""
+        """Return the pairs of `numbers` for every layer. Raises NotRepeated where one side repeats alone."""
         pairs: dict[int, int] = {}
         for new, target in numbers.items():
             new_copies, target_copies = list(self._copies(new)), list(self._copies(target))

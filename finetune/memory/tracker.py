@@ -1,4 +1,4 @@
-"""Tracks every storage on the card from allocation to release: sums tagged with part and layer, and the order of events."""
+"""Tracker of every storage on the GPU: live bytes by part and layer, and the order of events."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from finetune.memory.caching_allocator import pinned_bytes, rounded
 from finetune.memory.trace import Recording
 from finetune.units import MIB
 
-#: The part of layers' weights in host memory, whose pages are pinned as they are.
+#: Part of layers' weights in host memory. Their pages are pinned in place, so sizes are not rounded up.
 OFFLOADED = "offloaded layers"
 
-#: cublasLt keeps a workspace of its own for linear layers with a bias (CublasHandlePool.cpp, getCUDABlasLtWorkspaceSize).
+#: cublasLt keeps a separate workspace for linear layers with a bias (CublasHandlePool.cpp, getCUDABlasLtWorkspaceSize).
 CUBLASLT_BYTES = MIB
 
 _DEVICE = torch.ops.prim.device.default
@@ -39,7 +39,7 @@ PhaseKey = tuple[str, int | None]
 #: Arguments of an operator.
 Positional = tuple[Any, ...]
 Keywords = dict[str, Any]
-#: Replaces an operator that allocates otherwise on the card. Runs outside the tracker; `with tracker:` inside a rule tracks.
+#: Replaces an operator that allocates differently on a GPU. Runs outside the tracker; enter `with tracker:` to track inside.
 Rule = Callable[["StorageTracker", Any, Positional, Keywords], Any]
 
 
@@ -54,18 +54,14 @@ class Peak:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Sums the live storages of all tensors made inside it. Tensors on `meta` represent host memory and count separately.
+    """Live storages of all tensors made inside, tagged with the current `part` and `layer`; real or fake tensors.
 
-    New storages are tagged with the current `part` and `layer`; `phase` is the current phase of the step. `peaks` has the
-    peak of each phase and layer, `host` the peak of host memory. Works on real and fake tensors. `rules` change allocations.
-
-    While `inherits` is set, tensors created outside the layers are tagged with the layer of the last argument with one.
-
-    `recording` has the order of allocations and releases, with cuBLAS's workspaces of `workspace_bytes`, which the sums lack.
+    Tensors on `meta` represent host memory and count separately.
     """
 
     def __init__(self, rules: dict[Any, Rule] | None = None, *, workspace_bytes: int = 0) -> None:
         super().__init__()
+        #: Order of events, with cuBLAS's workspaces, which the sums lack.
         self.recording = Recording()
         self._phase = ""
         self._layer: int | None = None
@@ -73,10 +69,12 @@ class StorageTracker(TorchDispatchMode):
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[tuple[bool, bool]] = set()
         self._source: int | None = None
+        #: While set, tensors created outside the layers take the layer of their operator's last argument that has one.
         self.inherits = False
         self.live_bytes = 0
         self.live: Counter[Tag] = Counter()
         self.peaks: dict[PhaseKey, Peak] = {}
+        #: Corrections of operators that allocate differently on a GPU.
         self._rules = rules or {}
         self.host = Peak()
         self._host_live: Counter[Tag] = Counter()
@@ -94,7 +92,7 @@ class StorageTracker(TorchDispatchMode):
 
     @property
     def layer(self) -> int | None:
-        """The layer that runs, or that new tensors belong to."""
+        """The running layer, or the layer of new tensors."""
         return self._layer
 
     @layer.setter
@@ -129,7 +127,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def record(self, scratch_bytes: int = 0) -> None:
-        """Update the peak of the current phase and layer with the live bytes plus `scratch_bytes` of the running kernel."""
+        """Update the peak of the current phase and layer, with the running kernel's scratch bytes."""
         key = (self.phase, self.layer)
         peak = self.peaks.get(key)
         if peak is None:
@@ -143,12 +141,12 @@ class StorageTracker(TorchDispatchMode):
                 peak.by_tag[tag] = peak.by_tag.get(tag, 0) + scratch_bytes
 
     def scratch(self, *sizes: int) -> None:
-        """Record temporary buffers of a running kernel, sizes in bytes."""
+        """Record temporary buffers of a running kernel, in bytes."""
         self.record(sum(rounded(size) for size in sizes))
         self.recording.scratch(sizes, self._layer)
 
     def retag(self, tensor: torch.Tensor, part: str, layer: int | None = None) -> None:
-        """Move a storage to another part, such as gradients or optimizer, and to `layer` when given."""
+        """Move a storage to another part, and to `layer` if given."""
         key = tensor.untyped_storage()._cdata
         size, old = self._sizes.get(key, (0, ("", None)))
         if size > 0:
@@ -166,7 +164,7 @@ class StorageTracker(TorchDispatchMode):
             self.part = before
 
     def _workspace(self, biased: bool) -> None:
-        """cuBLAS's workspace of this thread, and cublasLt's, when first needed. Backward runs in another thread."""
+        # one workspace per thread, allocated at first use; autograd runs backward in another thread
         backward = self._phase in ("loss backward", "backward")
         for lt, size in ((False, self._workspace_bytes), (True, CUBLASLT_BYTES))[: 1 + biased]:
             if (backward, lt) not in self._workspaces:
@@ -181,7 +179,7 @@ class StorageTracker(TorchDispatchMode):
         return self._sizes.get(tensor.untyped_storage()._cdata, (0, ("", None)))[1][1]
 
     def track(self, tensor: torch.Tensor, *, layer: int | None = None) -> None:
-        """Count a tensor's storage, once, until it is released; tagged with `layer` when given, else the current layer."""
+        """Count a tensor's storage once, until its release; `layer` overrides the current layer."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:

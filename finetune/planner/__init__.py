@@ -1,1 +1,1 @@
-"""Plan: recipe + card + data statistics -> every setting resolved, with reasons and a forecast."""
+"""Plan a run before it starts."""

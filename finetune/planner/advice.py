@@ -1,4 +1,4 @@
-"""Rank, scale and learning rate from method, model size and dataset size, each with its source."""
+"""Rank, scale and learning rate, each with its source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
 
 
 def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, str]:
-    """The smallest rank, at least 16, whose adapters have the capacity for the trained tokens."""
+    """Return the smallest rank with adapter capacity for the trained tokens."""
     if data is None or shape.adapter_per_rank == 0:
         return RANKS[0], "quality hardly depends on rank when every layer has an adapter (QLoRA)"
     needed = data.trained_tokens * BITS_PER_TOKEN / BITS_PER_PARAMETER
@@ -39,14 +39,14 @@ def advise_rank(shape: ModelShape, data: DataStatistics | None) -> tuple[int, st
 
 
 def advise_alpha(recipe: Recipe, rank: int) -> tuple[float, str]:
-    """Alpha 32 under alpha / r; under rank-stabilised scaling the alpha that gives the same scale at rank 16."""
+    """Return alpha 32, or with rsLoRA the same scale at rank 16."""
     if recipe.use_rslora:
         return 8.0, "scale 8 / sqrt(r): one learning rate for every rank (rsLoRA); at rank 16 the scale of plain alpha 32"
     return 32.0, f"scale 32 / {rank}: with a fixed alpha the best learning rate hardly depends on rank (LoRA Without Regret)"
 
 
 def advise_learning_rate(shape: ModelShape, method: str = "sft", optim: str = FUSED) -> tuple[float, str]:
-    """Return the rate of SFT with AdamW, times the factors of the method and the optimizer, to two significant digits."""
+    """Return the rate for this method and optimizer, to two significant digits."""
     power, of_method, of_optimizer, reasons = FAMILY_POWER.get(shape.family), METHODS[method], OPTIMIZERS[optim], []
     if power is None:  # the paper did not fit this family
         rate = QLORA_RATE if shape.parameters < QLORA_LARGE else QLORA_LARGE_RATE

@@ -1,4 +1,4 @@
-"""Whether to pack rows into sequences, and the attention kernel for packed or padded rows."""
+"""Packing of rows into sequences, and the attention kernel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PACKED_LENGTH = 2048
 ROWS_PER_SEQUENCE = 2.0
 VARLEN = "torch_varlen"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-#: Model types whose packed rows have, with this attention, the hidden states of rows alone. Of those left out some attend
-#: across rows or keep a state from one to the next (bloom, doge, falcon, jamba, minimax), others have not been tried.
+#: Model types whose packed rows have, with VARLEN, the same hidden states as single rows. Some missing types attend across rows
+#: or keep a state from row to row (bloom, doge, falcon, jamba, minimax), the rest have not been tried.
 KEPT_APART = {
     "afmoe", "apertus", "arcee", "aria", "aria_text", "biogpt", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v3",
     "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "fuyu", "gemma", "gemma3", "gemma3_text", "gemma4",
@@ -32,25 +32,22 @@ KEPT_APART = {
     "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "seed_oss",
     "smollm3", "smolvlm", "solar_open", "stablelm", "starcoder2",
 }  # fmt: skip
-#: Model types whose code hands its delta rule `cu_seq_lens_q`, a keyword that fla's `chunk_kda` doesn't have (transformers 5.21
-#: to 5.24): with fla and causal-conv1d a packed row gets the state of the row before it, without an error.
+#: Model types whose code passes its delta rule `cu_seq_lens_q`, a keyword that fla's `chunk_kda` lacks (transformers 5.21 to
+#: 5.24): with fla and causal-conv1d a packed row silently gets the state of the previous row.
 DROPS_BOUNDARIES = {"kimi_linear", "bailing_hybrid", "glm5_next"}
 
 
 def choose_packing(
     choices: Choices, card: Card, config: dict[str, Any], data: DataStatistics | None, unpacked: bool, stateful: int
 ) -> Choices:
-    """Resolve packing and attn_implementation. Packing is on where torch's varlen kernel runs, for many short rows.
-
-    `unpacked`: the packed sequences were found not to fit. `stateful`: layers with a state; raises RecipeError where a recipe
-    packs rows all the same.
-    """
+    """Resolve packing and attn_implementation. Raises RecipeError."""
     kind = str(config.get("model_type"))
     state = f"{stateful} layers of this {kind} model pass a state from one packed row to the next" if stateful else None
     if kind in DROPS_BOUNDARIES:
         state = f"transformers' code of {kind} models drops the boundaries of packed rows, so each row sees those before it"
     if state and choices.recipe.packing is True:
         raise RecipeError(f"packing: {state}", "Set packing=false.")
+    # `unpacked`: an earlier attempt found that packed sequences don't fit
     problem = state or _varlen_conflict(config)
     packed, why = _packing(choices, card, problem, data)
     if packed and unpacked:

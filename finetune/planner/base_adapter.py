@@ -1,4 +1,4 @@
-"""The base adapter, from which training continues: its folder, and the settings that a recipe inherits."""
+"""The base adapter that training continues from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from finetune.planner.plan import read_plan
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import requested_formats
 
-#: Settings that an adapter's parameters and their scale follow from.
+#: Settings that decide an adapter's parameters and their scale.
 _SHAPES = ("lora_r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "new_tokens", "trained_embedding_rows")
-#: Values of adapter_config.json under which an adapter is one that is trained here.
+#: Values of adapter_config.json with which this program can train the adapter.
 _PLAIN: dict[str, Any] = {
     "bias": "none", "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None, "rank_pattern": {},
     "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None, "megatron_config": None,
@@ -25,7 +25,7 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class BaseAdapter:
-    """An adapter to continue from: its folder, the settings of its parameters, and its base model by name and revision."""
+    """An adapter to continue from."""
 
     folder: Path
     settings: dict[str, Any]
@@ -33,16 +33,14 @@ class BaseAdapter:
 
 
 def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with the settings of the adapter that it continues from, and a reason for each.
-
-    Raises RecipeError with every setting that is not the adapter's.
-    """
+    """Return the recipe with its base adapter's settings, with reasons. Raises RecipeError for conflicts."""
     if recipe.adapter_name_or_path is None:
         return recipe, {}
     adapter = read_base_adapter(recipe.adapter_name_or_path)
     inherited, problems = {}, {}
     quantised = bool(requested_formats(recipe))
     for name, value in adapter.settings.items():
+        # the recipe names a format, so the adapter's format does not apply
         if name not in _SHAPES and quantised:
             continue
         recipe_value = getattr(recipe, name)
@@ -61,7 +59,7 @@ def inherit_settings(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
 
 
 def read_base_adapter(name: str) -> BaseAdapter:
-    """The adapter in a folder or of a run: one of this program's, or any LoRA adapter of PEFT. Raises RecipeError."""
+    """Read a run's or a PEFT adapter. Raises RecipeError."""
     folder = find_adapter(name)
     try:
         config = read_json(folder / ADAPTER_CONFIG, dict)
@@ -72,14 +70,14 @@ def read_base_adapter(name: str) -> BaseAdapter:
     if plan_path.is_file():
         settings = read_plan(plan_path).settings
         inherited = {name: getattr(settings, name) for name in _SHAPES}
-        # what was trained on quantised weights belongs to them
+        # an adapter trained on quantised weights fits only these weights
         inherited |= {base_format.setting: True for base_format in requested_formats(settings)}
         return BaseAdapter(folder, inherited, settings.model_name_or_path)
     return BaseAdapter(folder, _of_peft(config, name), base_name)
 
 
 def find_adapter(name: str) -> Path:
-    """Return the folder of an adapter: `name`, or the adapter of a run in it or in runs/. Raises RecipeError."""
+    """Return an adapter's folder by path or run name. Raises RecipeError."""
     path = Path(name).expanduser()
     runs = (path, Path("runs") / name)
     for folder in (path, *(run / "adapter" for run in runs)):

@@ -1,4 +1,4 @@
-"""Settings while they are resolved: the recipe's values are kept, every `auto` gets a value and a one-line reason."""
+"""Settings during resolution, each with a one-line reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.settings import AUTO, Recipe, Settings, resolve
 
-#: The reason of a setting that the recipe decides itself.
+#: Reason of a setting that the recipe decides.
 AS_SET = "as the recipe sets it"
 
 
@@ -27,7 +27,7 @@ class Choices:
         return getattr(self.recipe, name) if self.is_set(name) else self.values[name]
 
     def choose(self, name: str, value: Any, reason: str) -> Choices:
-        """Resolve one setting, unless the recipe sets it."""
+        """Resolve one setting, unless the recipe sets a value."""
         if self.is_set(name):
             return self.with_reason(name, AS_SET)
         return replace(self, values={**self.values, name: value}).with_reason(name, reason)
@@ -36,9 +36,8 @@ class Choices:
         return replace(self, reasons={**self.reasons, name: reason})
 
     def open(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the `values` that the recipe leaves open."""
         return {name: value for name, value in values.items() if not self.is_set(name)}
 
     def settings(self, **more: Any) -> Settings:
-        """The recipe with the choices (and `more`) filled in. Raises ValueError when they don't agree, or one is missing."""
+        """Fill in the choices. Raises ValueError for conflicting or missing values."""
         return resolve(self.recipe, **{**self.values, **more})

@@ -1,4 +1,4 @@
-"""Decide whether decoder layers are compiled: where that was tried, and where it pays in a run of this length."""
+"""Decision whether to compile decoder layers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ COMPILED_TYPES = (
     "exaone4", "gemma", "gemma3_text", "granite", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
     "seed_oss", "smollm3",
 )  # fmt: skip
-#: Lowest compute capability that torch's compiler has Triton kernels for (torch/_inductor/scheduler.py).
+#: Lowest compute capability for which torch's compiler has Triton kernels (torch/_inductor/scheduler.py).
 LEAST_CAPABILITY = (7, 0)
 
 
 def why_lean(
     job: Job, choices: Choices, config: dict[str, Any], steps_of: Callable[[int], int | None], strategy: Strategy
 ) -> str:
-    """Return why the strategy's layers are not compiled; empty where compiling can be tried and pays off.
-
-    `steps_of`: micro-batch -> steps of the run.
-    """
+    """Return why a strategy's layers are not compiled; empty if compiling pays off."""
     recipe, card = choices.recipe, job.card
     if recipe.torch_compile != AUTO:
         return AS_SET
@@ -59,12 +56,13 @@ def why_lean(
         return why
     if OPTIMIZERS[strategy.optim].price > OPTIMIZERS[EIGHT_BIT].price and not choices.is_set("optim"):
         return f"{strategy.optim} is taken where memory is too short for it"
+    # the number of steps depends on the micro-batch
     pays, reason = compiling_pays(job, strategy, steps_of(strategy.micro))
     return "" if pays else reason
 
 
 def compiling_pays(job: Job, strategy: Strategy, steps: int | None) -> tuple[bool, str]:
-    """Whether compiled layers save more time in a run of `steps` steps than compiling takes, and the reason."""
+    """Tell whether compiled layers save more time than compiling takes."""
     lean, compiled = (time_step(dataclasses.replace(job, compiled=on), strategy).step_s for on in (False, True))
     if compiled >= lean:
         return False, "by the model of a step it saves no time"

@@ -1,4 +1,4 @@
-"""Settings that don't depend on memory: dtype, adapters, max_length, effective batch size, cadence and run directory."""
+"""Settings that don't depend on memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ USUAL_BATCH = 16
 LENGTH_STEP = 64
 #: max_length when neither the recipe nor the data gives one.
 USUAL_LENGTH = 2048
-#: Tokens of text beside pictures, when the rows have not been read.
+#: Tokens of text beside images, when the rows have not been read.
 TEXT_BESIDE = 512
-#: Tokens of a tile of an MLP, and the longest row that is computed without tiles: two of them.
+#: Tokens per MLP tile, and the longest row computed without tiles: two tiles.
 TILE, LONG_ROW = 4096, 8192
-#: About this many evaluations and checkpoints in a run.
+#: Evaluations and checkpoints of a run, roughly.
 CADENCE = 10
 #: The planner never chooses a limit below this.
 LEAST_LENGTH = 256
@@ -49,7 +49,7 @@ EXCEEDS_FLOAT16 = {
 def choose_basics(
     choices: Choices, card: Card, config: dict[str, Any], shape: ModelShape, data: DataStatistics | None, unpacked: bool = False
 ) -> Choices:
-    """Resolve everything that does not depend on memory. `unpacked`: packed sequences were found not to fit."""
+    """Resolve every setting that does not depend on memory."""
     choices = choices.choose("dtype", *_dtype(card, config)).choose("vision", False, "no row has a picture")
     pixels = "pictures keep their size" if choices.value("vision") else "no row has a picture"
     choices = choices.choose("max_pixels", None, pixels)
@@ -61,6 +61,7 @@ def choose_basics(
     saved = "about half the saved activations, for the same computation up to rounding"
     choices = choices.choose("lean_layers", not why, f"they do not work with {why}" if why else saved)
     choices = choices.choose("mlp_tile_tokens", *_tile(choices, data))
+    # the search decides later, by forecasts of compiled layers
     choices = choices.choose("torch_compile", False, "not tried")
     if choices.recipe.precompute_ref_log_probs == AUTO:
         choices = choices.choose("precompute_ref_log_probs", *_precomputes(choices, data))
@@ -86,12 +87,13 @@ def _dtype(card: Card, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def float16_risk(config: dict[str, Any]) -> tuple[bool, str]:
-    """Return whether the model exceeds float16's range, and how; no text for a model published in float16 or float32."""
+    """Return whether the model exceeds float16's range, and how."""
     parts = (config, config.get("text_config") or {})
     for part in parts:
         if source := EXCEEDS_FLOAT16.get(str(part.get("model_type")).removesuffix("_text")):
             return True, f"{part['model_type']} exceeds its range ({source})"
     dtypes = {part.get(key) for part in parts for key in ("dtype", "torch_dtype")} - {None}  # none in the catalogue
+    # no text for models published in float16 or float32
     return False, "models published in bfloat16 may exceed its range" if dtypes <= {"bfloat16"} else ""
 
 
@@ -155,7 +157,6 @@ def _choose_length(choices: Choices, shape: ModelShape, data: DataStatistics | N
 
 
 def _batch(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
-    """The effective batch size: the product of the recipe's micro-batch and accumulation, or about 16."""
     recipe = choices.recipe
     parts = [part for part in (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) if part != AUTO]
     unit = recipe.launch.num_processes * math.prod(parts)
@@ -173,7 +174,7 @@ def _batch(choices: Choices, data: DataStatistics | None) -> tuple[int, str]:
 
 
 def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | None) -> Choices:
-    """Evaluation and checkpoint steps from the run's optimizer steps; None when the rows are unknown."""
+    """Resolve evaluation and checkpoint steps."""
     every = max(1, math.ceil(steps / CADENCE)) if steps else 100
     about = f"about {CADENCE} times in {steps:,} steps" if steps else "every 100 steps until the number of rows is known"
     evaluates = data is None or not data.rows or data.eval_rows > 0
@@ -186,7 +187,7 @@ def choose_cadence(choices: Choices, steps: int | None, data: DataStatistics | N
 
 
 def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> int | None:
-    """Optimizer steps of the run: the last, smaller batch of an epoch counts as a step; None when the rows are unknown."""
+    """Return the run's optimizer steps; None if the rows are unknown."""
     recipe = choices.recipe
     if recipe.max_steps is not None:
         return recipe.max_steps
@@ -195,11 +196,12 @@ def total_steps(choices: Choices, micro: int, data: DataStatistics | None) -> in
     sequences = math.ceil(data.total_tokens / choices.value("max_length")) if choices.value("packing") else data.rows
     processes = recipe.launch.num_processes
     accumulation = choices.value("effective_batch_size") // (processes * micro)
+    # the last, smaller batch of an epoch counts as a step
     return math.ceil(recipe.num_train_epochs * math.ceil(math.ceil(math.ceil(sequences / processes) / micro) / accumulation))
 
 
 def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
-    """The chosen max_length, then shorter ones if the recipe leaves it open and allows losing long rows."""
+    """Return the chosen max_length, then shorter limits if rows may be lost."""
     first: int = choices.value("max_length")
     keeps_rows = data is not None and bool(data.lengths) and choices.recipe.excess_length == "raise"
     if choices.is_set("max_length") or keeps_rows:
@@ -209,7 +211,7 @@ def open_lengths(choices: Choices, data: DataStatistics | None) -> list[int]:
 
 
 def with_length(choices: Choices, length: int, data: DataStatistics | None) -> Choices:
-    """Resolve max_length to a shorter limit; the reason says what that costs."""
+    """Resolve max_length to a shorter limit."""
     first = choices.value("max_length")
     if length == first:
         return choices
@@ -220,12 +222,12 @@ def with_length(choices: Choices, length: int, data: DataStatistics | None) -> C
 
 
 def batches_of(choices: Choices, data: DataStatistics | None) -> Batches:
-    """Micro-batches under the chosen max_length."""
+    """Return micro-batches under the chosen max_length."""
     return Batches(choices.value("max_length"), choices.value("packing"), data)
 
 
 def length_costs(batches: Batches) -> tuple[LengthCost, ...]:
-    """Other values of max_length: rows and tokens dropped."""
+    """Return the cost of other values of max_length."""
     lengths = batches.data.lengths if batches.data else ()
     if not lengths:
         return ()

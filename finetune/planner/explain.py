@@ -1,4 +1,4 @@
-"""A one-line reason for each memory setting: bytes and time saved or spent vs the next simpler or stronger choice."""
+"""A one-line reason for each memory setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFLOAD_LABELS = {"cpu": "offloaded", "nvme": "offloaded to a file"}
 
 
 class Comparison:
-    """The chosen strategy against others with one setting changed."""
+    """The chosen strategy against strategies with one setting changed."""
 
     def __init__(self, search: Search, chosen: EvaluatedStrategy) -> None:
         from finetune.planner.resources import layer_copies_of  # here: imports stay at most ten deep
@@ -35,7 +35,7 @@ class Comparison:
         self.copies = layer_copies_of(search.timing(self.strategy), chosen.forecast, search.job.card)
 
     def against(self, **change: Any) -> str:
-        """Compare the chosen strategy with another, changed by `change`: `saves 4.2 GiB and costs 31% of time`."""
+        """Compare with a changed strategy: `saves 4.2 GiB and costs 31% of time`."""
         other = dataclasses.replace(self.strategy, **change)
         saved = self.high_bytes(**change) - self.chosen.forecast.peak_high_bytes
         slower = self.search.timing(self.strategy).step_s / self.search.timing(other).step_s - 1
@@ -44,7 +44,6 @@ class Comparison:
         return f"{memory} and {time}" if abs(slower) >= 0.005 else f"{memory} at the same speed"
 
     def fits(self, **change: Any) -> bool:
-        """Whether the strategy with `change` would fit, by forecast or scaled estimate."""
         return self.high_bytes(**change) <= self.search.budget_bytes
 
     def high_bytes(self, **change: Any) -> int:
@@ -54,7 +53,7 @@ class Comparison:
 def explain_strategy(
     choices: Choices, search: Search, chosen: EvaluatedStrategy, fastest: EvaluatedStrategy | None = None
 ) -> Choices:
-    """Resolve the memory settings to the chosen strategy, each with its reason. `fastest`: a faster strategy that fits."""
+    """Resolve the memory settings to the chosen strategy, with reasons."""
     job, strategy = search.job, chosen.strategy
     compare = Comparison(search, chosen)
     values = strategy.settings(job.batch, job.world)
@@ -74,10 +73,12 @@ def explain_strategy(
         reasons[name] += f"; {price}"
     for name, reason in reasons.items():
         choices = choices.choose(name, values[name], reason)
+    # formats of linear layers leave fused experts in 16 bit
     if (base := strategy.base).setting and job.shape.experts and not base.experts:
         experts = f"; experts stay 16-bit: {base.label} is for linear layers; {NF4.setting} quantises experts, too"
         choices = choices.with_reason(base.setting, choices.reasons[base.setting] + experts)
     samples: tuple[int, str] = USUAL_SAMPLES, "shows how answers change during training"
+    # generation moves every offloaded layer for each token
     if compare.copies:
         samples = 0, f"each token of an answer would move {compare.copies.summary_per_token}"
     choices = choices.choose("sample_answers", *samples)
@@ -172,10 +173,11 @@ def _explain_micro(compare: Comparison) -> str:
 def alternatives(
     search: Search, chosen: EvaluatedStrategy, step_time_factor: float, choices: Choices
 ) -> tuple[Alternative, ...]:
-    """Every forecast strategy: the chosen one first, whose own forecast may be of compiled layers, then by step time."""
+    """Return every forecast strategy, the chosen first, by step time."""
     times_known = knows_rates(search.job.card)
     chosen_values = _values_of(chosen, chosen, search.job, choices)
     rows = []
+    # the chosen forecast may be of compiled layers, while the search's is not
     of_chosen = search.lookup(chosen.strategy)
     for candidate in (chosen if other is of_chosen else other for other in search.evaluated):
         timing, values = search.timing(candidate.strategy), _values_of(candidate, chosen, search.job, choices)
@@ -207,7 +209,7 @@ def _values_of(candidate: EvaluatedStrategy, chosen: EvaluatedStrategy, job: Job
 
 
 def describe(strategy: Strategy, job: Job) -> str:
-    """A strategy as a short summary."""
+    """Summarise a strategy."""
     steps = job.batch // (job.world * strategy.micro)
     optim = "" if OPTIMIZERS[strategy.optim].price == 1 else f", {strategy.optim}"
     table = ", input embedding offloaded" if strategy.host_table else ""

@@ -1,4 +1,4 @@
-"""Measurements of earlier runs on a card, kept in the cache: step time vs the speed model, bytes vs the forecast."""
+"""Measurements of earlier runs, kept in the cache."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from finetune.planner.run_time import MeasuredRun
 from finetune.settings.base_formats import base_format_of
 
 FILE = "history.jsonl"
-#: Runs kept for each card; older ones are dropped.
+#: Runs kept per card, newest.
 KEPT = 20
-#: A speed factor outside these bounds has another cause, such as a shared card; it is clamped.
+#: Clamp of the speed factor: beyond these bounds the cause is elsewhere, such as a shared GPU.
 LEAST_FACTOR, MOST_FACTOR = 0.3, 5.0
 #: Figures of a row as forecast and as measured.
 _COMPARED = ("allocated_bytes", "reserved_bytes", "segments", "context_bytes", "other_processes_bytes", "card_used_bytes")
-#: Memory whose errors change later plans: on a GPU allocated and reserved, on a CPU the process.
+#: Memory whose errors change later plans: allocated and reserved on a GPU, the process on a CPU.
 _ERRORS = ("allocated", "reserved", "process")
-#: Columns of a row that leaves this machine: no name of a model, file or person.
+#: Columns that may leave this machine: no name of a model, file or person.
 _SHARED = (
     "total_bytes", "num_processes", "driver", "torch", "model_type", "parameters", "base", "rows", "max_length",
     *(f"{kind}_{name}" for name in _COMPARED for kind in ("forecast", "measured")), "modelled_step_s", "measured_step_s",
@@ -35,22 +35,21 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class History:
-    """`speed_factor`: median of measured / modelled step time, None when never measured. `measured_runs`: whole runs.
-
-    `allocated_errors`: measured / forecast allocated bytes - 1 of each run, oldest first; `process_errors`: of a CPU's process;
-    `reserved_errors`: of reserved bytes.
-    """
+    """Measurements of earlier runs on one card."""
 
     runs: int = 0
+    #: Median of measured / modelled step time; None if never measured.
     speed_factor: float | None = None
+    #: Measured / forecast bytes - 1 of each run, oldest first; `process_errors` of a CPU's process.
     allocated_errors: tuple[float, ...] = ()
     process_errors: tuple[float, ...] = ()
     reserved_errors: tuple[float, ...] = ()
+    #: Runs measured from start to end.
     measured_runs: tuple[MeasuredRun, ...] = ()
 
     @property
     def worst_excess(self) -> float:
-        """Largest relative excess of a run over its forecast; 0 when there was none."""
+        """Largest relative excess of allocated bytes over the forecast."""
         return max((*self.allocated_errors, 0.0))
 
     def summary(self, card_name: str) -> str:
@@ -66,10 +65,9 @@ class History:
 def record_run(
     plan: Plan, check: ForecastCheck, *, step_s: float | None, train_s: float | None = None, load_s: float | None = None
 ) -> None:
-    """Record a run's measurements and its plan's figures. Raises OSError when the cache can't be written.
+    """Record a run's measurements and its plan's figures. Raises OSError.
 
-    `step_s` is the median step time without the first steps; `train_s` and `load_s` are of a whole run in one go.
-    Figures that are unknown are null.
+    `train_s` and `load_s`: only of a run without interruption.
     """
     settings, driver = plan.settings, None
     with contextlib.suppress(nvidia.DriverError):
@@ -79,6 +77,7 @@ def record_run(
         "total_bytes": plan.card.total_bytes, "num_processes": settings.launch.num_processes, "driver": driver,
         "torch": version("torch"), "model_type": plan.model_type, "parameters": plan.parameters,
         "rows": settings.per_device_train_batch_size, "max_length": settings.max_length,
+        # the median without the first steps, which warm up
         "modelled_step_s": plan.modelled_step_s, "measured_step_s": step_s,
         **{f"forecast_{name}": getattr(check, f"predicted_{name}") for name in _COMPARED},
         **{f"measured_{name}": getattr(check, f"measured_{name}") for name in _COMPARED},
@@ -96,8 +95,9 @@ def record_run(
 
 
 def read_history(card_name: str, rates_measured_at: str = "") -> History:
-    """The measurements of earlier runs on this card; empty when there were none. Times count only with the same rates."""
+    """Return earlier runs' measurements on this card."""
     rows = [row for row in _rows() if row["card"] == card_name][-KEPT:]
+    # times count only with the same rates
     timed = [row for row in rows if row.get("rates_measured_at", "") == rates_measured_at]
 
     def ratios(rows: list[dict[str, Any]], measured: str, expected: str) -> list[float]:
@@ -117,7 +117,7 @@ def read_history(card_name: str, rates_measured_at: str = "") -> History:
 
 
 def shared_rows() -> list[dict[str, Any]]:
-    """Figures of the newest run of each GPU and model, without names of models and paths; null where unknown."""
+    """Return figures of the newest run per GPU and model, without model names and paths."""
     newest = {(row["card"], str(row.get("model"))): row for row in _rows() if row["card"] != "cpu"}
     return [{"gpu": row["card"], **{name: row.get(name) for name in _SHARED}} for row in newest.values()]
 
@@ -134,7 +134,6 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _is_figure(entry: tuple[str, Any]) -> bool:
-    """Whether a measured or forecast value can be computed with; True for other entries."""
     name, value = entry
     is_measured = name.startswith(("measured_", "forecast_", "modelled_"))
     return not is_measured or value is None or (type(value) in (int, float) and 0 <= value < 1e30)

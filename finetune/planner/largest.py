@@ -1,4 +1,4 @@
-"""The largest value of one setting with which a recipe's plan fits: a search over plans, each by its forecast."""
+"""The largest value of one setting that fits."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from finetune.recipe.load import NO_DATASET
 from finetune.settings import AUTO, Recipe, resolved
 from finetune.settings.base_formats import BITS_16, NF4, QUANTISED
 
-#: Multiples of a step that are tried, up to a limit: where a model's configuration names none, up to 2**20 tokens.
+#: Step of the tried values, their limit, and its name; max_length goes up to 2**20 if the model's configuration has no limit.
 RANGES: dict[str, tuple[int, Callable[[ModelShape], int], str]] = {
     "max_length": (256, lambda shape: shape.max_positions or 2**20, "the model's own limit"),
     "lora_r": (8, lambda shape: shape.hidden, "the model's width"),
     "per_device_train_batch_size": (1, lambda _: 512, "the largest that is tried"),
 }
-#: Bytes that neither weights nor adapters have: context and activations take at least so much.
+#: Least bytes of CUDA context and activations.
 LEAST_OTHER_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest `value` of a setting that fits, with its plan; 0 and the plan of the least value when that does not.
-
-    `too_large`: the next value, which may not fit; None where `value` is the `limit`. `overrides` set the value. Values
-    of `model` are names of the catalogue.
-    """
+    """The largest value of a setting that fits, with its plan."""
 
     setting: str
+    #: The name of a catalogue model for setting `model`; 0 if no value fits, with the least value's plan.
     value: int | str
+    #: The next value, which may not fit; None where `value` is the `limit`.
     too_large: int | str | None
     limit: str
+    #: Set the value.
     overrides: tuple[str, ...]
     plan: Plan
 
@@ -58,10 +57,7 @@ class Largest:
 def plan_largest(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], setting: str, progress: Progress = lambda _: None
 ) -> Largest:
-    """Return the largest value of a setting that fits, with its plan. For `max_length` rows are read only for their images.
-
-    Raises PackagesError and RecipeError.
-    """
+    """Plan the largest value of a setting. Raises PackagesError and RecipeError."""
     recipe, renamed, reasons = prepared(recipe)
     read = rows(recipe) if setting not in ("max_length", "model") or _may_have_pictures(recipe) else RowsRead()
     if setting == "model":
@@ -82,7 +78,7 @@ def plan_largest(
 def _may_have_pictures(recipe: Recipe) -> bool:
     try:
         return recipe.dataset.path == NO_DATASET or "vision_config" in read_config(recipe)
-    except ModelError:  # `model` is searched whether that of the recipe is here or not
+    except ModelError:  # a search for a model does not need the recipe's model
         return False
 
 
@@ -90,22 +86,20 @@ def find_largest(
     recipe: Recipe, card: Card, setting: str, data: DataStatistics | None = None, *, forecaster: MakeForecast | None = None,
     progress: Progress = lambda _: None,
 ) -> Largest:  # fmt: skip
-    """Return the largest value of `setting` that fits, by bisection: a larger value never takes less memory.
-
-    `max_length` is planned for rows of `max_length` tokens, with the images of `data`. Raises RecipeError for another setting,
-    and when the recipe can't be planned.
-    """
+    """Bisect for the largest value that fits. Raises RecipeError."""
     if setting not in RANGES:
         raise RecipeError(
             f"--largest {setting}: the largest value is found of {', '.join(RANGES)}, model", "Name one of these."
         )
     step, most_of, limit = RANGES[setting]
+    # max_length is planned for rows of max_length tokens, with the images of `data`
     data = data and data.only_pictures if setting == "max_length" else data
 
     def changes(value: int) -> dict[str, Any]:
         one_step = {"gradient_accumulation_steps": 1, "effective_batch_size": value * recipe.launch.num_processes}
         return {setting: value, **(one_step if setting == "per_device_train_batch_size" else {})}
 
+    # a larger value never takes less memory
     plan, fitting, failing = None, 0, most_of(shape_of(read_config(recipe), recipe)) // step + 1
     most = tried = failing - 1  # where the limit itself fits, one plan is the answer
     while failing - fitting > 1:
@@ -124,10 +118,8 @@ def find_largest(
 def find_largest_model(
     recipe: Recipe, card: Card, *, forecaster: MakeForecast | None = None, progress: Progress = lambda _: None
 ) -> Largest:
-    """Return the catalogue's largest model that fits, planned for rows of max_length: another model has another tokenizer.
-
-    Layers are offloaded only if the recipe asks for it. Raises CommandError when no model fits.
-    """
+    """Return the catalogue's largest model that fits. Raises CommandError."""
+    # offload layers only if the recipe says so
     changes = {"layer_offloading": False} if recipe.layer_offloading == AUTO else {}
     _, budget = choose_budget(Choices(recipe), card)
     may_be_quantised = any(getattr(recipe, base_format.setting) is not False for base_format in QUANTISED)
@@ -143,6 +135,7 @@ def find_largest_model(
             if changes and shape_of(read_config(other), other).weight_bytes(smallest_format) > budget - LEAST_OTHER_BYTES:
                 continue
             progress(f"planning {name}")
+            # no rows: another model has another tokenizer
             plan = plan_if_fits(other, card, None, forecaster)
         except (FinetuneError, ValueError):  # named layers that this model doesn't have, a row longer than its limit
             continue

@@ -1,4 +1,4 @@
-"""Memory per card under DDP, FSDP and DeepSpeed ZeRO-3, for a plan that does not fit on one card."""
+"""Memory per card under DDP, FSDP and DeepSpeed ZeRO-3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune.settings.base_formats import NF4, base_format_of, switches
 from finetune.settings.compatibility import NOT_REENTRANT
 from finetune.settings.optimizers import FUSED, OPTIMIZERS
 
-#: The strategies compared: the name shown, and its `launch` settings.
+#: Compared strategies: name, and `launch` settings.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ddp", {"strategy": "ddp"}),
     ("fsdp", {"strategy": "fsdp"}),
@@ -27,13 +27,11 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
 def needs_of_each_card(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecasts: Callable[[Settings], Forecast]
 ) -> ManyCards | None:
-    """Bytes per card in each of STRATEGIES with the plan's `settings`, on the recipe's number of cards or the fewest above one.
-
-    None when the effective batch can't be divided.
-    """
+    """Return the bytes per card in each of STRATEGIES; None if the effective batch can't be divided."""
     cards = settings.launch.num_processes
     if cards == 1:
         batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+        # the fewest above one
         cards = next((count for count in range(2, batch + 1) if batch % count == 0), 0)
     if not cards:
         return None
@@ -41,6 +39,7 @@ def needs_of_each_card(
     for name, launch in STRATEGIES:
         changes = _changes(launch, cards, settings)
         typed = {f"launch.{key}": value for key, value in {"num_processes": cards, **launch}.items()}
+        # show only changes of settings that the recipe sets otherwise
         typed |= {key: value for key, value in changes.items() if key != "launch" and getattr(recipe, key) not in (AUTO, value)}
         row = CardNeeds(name, as_overrides(typed))
         try:
@@ -48,7 +47,8 @@ def needs_of_each_card(
         except FinetuneError as error:  # e.g. a checkpoint stored in a format that can't be sharded
             rows.append(replace(row, cost=str(error)))
             continue
-        processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1  # the others count all
+        # other strategies' host_bytes count all ranks
+        processes = cards // settings.launch.num_machines if launch["strategy"] == "ddp" else 1
         rows.append(replace(
             row, load_bytes=forecast.peaks["load"], train_bytes=forecast.peaks["train"],
             peak_high_bytes=forecast.peak_high_bytes, host_bytes=processes * forecast.host_bytes,

@@ -1,7 +1,4 @@
-"""Plan: every setting resolved, with its reason, the forecast and the verdict. A frozen value.
-
-`as_json` is the content of plan.json and of `finetune plan --json`; docs/plan-json.md is made from these types.
-"""
+"""The plan as a frozen value; docs/plan-json.md is generated from these types."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ from finetune.settings.methods import has_kl
 from finetune.settings.vision import Sizes
 from finetune.units import format_bytes, format_seconds, gib
 
-#: Version of plan.json, raised with each field that leaves or changes its type.
+#: Version of plan.json, raised when a field is removed or changes its type.
 VERSION = 3
 
 
 class Verdict(StrEnum):
-    """Whether the plan fits its budget, and how slow it is: the words of plan.json, the terminal and the page."""
+    """Whether the plan fits its budget, and how slow it is."""
 
     FITS = "fits"
     SLOW = "fits, slow"
@@ -47,7 +44,6 @@ class Verdict(StrEnum):
 
     @property
     def level(self) -> str:
-        """How good that is, for its colour: ok, warn, bad or unknown."""
         return {Verdict.FITS: "ok", Verdict.NO_FIT: "bad", Verdict.UNKNOWN: "unknown"}.get(self, "warn")
 
 
@@ -61,14 +57,13 @@ VERDICTS = {
 
 
 def verdict_of(forecast: Forecast, budget_bytes: int, target: object = None) -> Verdict:
-    """Fits if the forecast's upper end is within the budget, tight if only its likely peak or a replay of the allocator is.
-    `target`: of offloaded layers, `cpu` or `nvme`."""
+    """Judge by the upper end, then by the likely peak or a replay of the allocator."""
     if forecast.peak_high_bytes <= budget_bytes:
         return Verdict.SLOW if target == "cpu" else Verdict.VERY_SLOW if target == "nvme" else Verdict.FITS
     return Verdict.TIGHT if forecast.peak_bytes <= budget_bytes or forecast.at_limit else Verdict.NO_FIT
 
 
-#: Rows of which DataStatistics knows the trained tokens; no micro-batch of one GPU has more.
+#: Rows whose trained tokens DataStatistics knows; no micro-batch of one GPU has more.
 MOST_ROWS = 256
 
 
@@ -81,27 +76,26 @@ class DataStatistics:
     total_tokens: int
     trained_tokens: int
     lengths: tuple[int, ...] = ()  # sorted, one per row; empty: rows not read, max_length is assumed
-    most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with most of them, from the largest
+    most_trained: tuple[int, ...] = ()  # trained tokens of the MOST_ROWS rows with the most, descending
     densest_trained_share: float = 1.0  # largest share of trained tokens in a row
     eval_total_tokens: int = 0
     eval_longest: int = 0  # tokens of the longest held-out row
     eval_most_trained: tuple[int, ...] = ()  # as most_trained, of the held-out rows
-    longest_mismatched: int = 0  # the longest prompt and the longest answer together; 0: not known
-    pictures: Sizes = ()  # width and height of those of the row with most pixels, after max_pixels
-    eval_pictures: Sizes = ()  # of the held-out row with most
+    longest_mismatched: int = 0  # longest prompt plus longest answer; 0: unknown
+    pictures: Sizes = ()  # width and height, of the row with most pixels, after max_pixels
+    eval_pictures: Sizes = ()  # of the held-out row with most pixels
     picture_tokens: tuple[int, ...] = ()  # tokens of each of `pictures`
     most_pixels: int = 0  # of the largest picture of all rows, before max_pixels
-    usual_pictures: Sizes = ()  # of the row nearest to the mean pixel values of those with pictures
-    picture_share: float = 1.0  # mean pixel values of all rows, of that row's
+    usual_pictures: Sizes = ()  # of the row closest to the mean pixel values of rows with images
+    picture_share: float = 1.0  # mean pixel values of all rows, relative to the row of `usual_pictures`
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest row; None when no rows were read."""
         return self.lengths[-1] if self.lengths else None
 
     @property
     def pictures_summary(self) -> str:
-        """The pictures of the row with most pixels, and their tokens: `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
+        """E.g. `2 pictures of 1,024 x 1,024, 1,024 tokens each`."""
         kinds = Counter(zip(self.pictures, self.picture_tokens, strict=True))
         parts = []
         for ((width, height), tokens), count in kinds.items():
@@ -119,7 +113,7 @@ class DataStatistics:
         )  # fmt: skip
 
     def row_shape(self, settings: Settings, tokens: int) -> RowShape:
-        """The largest micro-batches of these settings, whose longest training row has `tokens` tokens."""
+        """Return the largest micro-batches, with `tokens` tokens in the longest row."""
         packed = settings.packing
         share = self.trained_share_of(settings.per_device_train_batch_size, tokens, packed=packed)
         shape = RowShape(tokens, share, pictures=self.pictures, eval_pictures=self.eval_pictures if self.pictures else ())
@@ -134,14 +128,14 @@ class DataStatistics:
         return replace(shape, eval_tokens=longest, eval_trained_share=share)
 
     def trained_share_of(self, rows: int, tokens: int, *, packed: bool) -> float:
-        """Largest share of `rows` x (`tokens` - 1) positions that count in the loss of a micro-batch; 1 when it is unknown."""
+        """Return the largest share of `rows` x (`tokens` - 1) positions that count in the loss."""
         if packed or not self.most_trained:
             return self.densest_trained_share if self.lengths else 1.0
         return _share(self.most_trained, self.rows, rows, tokens)
 
     @cached_property
     def cumulative_lengths(self) -> list[tuple[int, int]]:
-        """Return each length once, in order, with the number of rows up to this length."""
+        """Each length with the number of rows up to this length."""
         counts = sorted(Counter(self.lengths).items())
         return list(zip((length for length, _ in counts), accumulate(count for _, count in counts), strict=True))
 
@@ -162,8 +156,7 @@ class DataProblem:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that was forecast. `overrides` give exactly this plan (every setting the recipe leaves open); `differs` has
-    the overrides that differ from the chosen plan."""
+    """A forecast strategy. `overrides` reproduce this plan; `differs` has the overrides that differ from the chosen plan."""
 
     plan: str
     peak_bytes: int
@@ -178,7 +171,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change to the recipe that saves memory: override, bytes saved, the forecast's upper end after it, and its cost."""
+    """A change to the recipe that saves memory, and its cost. `peak_bytes`: the new upper end."""
 
     override: str
     saves_bytes: int
@@ -207,7 +200,7 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class ResourceCheck:
-    """Host memory or disk: bytes needed, bytes free (None: unknown), and whether that is enough."""
+    """Host memory or disk: bytes needed, bytes free (None: unknown), and whether they suffice."""
 
     what: str
     needs_bytes: int
@@ -217,13 +210,12 @@ class ResourceCheck:
 
 @dataclass(frozen=True)
 class LayerCopies:
-    """What layer offloading holds and moves: `weight_bytes` of `layers` of `of_layers` decoder layers are in `place`, `cpu`
-    (host memory) or `nvme` (a file). `pinned_bytes`: pinned host memory of the step.
+    """Copies of layer offloading. `weight_bytes` of `layers` out of `of_layers` decoder layers are in `place`: `cpu` (host
+    memory) or `nvme` (a file).
 
-    `moved_bytes_per_step` are copied to the card in an optimizer step, at `copied_bytes_per_s` (assumed of the card's link, for
-    nvme of the drive until a run has measured it). Seconds of arithmetic and of copies of a step's forward and backward passes,
-    which take place at the same time: the longer ones count, and the card waits for `waiting_s`. None where the rates of the
-    card are unknown.
+    `pinned_bytes`: pinned host memory of a step. `moved_bytes_per_step` are copied to the GPU at `copied_bytes_per_s`: assumed
+    for the GPU's link, and for a drive until a run has measured the drive. Arithmetic and copies of a pass overlap; the GPU
+    waits for `waiting_s`. Seconds: None where the GPU's rates are unknown.
     """
 
     place: str
@@ -255,7 +247,6 @@ class LayerCopies:
 
     @property
     def summary_per_token(self) -> str:
-        """Bytes that generating one token copies, and its seconds."""
         return f"{format_bytes(self.weight_bytes)}: about {self.weight_bytes / self.copied_bytes_per_s:.1f} s"
 
     @property
@@ -264,7 +255,7 @@ class LayerCopies:
 
     @property
     def summary(self) -> str:
-        """`moves 256 GiB a step behind 124 s of arithmetic`, and the time for which the card waits."""
+        """E.g. `moves 256 GiB a step behind 124 s of arithmetic`, and how long the GPU waits."""
         moved = f"moves {format_bytes(self.moved_bytes_per_step)} a step"
         if self.computing_s is None or self.waiting_s is None:
             return f"{moved}; for how long the card waits is not known"
@@ -274,9 +265,10 @@ class LayerCopies:
 
 @dataclass(frozen=True)
 class CardNeeds:
-    """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes` are allocated peaks,
-    `peak_high_bytes` the upper end for the whole card, `host_bytes` per machine. None where the strategy can't be used; `cost`
-    says why."""
+    """Memory per card under a launch strategy, chosen with `override`. `load_bytes` and `train_bytes`: allocated peaks.
+    `peak_high_bytes`: upper end for the whole card. `host_bytes`: per machine. None if the strategy can't be used; `cost` says
+    why.
+    """
 
     strategy: str
     override: str
@@ -290,7 +282,7 @@ class CardNeeds:
 
 @dataclass(frozen=True)
 class ManyCards:
-    """Memory per card on `cards` cards with `budget_bytes` each, by launch strategy."""
+    """Memory per card on `cards` cards with `budget_bytes` each."""
 
     cards: int
     budget_bytes: int
@@ -299,16 +291,13 @@ class ManyCards:
 
 @dataclass(frozen=True)
 class Plan:
-    """Recipe + card + dataset statistics. The same inputs give the same plan.
+    """Settings, reasons, forecast and verdict. The same inputs give the same plan.
 
-    `budget_bytes`: the card's memory that the run may take. `headroom_bytes`: budget less the forecast's upper end, negative
-    when it does not fit. `modelled_step_s`: the speed model's step time before correction by earlier runs; `modelled_gpu_s`:
-    the GPU's part. `shortfall`: the bytes missing when the plan does not fit. `length_costs`: costs of other max_lengths.
-    `checks`: host memory and disk needed. `many_cards`: memory per card, when one card is too small or the launch shards the
-    model. `data_problem`: why a run would refuse the rows. `layer_copies`: what layer offloading holds and moves; None without
-    it. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: its length by
+    `headroom_bytes`: budget less the forecast's upper end, negative if the plan does not fit. `modelled_step_s`: step time
+    before correction by earlier runs; `modelled_gpu_s`: the GPU's part. `many_cards`: memory per card, if one card is too small
+    or the launch shards the model. `data_problem`: why a run would refuse the rows. `layer_copies`: None without layer
+    offloading. `workload_s`: the run by the speed model, in arbitrary units if the GPU's rates are unknown. `run_time`: by
     earlier runs on this machine. `cost`: None without price_per_hour. `base_folder`: absolute path of a local base model.
-    `model_type` and `parameters` are the base model's.
     """
 
     settings: Settings
@@ -339,17 +328,16 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `finetune plan`, as of a run that is refused before it starts.
-
-        4 for rows that it would refuse; else 3 when the plan does not fit, or torch can't use this machine's card; else 0.
-        """
+        """Exit code of `finetune plan`: 4 for rows that a run would refuse, 3 for a plan or GPU, else 0."""
         if self.data_problem:
             return DataError.exit_code
+        # the card's problem: torch can't use this machine's GPU
         return DoesNotFit.exit_code if self.verdict == Verdict.NO_FIT or self.card.problem else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The content of plan.json: settings under `plan`, without the lengths of the rows."""
+        """Return the content of plan.json."""
         values: dict[str, Any] = to_json(self)
+        # one entry per row of the data
         settings = values.pop("settings")
         if values["data"]:
             for name in ("lengths", "most_trained", "eval_most_trained"):
@@ -358,7 +346,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read back what `as_json` wrote. Raises ValueError when it is damaged or of another format."""
+        """Read the output of `as_json`. Raises ValueError."""
         if values.get("version") != VERSION:
             raise ValueError(f"plan format {values.get('version')}; this version reads format {VERSION}")
         return from_json(cls, {**values, "settings": values.get("plan")})
@@ -372,7 +360,6 @@ class Plan:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of the card that the run may take, with the CUDA context."""
         return self.card.free_bytes if self.budget_bytes is None else self.budget_bytes
 
     def with_note(self, note: str) -> Plan:
@@ -382,7 +369,7 @@ class Plan:
 
 
 def plan_was_edited(path: Path) -> bool:
-    """Whether a plan.json is another than this program wrote; False without one."""
+    """Tell whether plan.json was edited."""
     try:
         return is_damaged(path.read_bytes())
     except OSError:
@@ -390,7 +377,7 @@ def plan_was_edited(path: Path) -> bool:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan of a run, with the present path of a local base model. Raises RecipeError when plan.json is damaged."""
+    """Read a run's plan. Raises CommandError."""
     try:
         plan = Plan.from_json(read_json(path, dict, may_be_edited=True))
     except (OSError, ValueError) as error:
@@ -401,8 +388,9 @@ def read_plan(path: Path) -> Plan:
     if plan.base_folder is None:
         return plan
     last_path, run_path = Path(plan.base_folder), path.parent.absolute()
-    as_given = Path(os.path.expanduser(plan.settings.model_name_or_path))  # noqa: PTH111 - of an unknown user it stays
-    folders = (last_path, as_given, *(folder / as_given for folder in (run_path, *run_path.parents)))  # a project may move
+    as_given = Path(os.path.expanduser(plan.settings.model_name_or_path))  # noqa: PTH111 - keeps ~ of an unknown user
+    # a local base model may have moved with its project
+    folders = (last_path, as_given, *(folder / as_given for folder in (run_path, *run_path.parents)))
     base_path = next((folder.absolute() for folder in folders if (folder / "config.json").is_file()), None)
     if base_path == as_given.absolute():
         return plan
@@ -410,5 +398,5 @@ def read_plan(path: Path) -> Plan:
 
 
 def as_overrides(values: dict[str, Any]) -> str:
-    """Settings in the form key=value, to type."""
+    """Format settings as key=value."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items())

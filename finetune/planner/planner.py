@@ -1,4 +1,4 @@
-"""Make the plan: recipe + card + data statistics -> the fastest settings that fit, with reasons, forecast and verdict."""
+"""Make the plan: the fastest settings that fit."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from finetune.settings.base_formats import NF4
 from finetune.settings.compatibility import is_sharded
 from finetune.settings.methods import METHODS, method_of
 
-#: A plan is faster than another if its step takes less than this share; so many are forecast to find the fastest.
+#: A strategy counts as faster below this share of the step time; most strategies forecast to find the fastest.
 MATTERS, MOST_FASTER = 0.995, 3
-#: Forecasts of compiled layers until one fits: each takes seconds.
+#: Most forecasts of compiled layers until one fits; each takes seconds.
 MOST_COMPILED = 3
 #: The note on a plan that is tight by a replay of the allocator.
 AT_LIMIT = "by a replay of its allocator, torch stays within the budget by giving cached blocks back; each time the card waits"
-#: `make_forecast`, or another with its signature.
+#: `make_forecast`, or a function with its signature.
 MakeForecast = Callable[..., Forecast]
 
 
@@ -72,17 +72,15 @@ def make_plan(
     card: Card,
     data: DataStatistics | None,
     *,
+    # replaces the dry run
     forecaster: MakeForecast | None = None,
     progress: Progress | None = None,
+    # also forecast neighbours, with one setting changed; `show` gets a plan that fits before that
     compare: bool = False,
     show: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Resolve every `auto` of the recipe for this card and data. Raises RecipeError when the recipe can't be planned.
-
-    `progress` gets a line for each step; `forecaster` replaces the dry run. `compare`: unless the plan does not fit, also
-    forecast its neighbours (one setting changed); `show` gets a plan that fits before that. The same inputs, including earlier
-    measurements on the card, give the same settings.
-    """
+    """Resolve every `auto` of the recipe for this GPU and data. Raises RecipeError."""
+    # the same inputs, including earlier measurements on the GPU, give the same settings
     planner = _Planner(recipe, card, data, forecaster, progress)
     attempt = planner.with_fastest(planner.best())
     if not compare:
@@ -97,7 +95,7 @@ def make_plan(
 def plan_if_fits(
     recipe: Recipe, card: Card, data: DataStatistics | None, forecaster: MakeForecast | None = None
 ) -> Plan | None:
-    """The plan of a recipe that fits; None for another, without the forecasts of what would make it fit. Raises RecipeError."""
+    """Return the plan if it fits, without forecasts of alternatives. Raises RecipeError."""
     planner = _Planner(recipe, card, data, forecaster)
     attempt = planner.best()
     return planner.plan(attempt) if attempt.verdict.fits else None
@@ -105,14 +103,15 @@ def plan_if_fits(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """`compiled`: the choices with compiled layers, if the chosen strategy has them; the search's forecasts are without.
-    `fastest`: a faster strategy that fits, if preferences chose another."""
+    """One max_length and rank, and the chosen strategy."""
 
     choices: Choices
     search: Search
     chosen: EvaluatedStrategy | None = None
     offload_target: OffloadTarget = False
+    #: With compiled layers, if the chosen strategy has them; the search forecasts without.
     compiled: Choices | None = None
+    #: A faster strategy that fits, if preferences chose another.
     fastest: EvaluatedStrategy | None = None
 
     @property
@@ -146,6 +145,7 @@ class _Planner:
         self.history = read_history(card.name, card.rates_measured_at)
         self.forecaster = forecaster or functools.partial(make_forecast, budget_bytes=self.budget)
         self.replays_rows = forecaster is None
+        # forecasts are shared between max_lengths and ranks, but not between packed and single rows
         self.evaluated: dict[bool, list[EvaluatedStrategy]] = {}  # by whether rows are unpacked
 
     @functools.cached_property
@@ -163,14 +163,14 @@ class _Planner:
 
     @functools.cached_property
     def host_free(self) -> int | None:
-        """Host memory for layers and their inputs; None where nobody knows, and without a card."""
         free = free_host_bytes(self.recipe, self.card)
         return None if free is None else free - PROCESS_BYTES
 
     def best(self) -> _Attempt:
-        """The fastest strategy that fits: packed or not, then with layers offloaded; else the smallest."""
+        """Return the fastest strategy that fits, else the smallest."""
         attempt = self.solve()
         if not attempt.verdict.fits and self.recipe.packing == AUTO and attempt.choices.value("packing"):
+            # a packed sequence fills max_length, so single rows may fit where it does not
             single_rows = self.solve(unpacked=True)
             attempt = single_rows if single_rows.verdict.fits else attempt
         if not attempt.verdict.fits and not attempt.evaluated.forecast.at_limit:
@@ -178,8 +178,7 @@ class _Planner:
         return attempt
 
     def solve(self, unpacked: bool = False) -> _Attempt:
-        """The fastest strategy that fits, with a shorter max_length or lower rank if needed and open in the recipe; else the
-        strategy that takes least memory at the first length and rank. `unpacked`: packed sequences do not fit."""
+        """Search with a shorter max_length or lower rank if needed; else return the smallest strategy."""
         target = False if self.recipe.layer_offloading == AUTO else self.recipe.layer_offloading
         attempts = list(self._attempts(unpacked, target))
         first = attempts[0]
@@ -190,13 +189,12 @@ class _Planner:
         )
 
     def with_layers_offloaded(self, resident: _Attempt) -> _Attempt | None:
-        """The same with decoder layers' weights in host memory, or in a file where this machine's is too small; None when the
-        recipe excludes that, or nothing fits."""
         if self.recipe.layer_offloading != AUTO or self.card.is_cpu:
             return None
         may_unpack = self.recipe.packing == AUTO and resident.choices.value("packing")
         least = self.shape.layers * self.shape.layer_bytes(NF4)
         for target, unpacked in itertools.product(OFFLOAD_TARGETS, (False, True) if may_unpack else (False,)):
+            # a file is for machines whose host memory can't hold the layers even in NF4
             if target == "nvme" and (self.host_free is None or self.host_free >= least):
                 continue
             if fitting := self._first_fitting(self._attempts(unpacked, target)):
@@ -204,7 +202,7 @@ class _Planner:
         return None
 
     def _first_fitting(self, attempts: Iterable[_Attempt]) -> _Attempt | None:
-        """The first attempt with a strategy that fits also over steps of rows of uneven length, with the fastest of these."""
+        """Return the first attempt that fits, also over steps of uneven rows."""
         for attempt in attempts:
             search, options = attempt.search, self._open_strategies(attempt)
             if options and is_sharded(self.recipe.launch):  # estimates assume whole models: forecast the smallest first
@@ -255,7 +253,7 @@ class _Planner:
         return dataclasses.replace(attempt.search, forecaster=forecaster)
 
     def method_price(self, attempt: _Attempt) -> str:
-        """Return the price of a method beside SFT on the same number of rows; empty for methods on SFT's rows."""
+        """Return a method's price relative to SFT; empty for methods on SFT's rows."""
         chosen, job, method = attempt.evaluated, attempt.job, METHODS[self.recipe.method]
         if not method.has_own_format:
             return ""
@@ -269,7 +267,6 @@ class _Planner:
         return f"method {settings.method} takes {price} of method sft on as many rows of this length, with the same settings"
 
     def _compiled(self, attempt: _Attempt, options: list[Strategy]) -> _Attempt | None:
-        """The attempt with compiled layers; None if they don't fit or have no forecast, which is remembered."""
         choices, search, chosen = attempt.choices, attempt.search, attempt.evaluated
         values = {"torch_compile": True, "lean_layers": False, "mlp_tile_tokens": 0}
         compiled = dataclasses.replace(choices, values={**choices.values, **choices.open(values)})
@@ -322,7 +319,7 @@ class _Planner:
         )  # fmt: skip
 
     def with_fastest(self, attempt: _Attempt) -> _Attempt:
-        """The attempt with the strategy that has the shortest step of all that fit, if preferences chose a slower one."""
+        """Add the fastest strategy that fits, if preferences chose a slower one."""
         search, options = self._quick_search(attempt), self._open_strategies(attempt)
         if not attempt.verdict.fits or self.card.is_cpu:
             return attempt
@@ -360,7 +357,7 @@ class _Planner:
         return (*notes, *stored_notes(self.stored))
 
     def _attempts(self, unpacked: bool, target: OffloadTarget) -> Iterator[_Attempt]:
-        """Every open max_length with every open rank, preferred ones first; they share forecasts."""
+        """Yield every open max_length with every open rank, preferred first."""
         basics = choose_basics(self.budgeted, self.card, self.config, self.shape, self.data, unpacked)
         shared = self.evaluated.setdefault(unpacked, [])
         advised, is_set = basics.value("lora_r"), basics.is_set("lora_r")
@@ -393,7 +390,7 @@ class _Planner:
         if self.host_free is None:
             return options
         holdable = [option for option in options if pinned_bytes(option, attempt.search.job) <= self.host_free]
-        # what the recipe sets is planned, and said not to be enough
+        # plan what the recipe sets, even if host memory is too small: the plan says so
         return holdable if attempt.offload_target else holdable or options
 
     def _forecasts(self, choices: Choices, job: Job, reference: Forecast | None = None) -> Callable[[Strategy], Forecast]:
@@ -411,10 +408,10 @@ class _Planner:
         return choices.settings(**choices.open({**values, **more}))
 
     def _forecast(self, config: dict[str, Any], settings: Settings, width: int, reference: Forecast | None = None) -> Forecast:
-        """If segments can't expand, steps of uneven rows decide the upper end, so each strategy simulates them. They take time:
-        a strategy that is only compared is scaled from `reference`."""
         rows = self._rows(settings, width)
         in_segments = self.replays_rows and not self.card.is_cpu and not expandable_segments()
+        # If segments can't expand, steps of uneven rows decide the upper end, so each strategy simulates them. They take time:
+        # a strategy that is only compared is scaled from `reference`.
         if in_segments and reference is not None:
             forecast = self.forecaster(config, settings, self.card, rows=rows, quick=True)
             return self._with_excess(with_margin_of(forecast, reference, self.card))
@@ -425,12 +422,12 @@ class _Planner:
         return self.data.row_shape(settings, width) if self.data and width > 1 else RowShape(width)
 
     def _with_excess(self, forecast: Forecast, sign: int = 1) -> Forecast:
-        """The upper end raised by the worst excess of earlier runs on this card, which no replay had; -1: lowered again. On a
-        CPU, the interval with the errors of earlier runs."""
         if self.card.is_cpu:
+            # on the CPU, widen the interval by the errors of earlier runs
             seen = (round(forecast.peak_bytes * (1 + error)) for error in self.history.process_errors)
             ends = forecast.peak_low_bytes, forecast.peak_high_bytes, *seen
             return dataclasses.replace(forecast, peak_low_bytes=min(ends), peak_high_bytes=max(ends))
+        # no replay includes the worst excess of earlier runs on this GPU; sign -1 lowers the upper end again
         more = sign * round(self.history.worst_excess * forecast.allocated_bytes)
         return dataclasses.replace(
             forecast, peak_high_bytes=forecast.peak_high_bytes + more, at_limit=forecast.at_limit and not more

@@ -1,4 +1,4 @@
-"""From a recipe to its plan, for every caller: command line, page, docs and the start of a run."""
+"""From a recipe to its plan, for every caller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from finetune.printable import Progress
 
 Encode = Callable[[Recipe], "EncodedRows"]
-#: Seconds between two reports of the rows tokenised, and until the first.
+#: Seconds between progress reports, and until the first.
 _REPORT_EVERY_S = 0.5
 #: The planner never chooses a max_pixels below this: 256 x 256.
 LEAST_PIXELS = 2**16
@@ -43,15 +43,14 @@ LEAST_PIXELS = 2**16
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Result of reading the rows: their statistics, why a run would refuse them, and how they were read, or why not.
-
-    `splits`: training and held-out rows. `trained_embedding_rows`: first and end.
-    """
+    """Statistics of the rows, why a run would refuse them, and notes."""
 
     statistics: DataStatistics | None = None
     problem: DataProblem | None = None
     notes: tuple[str, ...] = ()
+    #: Training and held-out rows.
     splits: Sequence[LimitedSplit] = ()
+    #: First and end.
     trained_embedding_rows: Sequence[int] = ()
 
     @property
@@ -60,7 +59,7 @@ class RowsRead:
 
 
 class RowProgress:
-    """Reports count, rate and time left twice a second; called with the tokenised and all rows (None: unknown)."""
+    """Reporter of count, rate and time left."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report_text = report
@@ -82,13 +81,9 @@ def plan_recipe(
     recipe: Recipe, card: Card, rows: Callable[[Recipe], RowsRead], *, progress: Progress | None = None, compare: bool = False,
     show: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a recipe for a card, present or from the catalogue. `rows` reads the data, after the cheaper checks.
-
-    `compare`: also forecast the neighbours of the chosen plan; `show` gets a plan that fits before that. Raises PackagesError
-    and RecipeError.
-    """
+    """Plan a recipe for a card. Raises PackagesError and RecipeError."""
     recipe, renamed, reasons = prepared(recipe)
-    read = rows(recipe)
+    read = rows(recipe)  # after the cheaper checks
     recipe, more_reasons = for_rows(recipe, read)
     reasons |= more_reasons
 
@@ -106,27 +101,25 @@ def plan_recipe(
     if plan.verdict.fits or recipe.max_pixels != AUTO or not (statistics and statistics.pictures):
         return plan
     largest = max(width * height for width, height in statistics.pictures)
+    # smaller images have fewer tokens, so they may fit where the full size does not
     for pixels in (largest // part for part in (2, 4, 8, 16)):
         if pixels < LEAST_PIXELS:
             break
         smaller = resolved(recipe, max_pixels=pixels)
         smaller_read = rows(smaller)
         tokens = smaller_read.statistics and smaller_read.statistics.picture_tokens
-        if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every picture to one size
+        if not tokens or sum(tokens) >= sum(statistics.picture_tokens):  # the model scales every image to one size
             break
         if plan_if_fits(smaller, card, smaller_read.statistics):
             cost = f"{max(statistics.picture_tokens):,} tokens a picture -> {max(tokens):,}, with less detail"
             reason = f"{cost}: at their full size, pictures do not fit here"
             return planned(smaller, smaller_read, reasons | {"max_pixels": reason})
-    rows(recipe)  # as they are, for what follows the plan
+    rows(recipe)  # callers use the rows that were read last
     return plan
 
 
 def for_rows(recipe: Recipe, read: RowsRead) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe with the rows of new tokens and the vision tower that its data asks for, and the reasons.
-
-    Raises RecipeError.
-    """
+    """Return the recipe with the settings that its data needs, with reasons. Raises RecipeError."""
     rows, earlier, reasons = list(read.trained_embedding_rows), recipe.trained_embedding_rows, {}
     if not rows and not earlier and recipe.new_tokens and (size := vocabulary_size(recipe)):  # the tokenizer was not read
         rows = [size, size + len(recipe.new_tokens)]
@@ -152,7 +145,7 @@ def _picture_note(plan: Plan) -> str:
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
-    """Return the recipe with its model's full name and its adapter's settings, a note on the name, and the reasons."""
+    """Return the recipe with its model's full name and adapter settings, a note, and the reasons."""
     refuse_other_versions(LIBRARIES)
     if recipe.launch.num_machines > 1 and recipe.launch.main_process_ip == "127.0.0.1":
         raise RecipeError(
@@ -165,7 +158,7 @@ def prepared(recipe: Recipe) -> tuple[Recipe, str, dict[str, str]]:
 
 
 def with_method(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with the method that its rows are for, and the reason; unchanged unless the method is `auto`."""
+    """Resolve method `auto` by the rows."""
     if recipe.method != AUTO:
         return recipe, ""
     from finetune.data.examples import method_of_rows
@@ -178,7 +171,7 @@ def with_method(recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
-    """The forecast of a plan whose settings have changed since, for these rows. Raises RecipeError."""
+    """Forecast a plan with changed settings for these rows. Raises RecipeError."""
     from finetune.memory.device_peak import make_forecast, with_row_lengths
 
     settings, card, config = plan.settings, plan.card, read_config(plan.settings)
@@ -190,12 +183,12 @@ def reforecast(plan: Plan, data: DataStatistics) -> Forecast:
 
 
 def without_rows(_recipe: Recipe) -> RowsRead:
-    """No statistics: the plan assumes rows of max_length."""
+    """Assume rows of max_length."""
     return RowsRead()
 
 
 def rows_with_pictures(pictures: Sizes) -> Callable[[Recipe], RowsRead]:
-    """In place of rows: a plan for rows of max_length, each with pictures of these sizes."""
+    """Assume rows of max_length with images of these sizes."""
 
     def read(recipe: Recipe) -> RowsRead:
         from finetune.memory.picture_prompt import picture_prompt
@@ -209,12 +202,10 @@ def rows_with_pictures(pictures: Sizes) -> Callable[[Recipe], RowsRead]:
 
 
 def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool = False) -> RowsRead:
-    """Read the recipe's rows if they are on this machine; rows that a run would refuse become `problem`.
-
-    `encode` replaces reading and tokenising, e.g. by cached rows; `downloaded`: also the rows of a hub dataset.
-    """
+    """Read the recipe's rows if they are on this machine; refused rows become `problem`."""
     from finetune.data.sources import is_local, require_path_or_id
 
+    # `downloaded`: also read a hub dataset's rows
     paths = [recipe.dataset.path] if isinstance(recipe.dataset.path, str) else recipe.dataset.path
     missing = [path for path in paths if not downloaded and not is_local(path)]
     try:
@@ -225,7 +216,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
         selected = (encode or encode_rows)(recipe).select(recipe, limit_of(recipe))
     except DataError as error:
         return RowsRead(problem=DataProblem(tuple(error.problems), error.fix))
-    except RecipeError as error:  # the model's tokenizer is not on this machine; the plan does not need it
+    except RecipeError as error:  # the model's tokenizer is not on this machine, and a plan needs none
         reason = f"the rows were not read, because the model's tokenizer can't be: {error.problems[0]}"
         return RowsRead(notes=(f"planned for full rows of max_length; {reason}",))
     problem = None
@@ -239,7 +230,7 @@ def read_rows(recipe: Recipe, encode: Encode | None = None, *, downloaded: bool 
 
 
 def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
-    """The recipe's rows as tokens, by its model's tokenizer. `say` receives progress messages."""
+    """Tokenise the recipe's rows."""
 
     say("reading the data")
     from finetune.data.new_tokens import rows_of_tokens
@@ -254,7 +245,7 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
     rows = encode(recipe, tokenizer, infos=infos, progress=RowProgress(say))
     try:
         size = vocabulary_size(recipe)
-    except ModelError:  # rows can be read without a model; a plan says what is wrong with it
+    except ModelError:  # rows can be read without a model; the plan reports the error
         size = None
     highest = max(split.stored.highest_token() for split in rows.splits)
     rows.trained_embedding_rows = rows_of_tokens(rows.encoder.tokenizer, recipe, size, highest)
@@ -262,12 +253,12 @@ def encode_rows(recipe: Recipe, say: Progress = lambda _: None) -> EncodedRows:
 
 
 def limit_of(recipe: Recipe) -> int | None:
-    """The recipe's max_length; None when it is `auto`."""
+    """Return the recipe's max_length, None for `auto`."""
     return None if recipe.max_length == AUTO else recipe.max_length
 
 
 def statistics_of(selected: SelectedRows) -> DataStatistics:
-    """The planner's statistics of the rows."""
+    """Summarise the rows for the planner."""
     training, splits = selected.splits[0], selected.splits[: 2 if selected.eval_rows else 1]
     return statistics_of_lengths(
         *(lengths for split in splits for lengths in (split.lengths, split.trained_lengths)),
@@ -294,14 +285,14 @@ def statistics_of_lengths(
     lengths: ArrayLike, trained: ArrayLike, eval_lengths: ArrayLike = (), eval_trained: ArrayLike = (), *,
     total: int | None = None, trained_total: int | None = None, longest_mismatched: int = 0, **pictures: Any,
 ) -> DataStatistics:  # fmt: skip
-    """The planner's statistics of rows with these numbers of tokens, and of tokens that count in the loss. `total` and
-    `trained_total`: in all, where a row has more sequences than one."""
+    """Summarise rows with these token counts for the planner."""
     import numpy as np
 
     tokens, counts, eval_tokens, eval_counts = (
         np.asarray(values, dtype=np.int64) for values in (lengths, trained, eval_lengths, eval_trained)
     )
     return DataStatistics(
+        # totals are given where a row has several sequences
         len(tokens), len(eval_tokens), int(tokens.sum()) if total is None else total,
         int(counts.sum()) if trained_total is None else trained_total, tuple(np.sort(tokens).tolist()),
         most_trained=_largest(counts), densest_trained_share=float((counts / tokens).max(initial=0.0)),

@@ -1,7 +1,4 @@
-"""What quantising costs: the loss of held-out rows in 16 bit, int8 and NF4, as measured and kept in the cache.
-
-finetune/evaluate/quantisation.py measures it; a plan's reason for its number of bits quotes it.
-"""
+"""Measured cost of quantising: loss of held-out rows by format of the base weights."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.planner.plan import Plan
     from finetune.settings import Settings
 
-#: Held-out sequences that are measured, evenly chosen where there are more: the losses are paired, so few tell much.
+#: Most held-out sequences that finetune/evaluate/quantisation.py measures, evenly spaced: losses are paired, so few suffice.
 MOST_ROWS = 1_000
 #: `input_ids` and `labels` (-100: not trained) of sequences.
 Rows = dict[str, list[list[int]]]
@@ -32,20 +29,18 @@ Rows = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class FormatLoss:
-    """Mean loss of a trained token, in nats, with base weights in this format.
-
-    `cost`: loss minus the plain format's, with its 95 % interval; None for the plain format and for fewer than two rows.
-    """
+    """Mean loss per trained token, in nats, with base weights in this format."""
 
     label: str
     loss: float
+    #: Loss minus the plain format's, with its 95 % interval; None for the plain format, or fewer than two rows.
     cost: float | None = None
     cost_low: float | None = None
     cost_high: float | None = None
 
     @property
     def summary(self) -> str:
-        """`NF4 costs 0.012 of loss (0.008 to 0.016)`."""
+        """E.g. `NF4 costs 0.012 of loss (0.008 to 0.016)`."""
         if self.cost is None or self.cost_low is None or self.cost_high is None:
             return f"{self.label} has a loss of {self.loss:.4f}"
         digits = max(4, 1 - math.floor(math.log10(abs(self.cost)))) if self.cost else 4
@@ -59,15 +54,15 @@ class FormatLoss:
 
 @dataclass(frozen=True)
 class QuantisationCost:
-    """Losses of a model on the same rows by format of its base weights, the plain format first.
-
-    `tuned`: with a run's adapter. `tokens`: trained tokens of the rows. int8 is missing where it neither fits nor is offloaded.
-    """
+    """Losses of a model on the same rows by format, the plain format first."""
 
     model: str
     rows: int
+    #: Trained tokens of the rows.
     tokens: int
+    #: Without int8 where int8 neither fits nor can be offloaded.
     formats: tuple[FormatLoss, ...]
+    #: With a run's adapter.
     tuned: bool = False
 
     @property
@@ -81,7 +76,7 @@ class QuantisationCost:
         return "; ".join(parts)
 
     def quote(self, label: str) -> str:
-        """The end of a reason for this format; empty if it was not measured."""
+        """Return the end of a reason for this format."""
         plain, *others = self.formats
         quoted = NF4.label if label == plain.label else label
         for entry in others:
@@ -94,12 +89,12 @@ class QuantisationCost:
 
 
 def held_out_rows(splits: Sequence[LimitedSplit]) -> Rows:
-    """The rows of the second split that are measured; of pairs the chosen answers."""
+    """Return the held-out rows to measure; the chosen answers of pairs."""
     return chosen_rows(table for split in splits[1:] for table in split.tables())
 
 
 def chosen_rows(tables: Iterable[Any]) -> Rows:
-    """At most MOST_ROWS rows of these pyarrow tables, evenly chosen."""
+    """Return at most MOST_ROWS rows, evenly spaced."""
     import pyarrow as pa
 
     columns = ["input_ids", "labels"]
@@ -111,20 +106,20 @@ def chosen_rows(tables: Iterable[Any]) -> Rows:
 
 
 def cost_path(settings: Settings, rows: Rows, *, on_cpu: bool, adapter: Path | None = None) -> Path:
-    """The file of a measurement, by everything that decides its result."""
+    """Return the file of a measurement."""
     facts = [weights_fingerprint(settings), configuration_fingerprint(settings), settings.dtype, settings.attn_implementation]
     adapter_hashes = [sha256_of(file) for file in sorted(adapter.glob("adapter_*"))] if adapter else []
     return _folder(settings) / f"{key_of(facts=[*facts, on_cpu, adapter_hashes, rows])}.json"
 
 
 def with_measured_cost(plan: Plan, splits: Sequence[LimitedSplit]) -> Plan:
-    """The plan with the cost on its held-out rows, if that was measured before, in its reason for the number of bits."""
+    """Quote the measured cost in the plan's reason for its weight format."""
     settings = plan.settings
-    if not _folder(settings).is_dir():  # without it no weights are hashed
+    if not _folder(settings).is_dir():  # nothing measured: don't hash weights
         return plan
     try:
         path = cost_path(settings, held_out_rows(splits), on_cpu=plan.card.is_cpu)
-    except (OSError, ValueError):  # rows or weights are gone: the plan only lacks the quote
+    except (OSError, ValueError):  # rows or weights are gone: the plan lacks only the quote
         return plan
     cost, base = read_own(path, QuantisationCost), base_format_of(settings)
     setting, quote = base.setting or NF4.setting, cost.quote(base.label) if cost else ""

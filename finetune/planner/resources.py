@@ -1,4 +1,4 @@
-"""The memory budget: what of the card a run may take; host memory and disk that it needs, and whether this machine has them."""
+"""Memory budget, host memory and disk of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from finetune.units import GIB, format_bytes, parse_bytes
 
 
 def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple[ResourceCheck, ...]:
-    """Host memory and disk: needed, free, and whether that is enough.
-
-    For a catalogue card, in another machine, `free_bytes` and `enough` stay None.
-    """
+    """Compare needed with free host memory and disk."""
+    # a catalogue card is in another machine, whose free memory is unknown
     disk = free_disk_bytes(Path(settings.output_dir)) if card.source != "catalogue" else None
     resources = (
         ("host memory", forecast.host_bytes, free_host_bytes(settings, card)), ("disk", forecast.disk_bytes, disk),
@@ -38,7 +36,8 @@ def check_resources(settings: Settings, forecast: Forecast, card: Card) -> tuple
 
 
 def free_host_bytes(recipe: Recipe, card: Card) -> int | None:
-    """Host memory that a run may take; None where nobody knows, and on a CPU, where it is the card's."""
+    """Return the host memory of a run; None if unknown."""
+    # the card's memory is host memory
     if card.is_cpu:
         return None
     free = host_card().free_bytes if card.source != "catalogue" else None
@@ -47,17 +46,17 @@ def free_host_bytes(recipe: Recipe, card: Card) -> int | None:
 
 
 def pinned_bytes(strategy: Strategy, job: Job) -> int:
-    """Return the pinned host memory of a strategy: weights of offloaded layers, and inputs of recomputed layers, each rounded
-    up to a power of two by torch."""
+    """Return the pinned host memory of a strategy."""
     weights = strategy.offloaded * job.shape.layer_bytes(strategy.base) if strategy.offload_target == "cpu" else 0
     if strategy.checkpointing != "offload":
         return weights
+    # torch rounds pinned memory up to powers of two
     input_bytes = 2 * job.shape.hidden * job.micro_batch_tokens(strategy, job.batches.longest)
     return weights + strategy.recomputed_layers(job.shape.layers) * (1 << math.ceil(math.log2(input_bytes)))
 
 
 def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: int | None) -> str:
-    """That the layers' inputs can't be offloaded, where a plan without that does not fit; empty where they can be."""
+    """Note that host memory is too small to offload the layers' inputs."""
     offloading_strategy = dataclasses.replace(strategy, checkpointing="offload", every_n=1)
     needed_bytes = pinned_bytes(offloading_strategy, job)
     if recipe.activation_checkpointing != AUTO or host_free is None or needed_bytes <= host_free:
@@ -69,7 +68,7 @@ def pinned_inputs_note(strategy: Strategy, job: Job, recipe: Recipe, host_free: 
 
 
 def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -> FinetuneError:
-    """Why the layers of this model can't be offloaded as the recipe asks."""
+    """Return why this model's layers can't be offloaded."""
     least = shape.layer_bytes(NF4 if recipe.load_in_4bit is not False else BITS_16)
     count = shape.layers if recipe.offloaded_layers == "auto" else recipe.offloaded_layers
     if host_free is not None and count * least > host_free:
@@ -82,7 +81,7 @@ def offloading_error(recipe: Recipe, shape: ModelShape, host_free: int | None) -
 
 
 def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> MachineError:
-    """The error of a machine that can't hold the offloaded layers."""
+    """Return the error of a machine that can't hold the offloaded layers."""
     instead = "Set layer_offloading=nvme, which reads them from a file; or close" if target == "cpu" else "Close"
     return MachineError(
         f"layer_offloading {target}: {layers} layers need {format_bytes(needed)} of pinned host memory, "
@@ -92,7 +91,7 @@ def too_little_host_memory(target: str, layers: int, needed: int, free: int) -> 
 
 
 def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopies | None:
-    """What layer offloading moves and holds in a plan; None without."""
+    """Return the copies of layer offloading in a plan."""
     if timing.copies is None:
         return None
     copies = dataclasses.replace(timing.copies, pinned_bytes=forecast.pinned_bytes)
@@ -101,10 +100,8 @@ def layer_copies_of(timing: Timing, forecast: Forecast, card: Card) -> LayerCopi
 
 
 def choose_budget(choices: Choices, card: Card) -> tuple[Choices, int]:
-    """The choices with memory_budget resolved, and the budget in bytes.
-
-    Raises RecipeError when the budget does not exceed the CUDA context.
-    """
+    """Resolve memory_budget. Raises RecipeError when the CUDA context exceeds the budget."""
+    # round down, so that the text never exceeds the free memory
     free = math.floor(card.free_bytes / GIB * 100)
     text = f"{free / 100:.2f}GiB"
     budget, named = parse_bytes(text), f"{format_bytes(card.free_bytes)} free"

@@ -1,7 +1,4 @@
-"""Find the fastest strategy whose forecast fits, with few forecasts.
-
-Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
-"""
+"""Search for the fastest strategy whose forecast fits, with few forecasts."""
 
 from __future__ import annotations
 
@@ -33,8 +30,9 @@ class EvaluatedStrategy:
     forecast: Forecast
 
 
+# Estimates, scaled from other strategies' forecasts, decide which strategy to forecast next. A verdict always needs a forecast.
 def estimate_high_bytes(strategy: Strategy, width: int, evaluated: list[EvaluatedStrategy], job: Job) -> int:
-    """Upper end of the card's peak in bytes, scaled from the nearest evaluated strategy, or guessed without one."""
+    """Scale the upper end from the nearest evaluated strategy."""
     if not evaluated:
         return _guess_bytes(strategy, width, job)
     nearest = min(evaluated, key=lambda candidate: _distance(candidate, strategy, width))
@@ -55,7 +53,7 @@ def _guess_bytes(strategy: Strategy, width: int, job: Job) -> int:
 
 
 def least_bytes(strategy: Strategy, job: Job) -> int:
-    """Lower bound for any plan with this strategy: weights and CUDA context. Bytes."""
+    """Return a lower bound for any plan with this strategy."""
     return _layers_on_card(strategy, job.shape) + (job.card.context_bytes or 0)
 
 
@@ -64,7 +62,7 @@ def _layers_on_card(strategy: Strategy, shape: ModelShape) -> int:
 
 
 def _weight_bytes(strategy: Strategy, shape: ModelShape) -> int:
-    """Bytes of the base weights on the card in a step; while loading, the input embedding is there, too."""
+    # a table in host memory is on the GPU only while loading
     table = round(shape.table * strategy.base.other_bytes) if strategy.host_table else 0
     return _layers_on_card(strategy, shape) - table
 
@@ -84,17 +82,18 @@ def _parts(strategy: Strategy, width: int, nearest: EvaluatedStrategy, job: Job)
     recomputed = reference.recomputed_layers(shape.layers)
     whole = shape.layers - recomputed + (1 if recomputed else 0)
     fixed = _activation_bytes(reference, 0.0, tokens, shape)
-    layer = max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens) * ratio  # that one layer saves
+    layer = max((activation_bytes - fixed) / whole, 2 * shape.hidden * tokens) * ratio  # saved by one layer
     parts["activations"] = _activation_bytes(strategy, layer, tokens, shape)
     return parts
 
 
 def _activation_bytes(strategy: Strategy, layer: float, tokens: float, shape: ModelShape) -> float:
-    """Activations of all layers when one layer saves `layer` bytes; recomputed layers keep only their input."""
     recomputed = strategy.recomputed_layers(shape.layers)
+    # recomputed layers keep only their input
     kept_input = 0 if strategy.checkpointing == "offload" else 2 * shape.hidden * tokens
     if strategy.checkpointing == "selective":
         kept_input += 2 * shape.attention_width * tokens
+    # `layer`: bytes saved by one layer
     return (shape.layers - recomputed) * layer + recomputed * kept_input + (layer if recomputed else 0)
 
 
@@ -113,23 +112,21 @@ def _distance(candidate: EvaluatedStrategy, strategy: Strategy, width: int) -> t
     )
 
 
-#: Forecasts in one search; each costs up to a second.
+#: Most forecasts in one search; each costs up to a second.
 MOST_FORECASTS = 10
-#: Estimates are off by about this factor at most.
+#: Largest error factor of an estimate, roughly.
 ESTIMATE_ERROR = 1.05
 Forecaster = Callable[[Strategy], Forecast]
 
 
 @dataclass(frozen=True)
 class Search:
-    """A job, its budget, the forecaster, and the forecasts made so far (shared between attempts).
-
-    `why_lean`: why a strategy's layers are not compiled, empty where they can be. Forecasts are of layers that are not.
-    """
+    """A job, its budget and the forecasts so far, shared between attempts."""
 
     job: Job
     budget_bytes: int
     forecaster: Forecaster
+    #: Why a strategy's layers are not compiled, empty where they can be; forecasts are without compiled layers.
     why_lean: Callable[[Strategy], str]
     evaluated: list[EvaluatedStrategy] = field(default_factory=list)
     _lean_because: dict[Strategy, str] = field(default_factory=dict)
@@ -141,7 +138,7 @@ class Search:
         return self.job.batches.longest
 
     def find(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
-        """The fastest strategy (by time x price) that is forecast to fit; None when none is."""
+        """Return the fastest strategy (time x price) whose forecast fits."""
         loadable = self.within_budget(strategies)
         for _ in range(MOST_FORECASTS):
             fitting = [strategy for strategy in loadable if self.high_bytes(strategy) <= self.budget_bytes]
@@ -149,16 +146,14 @@ class Search:
                 return None
             if fastest_forecast := self.forecast(min(fitting, key=self._rank)):
                 return fastest_forecast
+        # estimates keep changing with each forecast: settle for the best strategy evaluated so far
         evaluated = [candidate for candidate in self._of_this_job() if candidate.strategy in loadable and self.fits(candidate)]
         return min(evaluated, key=lambda candidate: self._rank(candidate.strategy), default=None)
 
     def smallest(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy:
-        """The strategy with the lowest peak, with its forecast.
-
-        Estimates decide within one weight format; another format is forecast, too, unless its weights alone are larger.
-        """
         choices = list(strategies)
         least = self._smallest(choices)
+        # estimates decide within one weight format; forecast the other formats unless their weights alone are larger
         for base in dict.fromkeys(strategy.base for strategy in choices if strategy.base != least.strategy.base):
             others = [strategy for strategy in choices if strategy.base == base]
             if min(least_bytes(strategy, self.job) for strategy in others) < least.forecast.peak_high_bytes:
@@ -177,14 +172,14 @@ class Search:
         return [strategy for strategy in strategies if least_bytes(strategy, self.job) <= self.budget_bytes]
 
     def fitting_after_all(self, strategies: Iterable[Strategy]) -> EvaluatedStrategy | None:
-        """The smallest strategy if its forecast fits, where some estimate is so close to the budget that a forecast decides."""
+        """Return the smallest strategy if its forecast fits though estimates slightly exceed the budget."""
         if not any(self.high_bytes(strategy) <= ESTIMATE_ERROR * self.budget_bytes for strategy in strategies):
             return None
         smallest = self.smallest(strategies)
         return smallest if self.fits(smallest) else None
 
     def forecast(self, strategy: Strategy) -> EvaluatedStrategy | None:
-        """Forecast the strategy, once. Returns an earlier forecast; None for a new one."""
+        """Forecast the strategy once; return an earlier forecast, or None for a new one."""
         cached = self.lookup(strategy)
         if cached is None:
             self.evaluated.append(EvaluatedStrategy(strategy, self.width, self.job.rank, self.forecaster(strategy)))
@@ -194,20 +189,18 @@ class Search:
         return next((candidate for candidate in self._of_this_job() if candidate.strategy == strategy), None)
 
     def high_bytes(self, strategy: Strategy) -> int:
-        """Upper end of the peak: the forecast if there is one, else scaled from the nearest one."""
         if candidate := self.lookup(strategy):
             return candidate.forecast.peak_high_bytes
         return estimate_high_bytes(strategy, self.width, self.evaluated, self.job)
 
     def timing(self, strategy: Strategy) -> Timing:
-        """The speed model's step time for this strategy, with compiled layers where it can have them."""
         if strategy not in self._timings:
             job = self.job if self.lean_because(strategy) else replace(self.job, compiled=True, lean=False)
             self._timings[strategy] = time_step(job, strategy)
         return self._timings[strategy]
 
     def lean_because(self, strategy: Strategy) -> str:
-        """Why the strategy's layers are not compiled; empty where they can be, by an estimate of the memory."""
+        """Return why the strategy's layers are not compiled."""
         if strategy not in self._lean_because:
             self._lean_because[strategy] = self.why_lean(strategy)
         lean = self.high_bytes(strategy) if strategy.checkpointing in self._more_compiled else 0
@@ -222,7 +215,7 @@ class Search:
         self._timings.clear()
 
     def note_compiled(self, lean: EvaluatedStrategy, compiled: Forecast) -> None:
-        """Store the extra bytes of compiled layers, per row of a micro-batch, for all strategies of this checkpointing."""
+        """Store the extra bytes of compiled layers per row, by checkpointing."""
         more = compiled.peak_high_bytes - lean.forecast.peak_high_bytes
         self._more_compiled[lean.strategy.checkpointing] = more / lean.strategy.micro
         self._timings.clear()
@@ -234,6 +227,6 @@ class Search:
         return candidate.forecast.peak_high_bytes <= self.budget_bytes
 
     def _rank(self, strategy: Strategy) -> tuple[float, int, str, str, int, int]:
-        """Time x price; of equals the one with more layers offloaded, as copies that nobody waits for leave headroom."""
         score = self.timing(strategy).step_s * strategy.price
+        # among equals prefer more offloaded layers: copies that nobody waits for leave headroom
         return (score, -strategy.base.bits, strategy.optim, str(strategy.checkpointing), strategy.micro, -strategy.offloaded)

@@ -1,4 +1,4 @@
-"""The size of a model: parameters by kind, counted on the transformers model built on the meta device."""
+"""The size of a model: parameters by kind, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from finetune.memory import cache
 from finetune.settings import AUTO, Recipe, Settings, plainest, resolved
 from finetune.settings.base_formats import BaseFormat
 
-#: Names of the number of experts of a token in configurations.
+#: Configuration names of the experts per token.
 _USED = ("num_experts_per_tok", "top_k_experts")
-#: Names in `layer_types`, which transformers 5.23 gives every hybrid's configuration: without attention, with a state that
-#: passes from token to token, with a window. A `hybrid` layer has attention and a state (Falcon-H1, Zamba 2).
+#: Names in `layer_types`, which transformers 5.23 sets for every hybrid: layers without attention, with a state, with a window.
+#: A `hybrid` layer has attention and a state (Falcon-H1, Zamba 2).
 _WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 _WITH_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 #: Sizes of a gated delta net and of a Mamba-2 mixer, as transformers' modules name them.
 DELTA_NET = ("num_v_heads", "head_k_dim", "head_v_dim")
 MAMBA2 = ("num_heads", "head_dim", "ssm_state_size", "chunk_size")
-#: Shapes that this process has counted or read.
+#: Shapes counted or read by this process.
 _known: dict[str, ModelShape] = {}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Counts of parameters, and the widths that speed and advice need.
-
-    `linear` are weights of linear layers, which 4-bit and 8-bit apply to; `expert` are a mixture's fused experts, `expert_4bit`
-    the experts that 4-bit applies to; `head` is the output layer. `linear_width` is the sum of inputs and outputs over the
-    linear layers; `adapter_per_rank` is the adapters' count at rank 1, `adapters` how many layers (or stacks of experts) get
-    one.
-    """
+    """Parameter counts, and the widths that speed and advice need."""
 
     family: str
     parameters: int
+    #: Weights of linear layers, which 4-bit and 8-bit formats quantise.
     linear: int
+    #: A mixture's fused experts.
     expert: int
+    #: The output layer.
     head: int
+    #: Sum of inputs and outputs over the linear layers.
     linear_width: int
+    #: Adapter parameters at rank 1.
     adapter_per_rank: int
+    #: Layers, or stacks of experts, with an adapter.
     adapters: int
     layers: int
     hidden: int
@@ -49,15 +49,16 @@ class ModelShape:
     max_positions: int | None = None
     experts: int = 0
     experts_used: int = 0
+    #: Experts that 4-bit formats quantise.
     expert_4bit: int = 0
     targets: str | list[str] = "all-linear"  # `target_modules` of `auto`
     table: int = 0  # the input embedding, where the output layer does not share it
-    # layers without attention, with a sliding window, and with a state that passes from token to token
+    #: Layers without attention, with a sliding window, and with a state passed from token to token.
     unattended: int = 0
     windowed: int = 0
     stateful: int = 0
     window: int = 0
-    # sizes of a gated delta net or Mamba-2 mixer, by the names of DELTA_NET or MAMBA2, and how many there are
+    #: Sizes of a gated delta net or Mamba-2 mixer, by the names in DELTA_NET or MAMBA2, and number of mixers.
     mixer: dict[str, int] = field(default_factory=dict)
     mixers: int = 0
 
@@ -67,34 +68,33 @@ class ModelShape:
 
     @property
     def computed(self) -> float:
-        """Parameters used per token in the layers; of a mixture's experts only the active ones."""
+        """Parameters used per token in the layers, active experts only."""
         return self.linear + (self.expert * self.experts_used / self.experts if self.experts else self.expert)
 
     @property
     def layer_width(self) -> float:
-        """Inputs and outputs of one layer's linear layers; of a mixture's experts only the active ones."""
+        """Inputs and outputs of one layer's linear layers, active experts only."""
         return self.linear_width / self.layers + self.experts_used * 3 * (self.hidden + self.expert_inner)
 
     @property
     def expert_inner(self) -> float:
-        """Rows of an expert's down projection: its weights are gate, up and down, each of hidden x inner."""
+        """Rows of an expert's down projection."""
+        # an expert has gate, up and down weights, each of hidden x inner
         return self.expert / (self.layers * self.experts * 3 * self.hidden) if self.experts else 0.0
 
     def used_share(self, tokens: float) -> float:
-        """Expected share of a layer's experts that get any of `tokens` tokens, if all are as likely."""
+        """Return the expected share of experts used by `tokens` tokens."""
+        # assumes that all experts are equally likely
         return 1 - (1 - self.experts_used / self.experts) ** tokens if self.experts else 1.0
 
     @property
     def billions(self) -> str:
-        """The size as in `8.0B` or `135M`."""
         return f"{self.parameters / 1e9:.1f}B" if self.parameters >= 0.95e9 else f"{self.parameters / 1e6:.0f}M"
 
     def weight_bytes(self, base: BaseFormat) -> int:
-        """Bytes of the base weights: linear layers in the format, experts if it quantises them, the rest as it leaves them."""
         return self._bytes(self.parameters, base)
 
     def layer_bytes(self, base: BaseFormat) -> int:
-        """Return the mean bytes of a decoder layer's matrices."""
         return self._bytes(self.linear + self.expert, base) // self.layers
 
     def quantisable(self, base: BaseFormat) -> int:
@@ -106,12 +106,12 @@ class ModelShape:
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's values without the format that the weights are stored in."""
+    """Drop the weights' storage format from config.json's values."""
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def bare(recipe: Recipe) -> Settings:
-    """Plain settings with adapters of rank 1, to count a model's parameters and work."""
+    """Return plain settings with adapters of rank 1."""
     return plainest(
         recipe, lora_r=1, lora_alpha=1.0, use_dora=False, lora_dropout=0.0, activation_checkpointing=False,
         layer_offloading=False, offloaded_layers=0, new_tokens={}, trained_embedding_rows=[],
@@ -119,10 +119,7 @@ def bare(recipe: Recipe) -> Settings:
 
 
 def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
-    """The shape of the model that a config.json describes. Raises RecipeError when it can't be built.
-
-    Cached on disk, so that a repeated plan does not import torch.
-    """
+    """Return the shape of a config.json's model. Raises RecipeError."""
     values = unquantised(config)
     counts = [count.name for count in fields(ModelShape)]
     key = cache.key_of(
@@ -130,12 +127,12 @@ def shape_of(config: dict[str, Any], recipe: Recipe) -> ModelShape:
         vision=recipe.vision is True and recipe.train_vision,
     )  # fmt: skip
     if key not in _known:
+        # 0.3 s for 8B, and the import of torch
         _known[key] = ModelShape(**cache.cached(key, lambda: asdict(_count(values, recipe))))
     return _known[key]
 
 
 def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
-    """Parameters of the builder's modules on the meta device: 0.3 s for 8B."""
     import torch
 
     from finetune.compat.imports import import_libraries
@@ -168,6 +165,7 @@ def _count(values: dict[str, Any], recipe: Recipe) -> ModelShape:
     plain = bare(recipe)
     adapted = attach_adapters(model, plain)
     targets: Any = plain.target_modules
+    # adapters on every expert are too many: adapt attention only
     if recipe.target_modules == AUTO and adapts_experts(adapted) and (attention := _attention_layers(adapted.unload())):
         targets = attention
         adapted = attach_adapters(adapted.unload(), resolved(plain, target_modules=targets))

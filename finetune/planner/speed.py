@@ -1,10 +1,4 @@
-"""Step time from FLOPs, bytes moved and dequantisation at the card's rates.
-
-Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; the share of its published rates
-that a GPU reaches is in cards.json where published steps show it.
-`benchmarks/speed_accuracy.py` compares the model with 60 published
-measurements (docs/accuracy.md); earlier runs on a card correct it (history.py). Nothing here decides whether a plan fits.
-"""
+"""Speed model: step time from FLOPs, bytes moved and dequantisation at the GPU's rates."""
 
 from __future__ import annotations
 
@@ -29,15 +23,16 @@ if TYPE_CHECKING:
     from finetune.settings import Settings
 
 
-#: Lengths that stand for all rows where the longest of sorted micro-batches is expected.
+# Constants that are not arithmetic are estimates for torch's eager kernels on an RTX 4090; cards.json has the share of its
+# published rates that a GPU reaches, where published steps show the share. `benchmarks/speed_accuracy.py` compares the model
+# with 60 published measurements (docs/accuracy.md); earlier runs on a GPU correct it (history.py).
+
+#: Quantiles that stand for all rows in the expected longest row of sorted micro-batches.
 _QUANTILES = 200
 
 
 def _longest_below(share: float, rows: int, batch: int) -> float:
-    """Mean probability that the longest row of a micro-batch is below a length that `share` of the rows are below.
-
-    The longest of the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are.
-    """
+    """Return the mean probability that a micro-batch's longest row is in the lower `share` of lengths."""
     if rows == batch or share >= 1:
         return share**rows
     if rows == 1:
@@ -46,7 +41,8 @@ def _longest_below(share: float, rows: int, batch: int) -> float:
     for drawn in range(rows, batch + 1):
         log_ways = math.lgamma(batch + 1) - math.lgamma(drawn + 1) - math.lgamma(batch - drawn + 1)
         chance = math.exp(log_ways + drawn * math.log(share) + (batch - drawn) * math.log1p(-share))
-        expected_batches += chance * (drawn // rows)  # with so many draws below, so many micro-batches are
+        # the i-th of the sorted micro-batches is below when at least i x `rows` of `batch` draws are
+        expected_batches += chance * (drawn // rows)
     return expected_batches * rows / batch
 
 
@@ -61,17 +57,15 @@ class Batches:
 
     @property
     def longest(self) -> int:
-        """Width of the worst micro-batch: padded to its longest row, or packed up to max_length."""
         if self.packed or self.data is None or not self.data.longest:
             return self.max_length
         return min(self.data.longest, self.max_length)
 
     def mean_width(self, rows: int, batch: int | None = None) -> float:
-        """Mean padded width of a micro-batch of `rows` rows of a step of `batch` rows, which are sorted by length: the mean of
-        the expected longest of each micro-batch. Without `batch`, of a step of one micro-batch."""
+        """Return the mean padded width of a micro-batch, in a step of `batch` rows sorted by length."""
         if self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
-        if (rows, batch) not in self._widths:  # hundreds of strategies ask for a few
+        if (rows, batch) not in self._widths:  # hundreds of strategies share a few widths
             self._widths[rows, batch] = self._expected_width(self.data, rows, batch)
         return self._widths[rows, batch]
 
@@ -88,12 +82,12 @@ class Batches:
 
     @property
     def tokens_per_row(self) -> float:
-        """Mean tokens of a row without padding; max_length for packed rows."""
+        """Mean tokens of a row without padding."""
         return self.mean_width(1)
 
     @property
     def attended_tokens(self) -> float:
-        """Mean tokens that a token of a packed sequence attends over, all of the same row."""
+        """Mean tokens that a token of a packed row attends over."""
         if not self.packed or self.data is None or not self.data.lengths:
             return float(self.max_length)
         return sum(length * length for length in self.data.lengths) / max(1, self.data.total_tokens)
@@ -111,59 +105,57 @@ class Batches:
 #: model on a 4090 without recomputation, and 30 more when every layer is recomputed. Compiled layers move about a third.
 ELEMENTWISE_BYTES, ELEMENTWISE_RECOMPUTED_BYTES, COMPILED_SHARE = 39.0, 11.0, 0.35
 #: Bytes moved by eager attention for each element of its scores, forward and backward: product, scaling, mask, softmax in fp32
-#: and the cast back, each read and written. Other kinds keep no scores.
+#: and the cast back, each read and written. Other attention kernels keep no scores.
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 24, 28
-#: Bytes moved beside the grouped products, for each hidden element of a row that an expert gets. Forward: gathered by expert,
+#: Bytes moved besides the grouped products, for each hidden element of an expert's row. Forward: gathered by expert,
 #: times its score, back in the tokens' order, added up, each read and written in 16 bit; backward: the gradients gathered, put
 #: back and added up. The router's scores of a token, for each expert: softmax and top-k in fp32.
 ROUTED_BYTES, ROUTED_BACKWARD_BYTES, SCORED_BYTES = 15, 11, 32
 #: Rows of a tile of a grouped product (CUTLASS, aten/src/ATen/native/cuda/GroupMM.cu): half of an expert's last is empty.
 GROUPED_TILE_ROWS = 128
-#: Host time of a layer against a dense one with sdpa, by kernels: with experts (benchmarks/layer_kernels.py), and with eager
-#: attention, which launches about 14 more than the 237 of an ordinary layer.
+#: Host time of a layer relative to a dense layer with sdpa, by kernels: with experts (benchmarks/layer_kernels.py), and with
+#: eager attention, which launches about 14 more than the 237 of an ordinary layer.
 EXPERTS_DISPATCH, EAGER_DISPATCH = 1.3, 1.06
 #: fp32 elements that a gated delta net's rule allocates for a token, forward and backward, per value head and mean head size:
 #: in torch (its profiler, transformers 5.23), with fla 0.6.0 (274 and 460 KiB for a block of Qwen3.5-4B on the stand-in GPU,
-#: less 202 and 332 of its other parts, which `ELEMENTWISE_BYTES` has). Each is written once and read about once.
+#: less 202 and 332 of its other parts, which `ELEMENTWISE_BYTES` covers). Each is written once and read about once.
 DELTA_RULE, FUSED_DELTA_RULE, DELTA_CHUNK = (36.3, 57.0), (4.5, 8.0), 64
-#: In torch's backward a chunk's gradient is as large as the tensor that the chunk is cut from: per value head three as wide as
-#: keys, two as values and one as a chunk. 88 KiB a token and chunk for the 4B, which the stand-in GPU shows, too.
+#: In torch's backward a chunk's gradient is as large as the whole tensor: per value head three as wide as keys, two as values
+#: and one as a chunk. 88 KiB a token and chunk for the 4B, confirmed on the stand-in GPU.
 DELTA_CUT = (3, 2, 1)
-#: The same of the Mamba-2 scan in torch, per head, for each element of a head, of its state and of a chunk (the profiler at
-#: seven sizes). With mamba-ssm a mixer saves what an ordinary layer does (49 MiB in place of 1,046): nothing is added.
+#: Elements of the Mamba-2 scan in torch, per head, for each element of a head, a state and a chunk (the profiler at seven
+#: sizes). With mamba-ssm a mixer saves as much as an ordinary layer (49 MiB instead of 1,046), so nothing is added.
 SCAN = ((15.5, 10.5, 5.0), (15.5, 12.4, 8.0))
 #: Kernels of the rule in torch, forward and backward, and of each chunk: 1,632 for a block of 2,048 tokens on the stand-in GPU,
-#: 93 with fla. Of the scan: operators that allocate or write. `LAYER_KERNELS`: of an ordinary layer (docs/stand-in-gpu.md).
+#: 93 with fla. Scan: operators that allocate or write. `LAYER_KERNELS`: an ordinary layer (docs/stand-in-gpu.md).
 DELTA_KERNELS, DELTA_CHUNK_KERNELS, SCAN_KERNELS, LAYER_KERNELS = (86, 141), (9, 32), (63, 80), 237
 #: Bytes saved for the backward pass, per hidden element, layer and token, by ordinary layers (dry run of Llama-3.1-8B).
 SAVED_BYTES = 45.4
-#: The host's seconds for a pass of a decoder layer with adapters, of which a backward pass counts as two, and how many of these
-#: recomputing it takes: ordinary, lean and compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a processor.
+#: Host seconds of a decoder layer's forward pass with adapters (a backward pass counts double), and passes per recomputation:
+#: ordinary, lean and compiled layers on a GPU (NF4; benchmarks/host_time.py), and on a CPU.
 DISPATCH, LEAN_DISPATCH, COMPILED_DISPATCH, CPU_DISPATCH = (1.8e-3, 2.7), (1.5e-3, 1.6), (1.0e-3, 0.9), (1.05e-3, 1.0)
-#: What an operator of torch takes the host where those were measured: they scale with `Card.launch_s`. On a GPU 2.5 us on the
-#: stand-in, whose driver does nothing, and 2 us assumed for a driver's launch.
+#: Host seconds of a torch operator on the machines that measured DISPATCH, which scales with `Card.launch_s`. On a GPU 2.5 us
+#: on the stand-in, whose driver does nothing, and 2 us assumed for a driver's launch.
 LAUNCH_S, CPU_LAUNCH_S = 4.5e-6, 2.6e-6
-#: Selective checkpointing decides in Python, for each operator, whether it is saved: the host's time per operator against plain
+#: Host time of selective checkpointing, which decides in Python for each operator whether to save, relative to plain
 #: recomputation (1.65 and 1.73 measured on a CPU with layers too small to compute).
 SELECTIVE_DISPATCH = 1.7
-#: Share of a card's fp32 rate that large products reach, as a step's do (benchmarks/speed_accuracy.py).
+#: Share of a GPU's fp32 rate that a step's large products reach (benchmarks/speed_accuracy.py).
 FP32_SHARE = 0.6
 #: Time of an evaluation's forward pass relative to a training step over the same tokens.
 EVALUATION_SHARE = 1 / 3
-#: Assumed when the card's rates are unknown: they order strategies; no time is reported.
+#: Assumed where the GPU's rates are unknown, only to order strategies; no time is reported.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH, ASSUMED_PCIE = 50e12, 500e9, 12e9
 #: Read rate of a drive until a run has measured it: a common NVMe drive on PCIe 3 x4 reads 3.5 GB/s (published).
 ASSUMED_DRIVE = 3e9
-#: The same for a processor, which also computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a
-#: token and 16 ms a micro-batch).
+#: Assumed for a CPU, which computes nothing while it launches (the bundled model in fp32 on one core: 0.2 ms a token and 16 ms
+#: a micro-batch).
 CPU_FLOPS, CPU_BANDWIDTH = 60e9, 20e9
 
 
 @dataclass(frozen=True)
 class Job:
-    """Figures that all strategies of a recipe share: `batch` rows per step on `world` cards, adapters of `rank` and the
-    training method. `vision`: the work on the pictures of a usual row; the mean of all rows is `picture_share` times this
-    work. `fused_mixers`: a package computes delta rules and scans."""
+    """Figures shared by all strategies of a recipe: `batch` rows per step on `world` GPUs."""
 
     shape: ModelShape
     card: Card
@@ -178,7 +170,9 @@ class Job:
     drive_bytes_s: float = ASSUMED_DRIVE
     method: Method = METHODS["sft"]
     attention: str = "sdpa"
+    #: A package computes delta rules and scans.
     fused_mixers: bool = True
+    #: Work on the images of a usual row; the mean over all rows is `picture_share` times as much.
     vision: VisionWork | None = None
     picture_share: float = 1.0
 
@@ -193,13 +187,12 @@ class Job:
         )  # fmt: skip
 
     def micro_batch_tokens(self, strategy: Strategy, width: float) -> float:
-        """Tokens of a micro-batch whose rows are padded to `width`."""
         return self.method.sequences * strategy.micro * width
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of an optimizer step, in all and by part, and its copies of offloaded layers. `tokens_per_s`: without padding."""
+    """Seconds of an optimizer step. `tokens_per_s` excludes padding."""
 
     step_s: float
     tokens_per_s: float
@@ -208,17 +201,17 @@ class Timing:
 
 
 def knows_rates(card: Card) -> bool:
-    """Whether a GPU's rates are known; else times only order strategies."""
+    """Tell whether a GPU's rates are known; else times only order strategies."""
     return bool(card.bf16_flops and card.bandwidth_bytes_s and not card.is_cpu)  # a CPU's small products don't reach its rates
 
 
 def saved_bytes(base: BaseFormat, lean: bool) -> float:
-    """Bytes that a layer saves for the backward pass per hidden element and token, with weights in this format."""
+    """Return a layer's saved bytes per hidden element and token."""
     return base.lean_saved_bytes if lean else SAVED_BYTES
 
 
 def time_step(job: Job, strategy: Strategy) -> Timing:
-    """Seconds of one optimizer step, before any correction by measured runs."""
+    """Time one optimizer step, before correction by measured runs."""
     shape, card, batches, rank = job.decoder, job.card, job.batches, job.rank
     overhead = COMPILED_SHARE if job.compiled else 1.0
     usual_flops, usual_bandwidth = (CPU_FLOPS, CPU_BANDWIDTH) if card.is_cpu else (ASSUMED_FLOPS, ASSUMED_BANDWIDTH)
@@ -226,7 +219,7 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     bandwidth = (card.bandwidth_bytes_s or usual_bandwidth) * card.bandwidth_share
     pcie = card.pcie_bytes_s or ASSUMED_PCIE
     mixer_bandwidth = bandwidth  # rules and scans compute in fp32 in every dtype
-    if job.float32 and card.fp32_flops:  # no tensor cores, and numbers of twice the bytes
+    if job.float32 and card.fp32_flops:  # no tensor cores, and twice the bytes
         flops, bandwidth, pcie = card.fp32_flops * FP32_SHARE, bandwidth / 2, pcie / 2
     width = batches.mean_width(strategy.micro, job.batch // job.world)
     tokens = job.micro_batch_tokens(strategy, width)
@@ -259,11 +252,11 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
     if job.offloading:
         saved = saved_bytes(strategy.base, job.lean) * shape.hidden * shape.layers * tokens * (1 - recomputed_share)
         computing_s = sum(micro.values())
-        # beside the computation, out in the forward pass and back in the rest: what is longer than these is waited for
+        # copies overlap with the forward pass (out) and the rest of the step (back); the GPU waits for the excess
         waits = (saved / pcie - part for part in (computing_s / passes, computing_s - computing_s / passes))
         micro["transfer"] = sum(max(0.0, wait_s) for wait_s in waits)
     dispatch_s = _dispatch_s(job, strategy, mixer_kernels)
-    # on a GPU beside its work
+    # a GPU computes while the host launches
     micro["launching"] = dispatch_s * overhead if card.is_cpu else max(0.0, dispatch_s - sum(micro.values()))
     micro["vision"] = _vision_s(job, strategy, flops, bandwidth)
     steps = job.batch // (job.world * strategy.micro)
@@ -276,11 +269,10 @@ def time_step(job: Job, strategy: Strategy) -> Timing:
 
 
 def _vision_s(job: Job, strategy: Strategy, flops: float, bandwidth: float) -> float:
-    """Seconds of the vision part on a micro-batch's pictures; its layers are not recomputed. A forward pass moves the bytes
-    that recomputing one adds to a step."""
     work = job.vision
     if work is None:
         return 0.0
+    # the vision tower is not recomputed; a forward pass moves the bytes that recomputation adds to a step
     moved = ELEMENTWISE_RECOMPUTED_BYTES * work.forward_elements
     moved += (ELEMENTWISE_BYTES - ELEMENTWISE_RECOMPUTED_BYTES) * work.backward_elements
     computing_s = work.flops(job.rank) / flops + moved / bandwidth
@@ -300,9 +292,9 @@ def _dispatch_s(job: Job, strategy: Strategy, mixer_kernels: float) -> float:
 
 
 def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job) -> float:
-    """Frozen layers cost 4 FLOPs a weight and token (no weight gradient), recomputed ones 6; adapters 6 and 8. A pass of the
-    reference costs 2, and has no adapters."""
     recomputed_share = strategy.recomputed_layers(shape.layers) / shape.layers
+    # FLOPs per weight and token: frozen layers 4 (no weight gradient), recomputed 6, adapters 6 and 8, a reference pass 2
+    # without adapters
     frozen = 4 + 2 * recomputed_share + 2 * job.method.reference_passes
     weights = frozen * shape.computed + (6 + 2 * recomputed_share) * job.rank * shape.adapter_per_rank
     empty = (
@@ -312,9 +304,9 @@ def _layer_flops(shape: ModelShape, strategy: Strategy, tokens: float, job: Job)
 
 
 def _attention_flops(job: Job, strategy: Strategy, tokens: float, width: float) -> float:
-    """Causal attention: 2 x layers x width of the heads x tokens attended over a token forward, 2.5 times that backward."""
     shape, attended = job.decoder, job.batches.attended_tokens if job.batches.packed else width
     recomputed = 0.0 if strategy.checkpointing == "selective" else strategy.recomputed_layers(shape.layers) / shape.layers
+    # causal attention: 2 x layers x width of the heads x attended tokens per token forward, and 2.5 times as many backward
     passes = 1 + 2.5 + recomputed + job.method.reference_passes
     full, windowed = (
         2 * layers * shape.attention_width * tokens_attended * passes * tokens
@@ -352,7 +344,7 @@ def _mixer_work(job: Job, width: float, repeated_passes: float) -> tuple[float, 
 
 
 def _delta_rule(sizes: dict[str, int], width: float, fused: bool) -> tuple[list[float], Sequence[float]]:
-    """Return fp32 elements a token, and kernels, each of a forward and of a backward pass."""
+    """Return fp32 elements per token, and kernels, each (forward, backward)."""
     heads, key, value = (sizes[name] for name in DELTA_NET)
     forward, backward = (share * heads * (key + value) / 2 for share in (FUSED_DELTA_RULE if fused else DELTA_RULE))
     if fused:
@@ -370,10 +362,7 @@ def _routed_bytes(shape: ModelShape, tokens: float, repeated_passes: float) -> f
 
 
 def _layer_copies(job: Job, strategy: Strategy, steps: int, layers_s: float, passes: float) -> LayerCopies:
-    """Copies of the offloaded layers in a step of `steps` micro-batches, each with `layers_s` seconds of work in all layers.
-
-    Offloaded layers are spread evenly: each is fetched while the one before it computes, and those between.
-    """
+    # offloaded layers are spread evenly: a fetch overlaps with the layers since the offloaded layer before
     fetched = max(0, strategy.offloaded - BUFFERS)
     layer_bytes, link = job.shape.layer_bytes(strategy.base), job.card.pcie_bytes_s or ASSUMED_PCIE
     rate = min(link, job.drive_bytes_s) if strategy.offload_target == "nvme" else link
@@ -392,7 +381,7 @@ def _optimizer_s(optim: str, shape: ModelShape, rank: int, bandwidth: float, pci
 
 
 def workload_s(step_s: float, total_steps: int | None, settings: Settings, data: DataStatistics | None) -> float | None:
-    """Return the modelled seconds of all steps and evaluations; the unit is arbitrary if the GPU's rates are unknown."""
+    """Return the modelled seconds of all steps and evaluations."""
     if not total_steps:
         return None
     evaluations = math.ceil(total_steps / settings.eval_steps) if settings.eval_steps and data and data.eval_rows else 0

@@ -1,4 +1,4 @@
-"""Strategies: the settings that trade memory for time, those open to a recipe, and the price of each."""
+"""Strategies: settings that trade memory for time, and the price of each."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ CHECKPOINTING: tuple[tuple[bool | str, int], ...] = (
 OffloadTarget = Literal[False, "cpu", "nvme"]
 OFFLOAD_TARGETS: tuple[OffloadTarget, ...] = ("cpu", "nvme")
 
-#: Factors on step time: how much faster a departure from the simplest settings must be before it is chosen.
+#: Factors on step time: how much faster a strategy must be to justify each departure from the simplest settings.
 HOST_TABLE_PRICE = 1.02
 CHECKPOINTING_PRICE = {False: 1.0, True: 1.01, "selective": 1.02, "offload": 1.05}
-#: Numbers of offloaded layers that are tried: so many, from all down.
+#: Numbers of offloaded layers to try, from all layers down.
 LAYER_COUNTS = 8
-#: The same for a doubled micro-batch: a smaller one leaves headroom and pads less.
+#: Factor for a doubled micro-batch: a smaller micro-batch leaves headroom and pads less.
 DOUBLING_PRICE = 1.01
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """`base`: format of the base weights. Gradient checkpointing, optimizer, and micro-batch (`micro`). `host_table`: the input
-    embedding is in host memory. `offloaded`: decoder layers whose weights are in `offload_target`, `cpu` (host) or `nvme`."""
+    """Weight format, gradient checkpointing, optimizer, micro-batch and offloading."""
 
     base: BaseFormat
     checkpointing: bool | str
     every_n: int
     optim: str
     micro: int
+    #: The input embedding is in host memory.
     host_table: bool = False
+    #: Decoder layers whose weights are in `offload_target`.
     offloaded: int = 0
     offload_target: OffloadTarget = False
 
@@ -55,11 +56,10 @@ class Strategy:
         return kinds * DOUBLING_PRICE ** math.log2(self.micro) * (HOST_TABLE_PRICE if self.host_table else 1.0)
 
     def recomputed_layers(self, layers: int) -> int:
-        """Layers whose forward pass is recomputed: those whose index is a multiple of n."""
         return 0 if self.checkpointing is False else math.ceil(layers / self.every_n)
 
     def settings(self, batch: int, world: int) -> dict[str, Any]:
-        """Recipe settings of this strategy for an effective batch of `batch` at world size `world`."""
+        """Return the recipe settings for an effective batch at world size `world`."""
         return {
             **switches(self.base), "optim": self.optim,
             "activation_checkpointing": self.checkpointing, "activation_checkpointing_every_n_layers": self.every_n,
@@ -80,12 +80,8 @@ class Strategy:
 def strategies(
     choices: Choices, card: Card, layers: int, target: OffloadTarget, stored: tuple[BaseFormat, ...], has_table: bool
 ) -> list[Strategy]:
-    """Every strategy that the recipe leaves open on this card. `stored`: all that a quantised checkpoint allows.
-    `has_table`: the model's input embedding can be in host memory.
-
-    With a `target` it holds the weights of some or all decoder layers: in the smallest format, because every step moves them,
-    and every layer is recomputed.
-    """
+    """Return every strategy that the recipe leaves open on this GPU."""
+    # `stored`: the formats that a quantised checkpoint allows
     bases, kinds, counts = list(_formats(choices, card, stored)), _checkpointing(choices, card), [0]
     may_offload_table = has_table and not card.is_cpu and not is_sharded(choices.recipe.launch)
     tables: tuple[bool, ...] = (False, True) if may_offload_table else (False,)
@@ -94,6 +90,7 @@ def strategies(
     if target:
         if layer_offloading_conflict(choices.recipe):
             return []
+        # every step moves the weights, so take the smallest format; fetched layers are recomputed
         bases = sorted((base for base in bases if not base.not_offloaded), key=lambda base: base.weight_bytes)[:1]
         kinds = tuple(kind for kind in kinds if kind[0] is not False and kind[1] == 1)
         counts = _counts(choices, layers)
@@ -101,12 +98,11 @@ def strategies(
     return [
         Strategy(base, checkpointing, every_n, optim, micro, host_table, count, target)
         for base, (checkpointing, every_n), optim, micro, host_table, count in combinations
-        if target or checkpointing == "offload" or not host_table or len(tables) == 1  # else spare the card the copies
+        if target or checkpointing == "offload" or not host_table or len(tables) == 1  # otherwise not worth the copies
     ]
 
 
 def _counts(choices: Choices, layers: int) -> list[int]:
-    """Numbers of layers to offload: the recipe's, or all and by eighths fewer. Raises RecipeError for more than there are."""
     wanted = choices.recipe.offloaded_layers
     if wanted == AUTO:
         return sorted({max(1, layers * part // LAYER_COUNTS) for part in range(1, LAYER_COUNTS + 1)}, reverse=True)
@@ -119,12 +115,8 @@ def _counts(choices: Choices, layers: int) -> list[int]:
 
 
 def neighbours(chosen: Strategy, candidates: list[Strategy]) -> list[Strategy]:
-    """The `candidates` that differ from the chosen one in one setting, by the nearest step.
-
-    Another format; checkpointing one step less, one more and every layer; fused and 8-bit AdamW; the next smaller and larger
-    micro-batch and number of offloaded layers. The chosen one need not be among them: the smallest is planned when no forecast
-    fits.
-    """
+    """Return the candidates one step away from the chosen strategy."""
+    # the chosen strategy may be missing: the smallest is planned when no forecast fits
     every = [chosen, *candidates]
     kinds = sorted({(strategy.checkpointing, strategy.every_n) for strategy in every}, key=_checkpointing_order)
     micros, counts = sorted({strategy.micro for strategy in every}), sorted({strategy.offloaded for strategy in every})
@@ -148,7 +140,6 @@ def _adjacent(value: Any, ordered: list[Any]) -> list[Any]:
 
 
 def _checkpointing_order(kind: tuple[bool | str, int]) -> tuple[int, int]:
-    """Sort key: gradient checkpointing from none to most, for any n."""
     kinds = [name for name, _ in CHECKPOINTING]
     return (kinds.index(kind[0]), -kind[1]) if kind != (True, 1) else (CHECKPOINTING.index((True, 1)), 0)
 

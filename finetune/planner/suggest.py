@@ -1,4 +1,4 @@
-"""When nothing fits: changes that save memory, and the largest model that fits."""
+"""Advice when nothing fits: changes that save memory, and smaller models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from finetune.settings.optimizers import EIGHT_BIT, OPTIMIZERS
 from finetune.units import format_count
 
 Forecasts = Callable[[Settings], Forecast]
-#: At most this many catalogue models are forecast, from the largest down.
+#: Most catalogue models to forecast, from the largest down.
 MOST_MODELS = 4
-#: Families that are suggested.
+#: Suggested families.
 _FAMILIES = (
     "HuggingFaceTB/", "Qwen/Qwen2.5-", "Qwen/Qwen3-", "google/gemma-", "meta-llama/Llama-3", "microsoft/", "mistralai/Mistral-",
 )  # fmt: skip
@@ -27,7 +27,7 @@ _FAMILIES = (
 def suggest(
     recipe: Recipe, settings: Settings, forecast: Forecast, forecasts: Forecasts, data: DataStatistics | None
 ) -> tuple[Suggestion, ...]:
-    """Return single changes to the recipe that save memory, each forecast, by bytes saved."""
+    """Return single changes that save memory, by bytes saved."""
     rows = []
     for changes, cost in _changes(recipe, settings, data):
         count = {"offloaded_layers": forecast.layers} if "layer_offloading" in changes else {}
@@ -88,19 +88,21 @@ def _length_cost(length: int, data: DataStatistics | None) -> str:
 def largest_model(
     recipe: Recipe, settings: Settings, budget_bytes: int, forecaster: Callable[[Settings, dict[str, Any]], Forecast]
 ) -> str | None:
-    """Return the largest catalogue model that fits with the most frugal settings, or None."""
+    """Return the largest catalogue model that fits with frugal settings."""
     tried = 0
     for name, entry in sorted(entries().items(), key=lambda item: -item[1].parameters):
         values = entry.config
         is_kind = "vision_config" in values if settings.vision else "text_config" not in values
         if not (entry.first and is_kind and name.startswith(_FAMILIES)) or name == recipe.model_name_or_path:
             continue
+        # NF4 weights alone take half a byte per parameter
         if 0.5 * entry.parameters > budget_bytes:
             continue
         own_code = {"model_revision": None, "trust_remote_code": False}
         other = resolved(settings, model_name_or_path=name, **own_code, **switches(NF4))
         try:
             shape = shape_of(values, other)
+            # a forecast costs up to a second: skip hopeless models
             if shape.weight_bytes(NF4) > 0.95 * budget_bytes:
                 continue
             tried += 1

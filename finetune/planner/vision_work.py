@@ -1,4 +1,4 @@
-"""The work of a vision tower and its projector on the pictures of a row, counted on fake tensors at their real sizes."""
+"""Work of a vision tower and its projector on a row's images, counted on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from finetune.settings.vision import Sizes
 
 @dataclass(frozen=True)
 class VisionWork:
-    """FLOPs of the pictures of a row, and what of them is trained.
+    """FLOPs and bytes of a row's images."""
 
-    `forward_flops`: of all operators, without adapters. `backward_flops`: of the gradients that adapters need; frozen weights
-    get none. `adapter_flops`: of adapters of rank 1, forward and backward. `forward_elements` and `backward_elements`:
-    inputs and outputs of linear layers that a pass moves. `weights` of its linear layers and `width`, the sum of their inputs
-    and outputs, are parts of a ModelShape's, as are its adapters' parameters at rank 1.
-    """
-
+    #: All operators, without adapters.
     forward_flops: float
+    #: Gradients that adapters need; frozen weights get none.
     backward_flops: float
+    #: Adapters of rank 1, forward and backward.
     adapter_flops: float
+    #: Inputs and outputs of linear layers that a pass moves.
     forward_elements: float
     backward_elements: float
+    #: Weights, width (inputs and outputs) and rank-1 adapter parameters of linear layers; parts of the ModelShape's figures.
     weights: int
     width: int
     adapter_per_rank: int
@@ -36,15 +35,11 @@ class VisionWork:
 
     @property
     def passes(self) -> int:
-        """Passes that read the weights."""
         return 2 if self.backward_flops else 1
 
 
 def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork | None:
-    """The work on a row with pictures of these sizes, cached on disk; None without any.
-
-    Raises RecipeError where nothing here knows the model's processor.
-    """
+    """Count the work on a row with these images. Raises RecipeError for an unknown processor."""
     if recipe.vision is not True or not pictures:
         return None
     from finetune.data.tokenizer import ModelPictures
@@ -58,7 +53,7 @@ def vision_work(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> Visi
 
 
 class _Reached(Exception):
-    """The language model is called: the pictures are done."""
+    """The language model is called: the images are done."""
 
 
 def _count(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWork:
@@ -122,12 +117,12 @@ def _count(config: dict[str, Any], recipe: Recipe, pictures: Sizes) -> VisionWor
 
 
 class _Linear:
-    """A linear layer, `is_adapter` one of rank 1. `trained_rows`: rows of its weight's gradient; `gradient_rows`: rows
-    of its inputs' gradient; `width`: inputs and outputs."""
+    """A linear layer with counters of its rows."""
 
     def __init__(self, module: Any, is_adapter: bool) -> None:
         self.is_adapter = is_adapter
         self.weights, self.width = module.weight.numel(), sum(module.weight.shape)
+        # rows of the forward pass, of the weight's gradient and of the inputs' gradient
         self.rows = self.trained_rows = self.gradient_rows = 0
         module.register_forward_pre_hook(self._add)
 

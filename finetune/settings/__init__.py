@@ -1,7 +1,4 @@
-"""The settings of a recipe: keys and values, which settings agree, and the effects of each; `finetune.recipe` reads files.
-
-Here is a recipe with every `auto` resolved: the input of plans, forecasts and training.
-"""
+"""The settings of a recipe; `finetune.recipe` reads files."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from finetune.settings.schema import AUTO, DatasetRecipe, LaunchRecipe, Recipe, 
 
 __all__ = ["AUTO", "DatasetRecipe", "LaunchRecipe", "Recipe", "Settings", "plainest", "resolve", "resolved", "unresolved"]
 
-#: A value for each `auto` setting where the planned one makes no difference, such as for a model's size.
+#: A value for each `auto` setting where the planned value makes no difference, such as for a model's size.
 PLAINEST: dict[str, Any] = {
     "method": "sft", "vision": False, "max_pixels": None,
     "dtype": "bfloat16", "attn_implementation": "sdpa", "max_length": 2048, "packing": False, **switches(BITS_16),
@@ -40,12 +37,12 @@ class Settings(Recipe):
 
 
 def resolve(recipe: Recipe, **choices: Any) -> Settings:
-    """`recipe` with `choices` filled in. Raises ValueError when they don't agree, or when one is missing."""
+    """Fill in `choices`. Raises ValueError for conflicts or a remaining `auto`."""
     return Settings.model_validate({**recipe.model_dump(exclude_unset=True), **choices})
 
 
 def plainest(recipe: Recipe, **choices: Any) -> Settings:
-    """`recipe` with a value of PLAINEST for every `auto`, overridden by `choices`."""
+    """Fill in PLAINEST for every `auto`, overridden by `choices`."""
     auto_names = unresolved(recipe)
     least = min_rows(recipe)
     layers = 0 if recipe.layer_offloading in (AUTO, False) else 1

@@ -1,7 +1,4 @@
-"""Settings that can't be combined. Imports nothing heavy, so that every entry point reports them at once, with the same text.
-
-`auto` settings are not checked: the planner chooses only among what these rules allow.
-"""
+"""Settings that can't be combined. Imports nothing heavy, so every entry point reports them early."""
 
 from __future__ import annotations
 
@@ -20,48 +17,47 @@ if TYPE_CHECKING:
     from finetune.settings.schema import LaunchRecipe, Recipe
 
 AUTO = "auto"
-#: Kinds of gradient checkpointing that are not reentrant, as DeepSpeed ZeRO-3 needs it.
+#: Kinds of gradient checkpointing that are not reentrant; DeepSpeed ZeRO-3 needs reentrant checkpointing.
 NOT_REENTRANT = ("selective", "offload")
-#: Layers whose buffers are on the GPU with layer offloading: one that computes and one that arrives. A pass ends with so many
-#: that the next one begins with, and needs not fetch.
+#: Layers with a buffer on the GPU under layer offloading: the computing and the arriving layer. A pass ends with the layers
+#: that the next pass begins with, and need not be fetched.
 BUFFERS = 2
 
 
 def is_sharded(launch: LaunchRecipe) -> bool:
-    """Whether at least optimizer states and gradients are sharded over the processes."""
+    """Tell whether optimizer states and gradients are sharded."""
     return launch.strategy != "ddp"
 
 
 def is_zero3(launch: LaunchRecipe) -> bool:
-    """Whether the strategy is DeepSpeed ZeRO-3, which shards the weights, too."""
+    """Tell whether DeepSpeed ZeRO-3 shards the weights."""
     return launch.strategy == "deepspeed" and launch.zero_stage == 3
 
 
 def shards_weights(launch: LaunchRecipe) -> bool:
-    """Whether the weights are sharded."""
+    """Tell whether the weights are sharded."""
     return launch.strategy == "fsdp" or is_zero3(launch)
 
 
 def reads_own_rows(settings: Settings) -> bool:
-    """Whether each rank reads only its own rows of the weights, so that none has the whole model: FSDP with 4-bit weights.
-
-    DoRA's magnitudes are computed from whole weights.
-    """
+    """Tell whether each rank reads only its own rows of the weights: FSDP with 4-bit weights."""
+    # DoRA's magnitudes are computed from whole weights
     return settings.launch.strategy == "fsdp" and base_format_of(settings).bits == 4 and not settings.use_dora
 
 
 def problems(recipe: Recipe) -> Iterator[str]:
-    """Combinations that fail on any machine, one line each."""
+    """Yield combinations that fail on any machine, one line each."""
     rules = (
         _method, _adapter_dtype, _new_tokens, _quantisation, _batch, _checkpointing, _lean, _layer_offloading, _sharding,
         _launch, _run, vision_problems,
     )  # fmt: skip
+    # `auto` settings are not checked: the planner chooses only among allowed values
     for rule in rules:
         yield from rule(recipe)
 
 
 def _method(recipe: Recipe) -> Iterator[str]:
-    if recipe.method == AUTO:  # checked when the rows have decided it
+    if recipe.method == AUTO:  # checked again when the rows have decided the method
         return
     name, method = recipe.method, METHODS[recipe.method]
     for setting in dict.fromkeys(setting for its in METHODS.values() for setting in its.settings):
@@ -162,7 +158,7 @@ def _checkpointing(recipe: Recipe) -> Iterator[str]:
 
 
 def compiling_conflict(recipe: Recipe) -> str:
-    """The setting that rules out compiled layers; empty if they can be used."""
+    """Return the setting that rules out compiled layers."""
     if recipe.int8_activations:
         return "int8_activations: what a compiled layer saves can't be quantised"
     if base_format_of(recipe) is INT8:
@@ -175,14 +171,14 @@ def compiling_conflict(recipe: Recipe) -> str:
 
 
 def padding_multiple(recipe: Recipe, rows: int) -> int:
-    """Micro-batches of `rows` rows are padded to a multiple of this many tokens. Layers that were compiled for any length are
-    compiled again for a length that breaks an assumption, such as that it can be divided by 8."""
+    """Return the token multiple to which micro-batches are padded."""
+    # Layers compiled for any length are compiled again for a length that breaks an assumption, such as divisibility by 8
     sequences = rows * method_of(recipe).sequences
     return 64 if recipe.torch_compile is True and sequences > 1 and recipe.packing is not True else 1
 
 
 def lean_layers_conflict(recipe: Recipe) -> str:
-    """The setting that rules out lean layers; empty if they can be used."""
+    """Return the setting that rules out lean layers."""
     if recipe.torch_compile is True:
         return "torch_compile, which would have to break its graphs at each of them"
     if is_zero3(recipe.launch):
@@ -201,7 +197,7 @@ def _lean(recipe: Recipe) -> Iterator[str]:
 
 
 def layer_offloading_conflict(recipe: Recipe) -> str:
-    """The setting that rules out layer offloading, and what to set instead; empty if layers can be offloaded."""
+    """Return the setting that rules out layer offloading, and the fix."""
     checkpointing, every_n = recipe.activation_checkpointing, recipe.activation_checkpointing_every_n_layers
     if checkpointing is False or every_n not in (AUTO, 1):
         name = "activation_checkpointing" if checkpointing is False else "activation_checkpointing_every_n_layers"

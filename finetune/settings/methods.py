@@ -1,5 +1,4 @@
-"""The training methods of a recipe's `method`: a row for each, with the facts that data, forecast and planner need. The
-computation is in finetune/methods. Needs no torch."""
+"""Training methods; finetune/methods computes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,36 +8,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """`implementation`: its module and class. `sequences`: tokenised sequences of a row, all in one
-    micro-batch. `reference_passes`: forward passes without gradients beside each training pass. `min_rows`: fewest rows of a
-    micro-batch.
+    """A training method."""
 
-    `row_format`: the only format of its rows; None: any format with one answer, and text. `settings`: settings that other
-    methods need not read. `losses`: its values of `loss_type`, the default first. `refused`: other settings that don't work
-    with this method, and why. `rate_factor`: the learning rate as a multiple of SFT's; `rate_source`: who found that, a name.
-    `precomputes`: whether the reference can be computed before the training.
-    """
-
+    #: Module and class.
     implementation: str = "finetune.methods.method:Sft"
+    #: Tokenised sequences per row, all in one micro-batch.
     sequences: int = 1
+    #: Forward passes without gradients per training pass.
     reference_passes: int = 0
+    #: Fewest rows of a micro-batch.
     min_rows: int = 1
+    #: The only format of its rows; None: any format with one answer.
     row_format: str | None = None
+    #: Values of `loss_type`, the default first.
     losses: tuple[str, ...] = ()
+    #: Settings that belong to this method.
     settings: tuple[str, ...] = ()
+    #: Other settings that don't work with this method, and why.
     refused: tuple[tuple[str, str], ...] = ()
+    #: Multiple of SFT's learning rate, and the source of that factor.
     rate_factor: float = 1.0
     rate_source: str = ""
+    #: Whether the reference can be computed before the training.
     precomputes: bool = False
 
     @property
     def has_own_format(self) -> bool:
-        """Whether its rows are in a format that no other method reads; plain text is for two."""
+        """Whether no other method reads its row format; two methods read plain text."""
         return self.row_format not in (None, "text")
 
     @property
     def packs(self) -> bool:
-        """Whether rows can be packed."""
         return "packing" not in dict(self.refused)
 
 
@@ -72,32 +72,33 @@ METHODS = {
         ),
     ),
 }  # fmt: skip
-#: Values of settings that a method has where a recipe gives none.
+#: Defaults that depend on the method.
 USUAL_VALUES: dict[str, dict[str, Any]] = {"pretrain": {"excess_length": "chunk"}}
-#: Metrics of methods, by the names in events -> label and format.
+#: Metric by its name in events -> label and format.
 METRICS = {
     "rewards/accuracies": ("answers in order", "{:.1%}"), "rewards/margins": ("reward margin", "{:.3g}"),
     "rewards/chosen": ("reward of chosen", "{:.3g}"), "rewards/rejected": ("reward of rejected", "{:.3g}"),
     "kl": ("KL", "{:.3g}"),
 }  # fmt: skip
-#: Those of one line.
+#: Metrics for one line.
 MAIN_METRICS = ("rewards/accuracies", "rewards/margins")
-#: Formats that only some methods read, all others are for those without one.
+#: Row formats of a single method; methods without a row format read all other formats.
 METHOD_FORMATS = {method.row_format for method in METHODS.values() if method.has_own_format}
 
 
 def has_kl(method: str, loss_type: str | None) -> bool:
-    """Whether the loss has a KL term, from a second batch of mismatched answers."""
+    """Tell whether the loss has a KL term, from a second batch of mismatched answers."""
     return method == "kto" and loss_type != "apo_zero_unpaired"
 
 
 def min_rows(recipe: Any) -> int:
-    """Fewest rows of a micro-batch: the KL term needs an answer to another prompt."""
+    """Return the fewest rows of a micro-batch."""
+    # the KL term needs an answer to another prompt
     return METHODS[recipe.method].min_rows if has_kl(recipe.method, recipe.loss_type) else 1
 
 
 def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
-    """The row of a recipe's method, with the forward passes of its loss. `precomputes`: the reference's are made before."""
+    """Return the recipe's method, with the reference passes of its loss."""
     method = METHODS.get(recipe.method, METHODS["sft"])  # not decided yet
     if precomputes:
         return replace(method, reference_passes=0)
@@ -105,6 +106,6 @@ def method_of(recipe: Any, *, precomputes: bool = False) -> Method:
 
 
 def methods_reading(row_format: str) -> list[str]:
-    """The methods that read rows of this format."""
+    """Return the methods that read this row format."""
     others = {None, row_format} - ({None} if row_format in METHOD_FORMATS else set())
     return [name for name, method in METHODS.items() if method.row_format in others]

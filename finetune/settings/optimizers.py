@@ -1,7 +1,4 @@
-"""The optimizers of a recipe's `optim`: a row for each, with the facts that validation, forecast and planner need.
-
-Trainer makes them by their names; this project's own are in finetune/model/techniques.py.
-"""
+"""Optimizers; finetune/model/techniques.py makes this project's own."""
 
 from __future__ import annotations
 
@@ -10,28 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`state_bytes`: on the GPU, per trained fp32 parameter, at the optimizer step. `price`: factor on step time: how much
-    faster it must be before it is chosen; 1 for the simplest. `shards`: works on parameters sharded by FSDP or DeepSpeed.
+    """An optimizer. Times are estimates, as in finetune/planner/speed.py."""
 
-    Time of a step: bytes per parameter that the GPU's memory or PCIe moves, seconds per tensor (kernel launches,
-    synchronisation) and per parameter on two CPU cores; estimates, as in finetune/planner/speed.py.
-    """
-
+    #: On the GPU at the optimizer step, per trained fp32 parameter.
     state_bytes: float
+    #: Factor on step time: how much faster the optimizer must be to be chosen; 1 for the simplest.
     price: float = 1.0
+    #: Works on parameters sharded by FSDP or DeepSpeed.
     shards: bool = False
-    #: What its learning rate is of AdamW's, and who found that: a name.
+    #: Multiple of AdamW's learning rate, and the source of that factor.
     rate_factor: float = 1.0
     rate_source: str = ""
-    #: Whether the planner chooses it; others have to be asked for.
+    #: Whether the planner may choose the optimizer; a recipe always may.
     planned: bool = True
-    #: Whether states are hundreds of small tensors, of which a few layers do not show how they grow with the depth.
+    #: Whether states are hundreds of small tensors: a few layers don't show how such states grow with the depth.
     small_states: bool = False
     memory_bytes: float = 28.0  # AdamW reads and writes weight, gradient and two moments in fp32
+    #: Bytes moved over PCIe per parameter.
     pcie_bytes: float = 0.0
+    #: Seconds per tensor: kernel launches, synchronisation.
     tensor_s: float = 0.0
+    #: Seconds per parameter on two CPU cores.
     cpu_s: float = 0.0
-    #: Other tools' names for it.
+    #: Names in other tools.
     synonyms: tuple[str, ...] = ()
 
 
@@ -50,5 +48,5 @@ OPTIMIZERS = {
     "adafactor": Optimizer(0.1, 1.10, small_states=True, memory_bytes=56.0, tensor_s=7.5e-5),  # 15 launches
     "adamw_cpu_offload": Optimizer(0.0, 1.06, memory_bytes=0.0, pcie_bytes=8.0, cpu_s=0.5e-9),
 }  # fmt: skip
-#: The usual choice, and the one to save memory with.
+#: The usual choice, and the choice that saves memory.
 FUSED, EIGHT_BIT = "adamw_torch_fused", "adamw_8bit"

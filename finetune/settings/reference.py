@@ -1,4 +1,4 @@
-"""Every setting with type, default and help, read from the schema: for `finetune recipes keys`, the docs and the form."""
+"""Every setting with type, default and help, for `finetune recipes keys`, the docs and the form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.settings.schema import ALIASES, AUTO, Recipe, takes_auto
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the schema for display. `name` is dotted when nested; `default` is "required" without a default."""
+    """A setting for display. `name` is dotted when nested; `default` may be "required"."""
 
     name: str
     type: str
@@ -25,7 +25,7 @@ class Setting:
 
 
 def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> list[Setting]:
-    """One row for each setting, in the schema's order."""
+    """Return a row per setting, in the schema's order."""
     rows: list[Setting] = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
@@ -48,7 +48,7 @@ def settings_reference(model: type[BaseModel] = Recipe, prefix: str = "") -> lis
 
 
 def type_name(annotation: Any, auto: bool = False) -> str:
-    """A type for readers: `whole number | auto`, `text | list`."""
+    """Return a readable type, e.g. `whole number | auto`."""
     names = {
         str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "none", dict: "mapping",
         list: "list",
@@ -66,7 +66,8 @@ def type_name(annotation: Any, auto: bool = False) -> str:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The allowed values if the type enumerates them, else an empty list: also for a list, which has several."""
+    """Return the allowed values if the type enumerates them."""
+    # several values at a time, so not a choice
     if get_origin(annotation) in (list, dict):
         return []
     if get_origin(annotation) is Literal:

@@ -1,7 +1,4 @@
-"""The recipe's schema: one row for each setting, with its type, default, unit, help, group and effects.
-
-Docs, command line, form, errors, cache keys and checkpoint seals are derived from these rows.
-"""
+"""The recipe's schema: type, default, unit, help, group and effects of each setting."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from finetune.settings.optimizers import OPTIMIZERS
 _TOKEN_CHARACTERS = 200
 AUTO: Any = "auto"  # valid for any type until the planner has chosen
 T = TypeVar("T")
+# Docs, command line, form, errors, cache keys and checkpoint seals are derived from the rows below.
 
 
 def _auto_or(value: Any, handler: Any) -> Any:
@@ -43,15 +41,14 @@ def _trackers(value: Any) -> Any:
 
 
 def _layers(value: Any) -> Any:
-    """Comma-separated layer names as a list; `all` is every linear layer. A regular expression stays one text."""
     if value in ("all", ["all"], "all_linear", ["all-linear"]):
         return "all-linear"
+    # a regular expression stays one text
     is_list = isinstance(value, str) and "," in value and not set(value) & set("()[]{}|*+?\\^$")
     return [name.strip() for name in value.split(",") if name.strip()] if is_list else value
 
 
 def _tokens(value: Any) -> Any:
-    """A token, or a list of tokens, as a mapping to the text that they stand for. Raises ValueError."""
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list):
         if repeated := sorted({str(name) for name, count in Counter(map(str, names)).items() if count > 1}):
@@ -69,12 +66,12 @@ def _tokens(value: Any) -> Any:
     return {name: text or "" for name, text in names.items()} if isinstance(names, dict) else names
 
 
-#: A setting that the planner resolves when it is `auto`. After planning its value is a plain T.
+#: A setting that the planner resolves if `auto`; after planning the value is a plain T.
 AutoOr = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value, return_type=Any)]
 
 
 def takes_auto(field: FieldInfo) -> bool:
-    """Whether a field is an AutoOr."""
+    """Tell whether a field is an AutoOr."""
     return any(getattr(validator, "func", None) is _auto_or for validator in field.metadata)
 
 
@@ -113,33 +110,33 @@ Checkpointing = bool | Literal["selective", "offload"]
 
 
 class Decides(Flag):
-    """The effects of a setting.
-
-    TOKENS: the training tokens and their labels. PARAMETERS: the parameters, their shapes and dtypes. BYTES: device and host
-    memory. SPEED: step time. RESULT: the trained adapter; a checkpoint made with another value can't be continued.
-    EXACTNESS: rounding, or what a retry may change; a checkpoint made with another value can be continued, but not bit-exactly.
-    """
+    """The effects of a setting."""
 
     NOTHING = 0
+    #: Training tokens and their labels.
     TOKENS = auto()
+    #: Parameters, their shapes and dtypes.
     PARAMETERS = auto()
+    #: Device and host memory.
     BYTES = auto()
+    #: Step time.
     SPEED = auto()
+    #: The trained adapter; a checkpoint made with another value can't be continued.
     RESULT = auto()
+    #: Rounding, or choices that a retry may change; a checkpoint made with another value can be continued, but not bit-exactly.
     EXACTNESS = auto()
 
 
 NOTHING = Decides.NOTHING
 TOKENS, PARAMETERS, BYTES, SPEED, RESULT, EXACTNESS = list(Decides)
 COST = BYTES | SPEED
-#: Held out where the recipe names no held-out rows: this share, of at least so many rows.
+#: Share of rows held out by default, from this number of rows on.
 DEFAULT_SHARE, LEAST_ROWS = 0.1, 50
 #: Titles of the groups of settings, in the order shown.
 GROUPS = ("Model", "Data", "Adapter", "Training", "Memory", "Run", "Several GPUs or machines")
 
 
 def _setting(group: str, default: Any, decides: Decides, description: str, **limits: Any) -> Any:
-    """A row of the schema. `limits` are pydantic's."""
     row: Any = {"group": group, "decides": [effect.name.lower() for effect in decides if effect.name]}
     return Field(default, description=description, json_schema_extra=row, **limits)
 
@@ -148,7 +145,7 @@ _model, _data, _adapter, _training, _memory, _run, _launch = (functools.partial(
 
 
 class _Strict(BaseModel):
-    """Unknown keys, yes/no in place of true/false, numbers as text and infinities are refused."""
+    """Refuse unknown keys, yes/no for true/false, numbers as text, and infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -211,7 +208,6 @@ class LaunchRecipe(_Strict):
 
     @property
     def processes_here(self) -> int:
-        """Training processes on this machine."""
         return max(1, self.num_processes // self.num_machines)
 
 
@@ -450,22 +446,22 @@ SWITCHES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolved(recipe: R, **choices: Any) -> R:
-    """A copy of `recipe` with `choices` filled in, validated. Raises ValueError when they don't agree."""
+    """Fill in `choices` in a copy. Raises ValueError when settings conflict."""
     return type(recipe).model_validate({**recipe.model_dump(exclude_unset=True), **choices})
 
 
 def unresolved(recipe: Recipe) -> list[str]:
-    """Names of the settings that are still `auto`."""
+    """Return the settings that are still `auto`."""
     return [name for name in Recipe.model_fields if getattr(recipe, name) == AUTO]
 
 
 def settings_that_decide(effects: Decides) -> tuple[str, ...]:
-    """Names of a recipe's settings that have any of these effects; a section counts if one of its settings has."""
+    """Return the settings, or sections with a setting, that have any of these effects."""
     return tuple(name for name in Recipe.model_fields if decided_by(name) & effects)
 
 
 def decided_by(name: str, model: type[BaseModel] = Recipe) -> Decides:
-    """The effects of the setting `name`; for a section, the union over its settings."""
+    """Return the effects of a setting, or the union over a section."""
     field = model.model_fields[name]
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         effects = [decided_by(setting, field.annotation) for setting in field.annotation.model_fields]

@@ -1,4 +1,4 @@
-"""Settings of runs on rows with pictures: values for such runs, and settings that are not checked with pictures yet."""
+"""Settings of runs on rows with images."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from finetune.settings.schema import Recipe
 
-#: Width and height of each picture of a row, in pixels.
+#: Width and height of each image of a row, in pixels.
 Sizes = tuple[tuple[int, int], ...]
 _AUTO = "auto"
-#: Setting -> its only value that was checked with pictures, and why the others are refused.
+#: Setting -> its only value that was checked with images, and why other values are refused.
 _ONLY: dict[str, tuple[Any, str]] = {
     "packing": (False, "a packed sequence does not say which picture belongs to which row"),
     "layer_offloading": (False, "layers are not offloaded beside a vision tower yet"),
@@ -29,11 +29,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 
 
 def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str, str]]:
-    """The recipe for rows with pictures, if there are pictures and the recipe leaves that open; and a reason for each changed
-    setting.
-
-    Raises RecipeError for settings that do not work with pictures.
-    """
+    """Return the recipe for rows with images, if any, and a reason for each changed setting. Raises RecipeError."""
     from finetune.errors import RecipeError
     from finetune.settings.schema import resolved
 
@@ -60,12 +56,12 @@ def with_vision(recipe: Recipe, *, has_pictures: bool) -> tuple[Recipe, dict[str
 
 
 def pixel_limit(recipe: Recipe) -> int | None:
-    """`max_pixels`; None where the planner has not chosen it, or there is no limit."""
+    """Return `max_pixels`, None without a limit or a plan."""
     return None if recipe.max_pixels == _AUTO else recipe.max_pixels
 
 
 def vision_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings that can't be combined with pictures, one line each."""
+    """Yield settings that can't be combined with images, one line each."""
     if recipe.vision is False and recipe.train_vision != "none":
         yield f"train_vision {recipe.train_vision} needs the vision tower, and vision is false"
     if recipe.vision is not True:
